@@ -1,0 +1,114 @@
+//! [`Backend`] for [`Autodiff`]: each operation with a hand-written gradient enters the graph as one node.
+//!
+//! The nodes stand beside their operations, in `backward.rs`. Operations without a method here compose others, and
+//! get their gradients from those.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::{BasicOps, Int, Tensor, TensorKind, TensorPrimitive};
+
+use crate::activation::{self, Activation};
+use crate::attention::{self, AttentionMask, AttentionOptions};
+use crate::dropout::{self, Dropout};
+use crate::head_loss::{self, HeadLossOptions};
+use crate::linear;
+use crate::norm::{self, Norm};
+use crate::rotary::{self, RotaryTable};
+use crate::{Backend, RandomKey};
+
+impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
+    fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
+        from_inner_int(B::random_bits(rows, columns, key, device))
+    }
+
+    fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
+        dropout::backward::dropout(x, dropout)
+    }
+
+    fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
+        norm::backward::norm(x, norm)
+    }
+
+    fn linear(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        linear::backward::linear(x, weight, bias)
+    }
+
+    fn activate(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        activation::backward::activate(x, activation)
+    }
+
+    fn rotary(
+        x: Tensor<Self, 4>,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 4> {
+        rotary::backward::rotary(x, table, positions, inverse)
+    }
+
+    fn attention(
+        query: Tensor<Self, 4>,
+        key: Tensor<Self, 4>,
+        value: Tensor<Self, 4>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 4> {
+        attention::backward::attention(query, key, value, mask, options)
+    }
+
+    fn head_loss(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        targets: Tensor<Self, 1, Int>,
+        options: HeadLossOptions,
+    ) -> Tensor<Self, 1> {
+        head_loss::backward::head_loss(hidden, weight, targets, options)
+    }
+}
+
+/// A tensor of the wrapped backend, from its primitive.
+pub(crate) fn float<B: burn::tensor::backend::Backend, const D: usize>(
+    primitive: B::FloatTensorPrimitive,
+) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// The float primitive under a tensor.
+pub(crate) fn primitive<B: burn::tensor::backend::Backend, const D: usize>(
+    tensor: Tensor<B, D>,
+) -> B::FloatTensorPrimitive {
+    tensor.into_primitive().tensor()
+}
+
+/// The wrapped backend's view of a float tensor, out of the graph.
+pub(crate) fn inner<B: Backend, C: CheckpointStrategy, const D: usize>(
+    tensor: &Tensor<Autodiff<B, C>, D>,
+) -> Tensor<B, D> {
+    tensor.clone().inner()
+}
+
+/// The wrapped backend's view of an integer tensor.
+pub(crate) fn inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
+    tensor: Tensor<Autodiff<B, C>, D, Int>,
+) -> Tensor<B, D, Int> {
+    Tensor::from_primitive(tensor.into_primitive())
+}
+
+/// An integer tensor of the wrapped backend, seen from outside.
+pub(crate) fn from_inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
+    tensor: Tensor<B, D, Int>,
+) -> Tensor<Autodiff<B, C>, D, Int> {
+    Tensor::from_primitive(tensor.into_primitive())
+}
+
+/// `[.., columns]` as `[rows, columns]`.
+pub(crate) fn as_rows<B, const D: usize, K>(tensor: Tensor<B, D, K>) -> Tensor<B, 2, K>
+where
+    B: burn::tensor::backend::Backend,
+    K: TensorKind<B> + BasicOps<B>,
+{
+    let dims: [usize; D] = tensor.dims();
+    let columns = dims[D - 1];
+    let rows = dims[..D - 1].iter().product::<usize>();
+    tensor.reshape([rows, columns])
+}

@@ -1,0 +1,216 @@
+//! The trait that the model is written against.
+
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use crate::activation::{self, Activation};
+use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::dropout::{self, Dropout};
+use crate::embed;
+use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::head_sample::{self, Sampling};
+use crate::linear::{self, LinearGradients};
+use crate::norm::{self, Norm, NormGradients, NormOutput};
+use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::random::{self, RandomKey};
+use crate::rotary::{self, RotaryTable};
+
+/// A Burn backend with the fused operations of a transformer.
+///
+/// Each method has the reference as its body, so that a new backend needs one line, `impl Backend for Mine {}`, and
+/// replaces bodies as its kernels arrive. An operation with a hand-written gradient has three methods: `op`,
+/// `op_forward`, which also returns what the backward pass needs, and `op_backward`. Kernels override the latter two;
+/// [`Autodiff`](burn::backend::Autodiff) overrides `op` alone, and calls them on the backend it wraps.
+///
+/// Call the functions of this crate's root, which check shapes, rather than these methods.
+pub trait Backend: burn::tensor::backend::Backend {
+    /// Body of [`random_bits`](crate::random_bits).
+    fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
+        random::reference::random_bits(rows, columns, key, device)
+    }
+
+    /// Body of [`dropout`](crate::dropout) over `[rows, columns]`.
+    fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
+        dropout::reference::dropout(x, dropout)
+    }
+
+    /// Body of [`embed`](crate::embed).
+    fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        embed::reference::embed(table, tokens, dtype)
+    }
+
+    /// Body of [`norm`](crate::norm) over `[rows, d_model]`.
+    fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
+        Self::norm_forward(x, norm).output
+    }
+    /// Forward of [`norm`](crate::norm), with the statistics that its backward needs.
+    fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
+        norm::reference::norm_forward(x, norm)
+    }
+    /// Backward of [`norm`](crate::norm): gradients of the input and of the weights.
+    fn norm_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        saved: NormOutput<Self>,
+        norm: &Norm<Self>,
+    ) -> NormGradients<Self> {
+        norm::reference::norm_backward(grad, x, saved, norm)
+    }
+
+    /// Body of [`linear`](crate::linear) over `[rows, d_input]`.
+    fn linear(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        Self::linear_forward(x, weight, bias)
+    }
+    /// Forward of [`linear`](crate::linear).
+    fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        linear::reference::linear_forward(x, weight, bias)
+    }
+    /// Backward of [`linear`](crate::linear); parameter gradients come back in the parameter's dtype.
+    fn linear_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        has_bias: bool,
+    ) -> LinearGradients<Self> {
+        linear::reference::linear_backward(grad, x, weight, has_bias)
+    }
+
+    /// Body of [`norm_linear`](crate::norm_linear).
+    fn norm_linear(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+    ) -> Tensor<Self, 2> {
+        linear::reference::norm_linear(x, norm, weight, bias)
+    }
+
+    /// Body of [`linear_add`](crate::linear_add).
+    fn linear_add(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        dropout: Option<Dropout>,
+        residual: Tensor<Self, 2>,
+    ) -> Tensor<Self, 2> {
+        linear::reference::linear_add(x, weight, bias, dropout, residual)
+    }
+
+    /// Body of [`norm_gate_up`](crate::norm_gate_up).
+    fn norm_gate_up(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> Tensor<Self, 2> {
+        linear::reference::norm_gate_up(x, norm, weight, bias, activation)
+    }
+
+    /// Body of [`activate`](crate::activate) over `[rows, width]`.
+    fn activate(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        Self::activate_forward(x, activation)
+    }
+    /// Forward of [`activate`](crate::activate).
+    fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        activation::reference::activate(x, activation)
+    }
+    /// Backward of [`activate`](crate::activate), from the input as it was.
+    fn activate_backward(grad: Tensor<Self, 2>, x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        activation::reference::activate_backward(grad, x, activation)
+    }
+
+    /// Body of [`rotary`](crate::rotary); with `inverse`, the rotation back, which is also its gradient.
+    fn rotary(
+        x: Tensor<Self, 4>,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 4> {
+        rotary::reference::rotary(x, table, positions, inverse)
+    }
+
+    /// Body of [`attention`](crate::attention).
+    fn attention(
+        query: Tensor<Self, 4>,
+        key: Tensor<Self, 4>,
+        value: Tensor<Self, 4>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 4> {
+        Self::attention_forward(query, key, value, mask, options).output
+    }
+    /// Forward of [`attention`](crate::attention), with the log-sum-exp of every row of scores.
+    fn attention_forward(
+        query: Tensor<Self, 4>,
+        key: Tensor<Self, 4>,
+        value: Tensor<Self, 4>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        attention::reference::attention_forward(query, key, value, mask, options)
+    }
+    /// Backward of [`attention`](crate::attention).
+    fn attention_backward(
+        grad: Tensor<Self, 4>,
+        query: Tensor<Self, 4>,
+        key: Tensor<Self, 4>,
+        value: Tensor<Self, 4>,
+        saved: AttentionOutput<Self>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> AttentionGradients<Self> {
+        attention::reference::attention_backward(grad, query, key, value, saved, mask, options)
+    }
+
+    /// Body of [`head_loss`](crate::head_loss).
+    fn head_loss(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        targets: Tensor<Self, 1, Int>,
+        options: HeadLossOptions,
+    ) -> Tensor<Self, 1> {
+        Self::head_loss_forward(hidden, weight, targets, options, false).loss
+    }
+    /// Forward of [`head_loss`](crate::head_loss); with `gradients`, one pass over the vocabulary gives both the loss
+    /// and the gradients for an upstream gradient of one, and the backward pass only scales them.
+    fn head_loss_forward(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        targets: Tensor<Self, 1, Int>,
+        options: HeadLossOptions,
+        gradients: bool,
+    ) -> HeadLossOutput<Self> {
+        head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients)
+    }
+    /// Backward of [`head_loss`](crate::head_loss): the gradients of the hidden states and of the weight.
+    fn head_loss_backward(
+        grad: Tensor<Self, 1>,
+        d_hidden: Tensor<Self, 2>,
+        d_weight: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        head_loss::reference::head_loss_backward(grad, d_hidden, d_weight)
+    }
+
+    /// Body of [`head_sample`](crate::head_sample).
+    fn head_sample(hidden: Tensor<Self, 2>, weight: Tensor<Self, 2>, sampling: &Sampling) -> Tensor<Self, 1, Int> {
+        head_sample::reference::head_sample(hidden, weight, sampling)
+    }
+
+    /// Body of [`optimizer_step`](crate::optimizer_step).
+    fn optimizer_step(
+        parameters: Vec<AdamWParameter<Self>>,
+        adamw: &AdamW,
+    ) -> (Vec<AdamWParameter<Self>>, Tensor<Self, 1>) {
+        optimizer::reference::optimizer_step(parameters, adamw)
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl<R, F, I, BT> Backend for burn_cubecl::CubeBackend<R, F, I, BT>
+where
+    R: burn_cubecl::CubeRuntime,
+    F: burn_cubecl::FloatElement,
+    I: burn_cubecl::IntElement,
+    BT: burn_cubecl::element::BoolElement,
+{
+}

@@ -1,0 +1,44 @@
+//! Dropout whose mask is a pure function of a key, recomputed in the backward pass and never stored.
+
+pub(crate) mod backward;
+pub(crate) mod reference;
+
+use burn::tensor::Tensor;
+
+use crate::autodiff::as_rows;
+use crate::random::RANGE;
+use crate::{Backend, RandomKey};
+
+/// Which elements to drop: each with `probability`, as the bits of `key` say.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Probability of an element to become zero, in [0, 1).
+    pub probability: f64,
+    /// Seed, step, layer and site of this mask.
+    pub key: RandomKey,
+}
+
+impl Dropout {
+    /// Elements whose 24 random bits are below this are dropped.
+    pub fn threshold(&self) -> u32 {
+        (self.probability * f64::from(RANGE)).round() as u32
+    }
+
+    /// The factor on the elements that stay, which keeps the mean.
+    pub fn scale(&self) -> f64 {
+        1.0 / (1.0 - self.probability)
+    }
+}
+
+/// Dropout (Srivastava et al., 2014) over `[.., columns]`, any float dtype: an element becomes zero with the given
+/// probability, and what stays is scaled by `1 / (1 - probability)`.
+///
+/// Leading dimensions are flattened to rows: element (r, c) is dropped where [`RandomKey::bits`]`(r, c)` lies below
+/// [`Dropout::threshold`], on every backend alike.
+pub fn dropout<B: Backend, const D: usize>(x: Tensor<B, D>, dropout: Dropout) -> Tensor<B, D> {
+    if dropout.probability == 0.0 {
+        return x;
+    }
+    let dims = x.dims();
+    B::dropout(as_rows(x), dropout).reshape(dims)
+}

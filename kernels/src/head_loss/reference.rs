@@ -1,0 +1,85 @@
+//! The head's loss from small operations, a chunk of rows at a time.
+
+use burn::tensor::{DType, Int, Tensor};
+
+use super::{HeadLossOptions, HeadLossOutput};
+use crate::Backend;
+
+/// f32 logits held at a time when no chunk is asked for: 256 MB.
+const LOGITS: usize = 1 << 26;
+
+/// Reference forward of [`head_loss`](crate::head_loss) over `[rows, d_model]`.
+pub fn head_loss_forward<B: Backend>(
+    hidden: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    targets: Tensor<B, 1, Int>,
+    options: HeadLossOptions,
+    gradients: bool,
+) -> HeadLossOutput<B> {
+    let device = hidden.device();
+    let [rows, _] = hidden.dims();
+    let [vocabulary, d_model] = weight.dims();
+    let dtype = hidden.dtype();
+    let stored = weight.dtype();
+    let weight = weight.cast(dtype);
+    let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(1)).min(rows);
+    let smoothing = options.label_smoothing;
+
+    let counted = targets.clone().greater_equal_elem(0).float().cast(DType::F32);
+    // One over the number of targets that count, on the device.
+    let share = counted.clone().sum().clamp_min(1.0).recip();
+    let words = Tensor::<B, 1, Int>::arange(0..vocabulary as i64, &device).reshape([1, vocabulary]);
+
+    let mut loss = Tensor::<B, 1>::zeros([1], (&device, DType::F32));
+    let mut d_hidden = Vec::new();
+    let mut d_weight = None;
+    for start in (0..rows).step_by(chunk) {
+        let size = chunk.min(rows - start);
+        let hidden = hidden.clone().narrow(0, start, size);
+        let logits = hidden.clone().matmul(weight.clone().transpose()).cast(DType::F32);
+        let target = targets.clone().narrow(0, start, size).clamp_min(0).reshape([size, 1]);
+        let weighed = counted.clone().narrow(0, start, size).reshape([size, 1]) * share.clone().reshape([1, 1]);
+
+        let max = logits.clone().max_dim(1);
+        let exponentials = (logits.clone() - max.clone()).exp();
+        let sum = exponentials.clone().sum_dim(1);
+        let log_sum_exp = max + sum.clone().log();
+        let mut nats = log_sum_exp.clone() - logits.clone().gather(1, target.clone()).mul_scalar(1.0 - smoothing);
+        if smoothing > 0.0 {
+            nats = nats - logits.mean_dim(1).mul_scalar(smoothing);
+        }
+        loss = loss + (nats * weighed.clone()).sum();
+
+        if gradients {
+            let shape = [size, vocabulary];
+            let hit = words.clone().expand(shape).equal(target.expand(shape)).float().cast(DType::F32);
+            let mut d_logits = exponentials / sum - hit.mul_scalar(1.0 - smoothing);
+            if smoothing > 0.0 {
+                d_logits = d_logits.sub_scalar(smoothing / vocabulary as f64);
+            }
+            let d_logits = (d_logits * weighed).cast(dtype);
+            d_hidden.push(d_logits.clone().matmul(weight.clone()));
+            let part = d_logits.transpose().matmul(hidden).cast(DType::F32);
+            d_weight = Some(match d_weight {
+                Some(sum) => sum + part,
+                None => part,
+            });
+        }
+    }
+    let gradients = gradients.then(|| {
+        let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([vocabulary, d_model], (&device, DType::F32)));
+        (if d_hidden.is_empty() { hidden } else { Tensor::cat(d_hidden, 0) }, d_weight.cast(stored))
+    });
+    HeadLossOutput { loss, gradients }
+}
+
+pub(crate) fn head_loss_backward<B: Backend>(
+    grad: Tensor<B, 1>,
+    d_hidden: Tensor<B, 2>,
+    d_weight: Tensor<B, 2>,
+) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let scale = grad.reshape([1, 1]);
+    let d_hidden = d_hidden.clone() * scale.clone().cast(d_hidden.dtype());
+    let d_weight = d_weight.clone() * scale.cast(d_weight.dtype());
+    (d_hidden, d_weight)
+}

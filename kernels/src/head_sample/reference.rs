@@ -1,0 +1,55 @@
+//! Sampling from small operations. No sort: the cut of top-k and top-p is found by halving an interval.
+
+use burn::tensor::{DType, Int, Tensor};
+
+use super::Sampling;
+use crate::Backend;
+use crate::random::RANGE;
+
+/// Halvings until the interval around the cut is far below the spacing of f32 logits.
+const HALVINGS: usize = 40;
+
+const EXCLUDED: f32 = -1e30;
+
+pub(crate) fn head_sample<B: Backend>(
+    hidden: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    sampling: &Sampling,
+) -> Tensor<B, 1, Int> {
+    let device = hidden.device();
+    let mut logits = <B as Backend>::linear(hidden, weight, None).cast(DType::F32);
+    let [batch_size, vocabulary] = logits.dims();
+    if sampling.temperature > 0.0 {
+        logits = logits.div_scalar(sampling.temperature);
+        if let Some(top_k) = sampling.top_k.filter(|top_k| *top_k < vocabulary) {
+            let ones = Tensor::ones_like(&logits);
+            logits = keep(logits, ones, top_k.max(1) as f64);
+        }
+        if let Some(top_p) = sampling.top_p.filter(|top_p| *top_p < 1.0) {
+            let probabilities = burn::tensor::activation::softmax(logits.clone(), 1);
+            logits = keep(logits, probabilities, top_p);
+        }
+        let uniform = B::random_bits(batch_size, vocabulary, sampling.key, &device).float().cast(DType::F32);
+        let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
+        logits = logits - uniform.log().neg().log();
+    }
+    logits.argmax(1).squeeze_dim(1)
+}
+
+/// Keeps, in each row, the fewest largest logits (ties included) whose weights sum to `wanted` at least.
+fn keep<B: Backend>(logits: Tensor<B, 2>, weights: Tensor<B, 2>, wanted: f64) -> Tensor<B, 2> {
+    let shape = logits.dims();
+    // Excluded words of an earlier cut stand far below: start above them, or halving would never reach the rest.
+    let included = logits.clone().greater_elem(EXCLUDED / 2.0);
+    let mut high = logits.clone().max_dim(1);
+    let mut low = logits.clone().mask_where(included.bool_not(), high.clone().expand(shape)).min_dim(1);
+    for _ in 0..HALVINGS {
+        let middle = (low.clone() + high.clone()).mul_scalar(0.5);
+        let below = logits.clone().lower(middle.clone().expand(shape));
+        let enough = weights.clone().mask_fill(below, 0.0).sum_dim(1).greater_equal_elem(wanted);
+        low = low.mask_where(enough.clone(), middle.clone());
+        high = middle.mask_where(enough, high);
+    }
+    let below = logits.clone().lower(low.expand(shape));
+    logits.mask_fill(below, EXCLUDED)
+}

@@ -1,0 +1,69 @@
+//! Fireclay's [`Backend`] trait: the operations of a transformer, cut at the size that one kernel can fuse.
+//!
+//! Every operation lives in a folder of its own:
+//!
+//! - `reference.rs` composes it from Burn's small operations: readable, and right on every backend;
+//! - `backward.rs`, where the operation has a hand-written backward, ties `op_forward` and `op_backward` together for
+//!   [`Autodiff`](burn::backend::Autodiff), once, so that a fused backward is used wherever the fused forward is;
+//! - `mod.rs` holds the public function on tensors, with shapes, dtypes and the paper.
+//!
+//! A model calls the public functions only. A backend that has a faster kernel overrides the trait's methods, and the
+//! model never knows.
+//!
+//! ```
+//! use burn::tensor::Tensor;
+//! use fireclay_kernels::{Norm, norm};
+//! type B = burn::backend::NdArray;
+//!
+//! let device = Default::default();
+//! let x = Tensor::<B, 3>::from_data([[[1.0, 3.0], [2.0, 2.0]]], &device);
+//! let gamma = Tensor::<B, 1>::ones([2], &device);
+//! let y = norm(x, &Norm::rms(gamma, 1e-6));
+//! let rows: Vec<f32> = y.into_data().to_vec().unwrap();
+//! assert!((rows[0] - 1.0 / 5.0f32.sqrt()).abs() < 1e-4);
+//! ```
+
+mod activation;
+mod attention;
+mod autodiff;
+mod backend;
+mod dropout;
+mod embed;
+mod head_loss;
+mod head_sample;
+mod linear;
+mod norm;
+mod optimizer;
+mod random;
+mod rotary;
+
+#[cfg(feature = "ndarray")]
+mod ndarray;
+
+pub use activation::{Activation, ActivationKind, activate};
+pub use attention::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention};
+pub use backend::Backend;
+pub use dropout::{Dropout, dropout};
+pub use embed::embed;
+pub use head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
+pub use head_sample::{Sampling, head_sample};
+pub use linear::{LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
+pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
+pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
+pub use random::{RandomKey, random_bits};
+pub use rotary::{RotaryTable, rotary};
+
+/// The bodies that every backend starts from: plain Burn operations, generic over any backend.
+///
+/// Parity tests compare kernels with these; `--set kernels=reference` will run them alone.
+pub mod reference {
+    pub use crate::activation::reference::{activate, activate_backward};
+    pub use crate::attention::reference::{attention_backward, attention_forward};
+    pub use crate::dropout::reference::dropout;
+    pub use crate::head_loss::reference::head_loss_forward;
+    pub use crate::linear::reference::{linear_backward, linear_forward};
+    pub use crate::norm::reference::{norm_backward, norm_forward};
+    pub use crate::optimizer::reference::optimizer_step;
+    pub use crate::random::reference::random_bits;
+    pub use crate::rotary::reference::rotary;
+}

@@ -1,0 +1,95 @@
+//! Projections, alone and with what stands before and after them in a transformer.
+//!
+//! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
+//! another one is cast, and its gradient comes back in its own.
+
+pub(crate) mod backward;
+pub(crate) mod reference;
+
+use burn::tensor::Tensor;
+
+use crate::autodiff::as_rows;
+use crate::{Activation, Backend, Dropout, Norm};
+
+/// What the backward pass of a projection gives.
+#[derive(Clone, Debug)]
+pub struct LinearGradients<B: Backend> {
+    /// `[rows, d_input]`, of the input's dtype.
+    pub x: Tensor<B, 2>,
+    /// `[d_output, d_input]`, of the weight's dtype.
+    pub weight: Tensor<B, 2>,
+    /// `[d_output]`, f32 or the weight's dtype, where there is a bias.
+    pub bias: Option<Tensor<B, 1>>,
+}
+
+/// `x * weight^T + bias`: `x` `[.., d_input]`, `weight` `[d_output, d_input]`, `bias` `[d_output]`, the result
+/// `[.., d_output]` in the dtype of `x`.
+///
+/// # Panics
+/// If `d_input` of `x` and of `weight` differ.
+pub fn linear<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+) -> Tensor<B, D> {
+    let dims = output_dims(&x, &weight, "linear");
+    <B as Backend>::linear(as_rows(x), weight, bias).reshape(dims)
+}
+
+/// Normalises `x` `[.., d_input]` where there is a norm, and projects it: `[.., d_output]`.
+///
+/// The residual stream itself is `x`, which stays as it was.
+///
+/// # Panics
+/// If `d_input` of `x` and of `weight` differ.
+pub fn norm_linear<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    norm: Option<&Norm<B>>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+) -> Tensor<B, D> {
+    let dims = output_dims(&x, &weight, "norm_linear");
+    B::norm_linear(as_rows(x), norm, weight, bias).reshape(dims)
+}
+
+/// `residual + dropout(x * weight^T + bias)`: the end of a transformer's sub-layer. `x` is `[.., d_input]`,
+/// `residual` and the result are `[.., d_output]`.
+///
+/// # Panics
+/// If `d_input` of `x` and of `weight` differ.
+pub fn linear_add<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    dropout: Option<Dropout>,
+    residual: Tensor<B, D>,
+) -> Tensor<B, D> {
+    let dims = output_dims(&x, &weight, "linear_add");
+    let dropout = dropout.filter(|dropout| dropout.probability > 0.0);
+    B::linear_add(as_rows(x), weight, bias, dropout, as_rows(residual)).reshape(dims)
+}
+
+/// Normalises `x` `[.., d_model]` where there is a norm, projects it by `weight` `[d_ff, d_model]`, or by gate and up
+/// in one `[2 * d_ff, d_model]`, and applies `activation`: `[.., d_ff]`.
+///
+/// # Panics
+/// If `d_model` of `x` and of `weight` differ.
+pub fn norm_gate_up<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    norm: Option<&Norm<B>>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    activation: Activation,
+) -> Tensor<B, D> {
+    let mut dims = output_dims(&x, &weight, "norm_gate_up");
+    dims[D - 1] = activation.output_width(dims[D - 1]);
+    B::norm_gate_up(as_rows(x), norm, weight, bias, activation).reshape(dims)
+}
+
+fn output_dims<B: Backend, const D: usize>(x: &Tensor<B, D>, weight: &Tensor<B, 2>, op: &str) -> [usize; D] {
+    let mut dims = x.dims();
+    let [d_output, d_input] = weight.dims();
+    assert_eq!(dims[D - 1], d_input, "{op}: the input's last dimension and the weight's differ");
+    dims[D - 1] = d_output;
+    dims
+}

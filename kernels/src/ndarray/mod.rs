@@ -1,0 +1,7 @@
+//! The CPU backend.
+
+use burn_ndarray::NdArray;
+
+use crate::Backend;
+
+impl Backend for NdArray {}

@@ -1,0 +1,57 @@
+//! Norms from small operations.
+
+use burn::tensor::{DType, Tensor};
+
+use super::{Norm, NormGradients, NormKind, NormOutput};
+use crate::Backend;
+
+/// Reference forward of [`norm`](crate::norm) over `[rows, d_model]`.
+pub fn norm_forward<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> NormOutput<B> {
+    let dtype = x.dtype();
+    let x = x.cast(DType::F32);
+    let mean = match norm.kind {
+        NormKind::Layer => Some(x.clone().mean_dim(1)),
+        NormKind::Rms => None,
+    };
+    let centred = match &mean {
+        Some(mean) => x - mean.clone(),
+        None => x,
+    };
+    let mean_square = centred.clone().powi_scalar(2).mean_dim(1);
+    let inverse_deviation = mean_square.add_scalar(norm.epsilon).sqrt().recip();
+    let mut output = centred * inverse_deviation.clone() * norm.gamma.clone().cast(DType::F32).unsqueeze();
+    if let Some(beta) = &norm.beta {
+        output = output + beta.clone().cast(DType::F32).unsqueeze();
+    }
+    NormOutput { output: output.cast(dtype), mean, inverse_deviation }
+}
+
+/// Reference backward of [`norm`](crate::norm).
+pub fn norm_backward<B: Backend>(
+    grad: Tensor<B, 2>,
+    x: Tensor<B, 2>,
+    saved: NormOutput<B>,
+    norm: &Norm<B>,
+) -> NormGradients<B> {
+    let dtype = x.dtype();
+    let grad = grad.cast(DType::F32);
+    let x = x.cast(DType::F32);
+    let centred = match saved.mean {
+        Some(mean) => x - mean,
+        None => x,
+    };
+    let normed = centred * saved.inverse_deviation.clone();
+    let gamma = grad.clone() * normed.clone();
+    let scaled = grad.clone() * norm.gamma.clone().cast(DType::F32).unsqueeze();
+    let along = normed.clone() * (scaled.clone() * normed).mean_dim(1);
+    let across = match norm.kind {
+        NormKind::Layer => scaled.clone() - scaled.mean_dim(1),
+        NormKind::Rms => scaled,
+    };
+    let x = (across - along) * saved.inverse_deviation;
+    NormGradients {
+        x: x.cast(dtype),
+        gamma: gamma.sum_dim(0).squeeze_dim::<1>(0).cast(norm.gamma.dtype()),
+        beta: norm.beta.as_ref().map(|beta| grad.sum_dim(0).squeeze_dim::<1>(0).cast(beta.dtype())),
+    }
+}

@@ -1,0 +1,129 @@
+//! Random bits that are a pure function of a key and a place, so that nothing has to be remembered or saved.
+
+pub(crate) mod reference;
+
+use burn::tensor::{Int, Tensor};
+
+use crate::Backend;
+
+/// Random bits come as integers below this: 24 of them, exact in f32.
+pub(crate) const RANGE: u32 = 1 << 24;
+
+pub(crate) const ROUNDS: usize = 5;
+const MULTIPLIERS: [u32; ROUNDS] = [0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b];
+
+/// What a stream of random bits depends on: a seed, and whatever is folded into it (step, layer, site).
+///
+/// ```
+/// use fireclay_kernels::RandomKey;
+/// let key = RandomKey::new(7).fold(100).fold(3);
+/// assert_eq!(key.bits(5, 9), RandomKey::new(7).fold(100).fold(3).bits(5, 9));
+/// assert_ne!(key.bits(5, 9), key.bits(9, 5));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RandomKey(u64);
+
+impl RandomKey {
+    /// The key of a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(mix(seed ^ 0x243f_6a88_85a3_08d3))
+    }
+
+    /// A new key that depends on this one and on `word`.
+    pub fn fold(self, word: u64) -> Self {
+        Self(mix(self.0.rotate_left(23) ^ mix(word.wrapping_add(0x1319_8a2e_0370_7344))))
+    }
+
+    /// The 24 random bits at (`row`, `column`): the definition that every kernel reproduces.
+    ///
+    /// Two Feistel ciphers of five rounds on 16-bit halves, the first over the row, the second over the column and
+    /// the first one's output. A product of two 16- and 15-bit numbers fits 31 bits, so that signed 32-bit integers,
+    /// all that some devices have, never overflow.
+    pub fn bits(self, row: u32, column: u32) -> u32 {
+        let (row_keys, column_keys) = self.round_keys();
+        let (row_left, row_right) = feistel(row & 0xffff, row >> 16, row_keys);
+        let (left, right) = feistel((column & 0xffff) ^ row_left, (column >> 16) ^ row_right, column_keys);
+        (left << 8) | (right >> 8)
+    }
+
+    /// A uniform number in (0, 1) at (`row`, `column`).
+    pub fn uniform(self, row: u32, column: u32) -> f64 {
+        (f64::from(self.bits(row, column)) + 0.5) / f64::from(RANGE)
+    }
+
+    /// 16-bit keys of the rounds over rows and over columns.
+    pub(crate) fn round_keys(self) -> ([u32; ROUNDS], [u32; ROUNDS]) {
+        let expand = |word: u64| {
+            let more = mix(word);
+            std::array::from_fn(|at| ((if at < 4 { word >> (16 * at) } else { more }) & 0xffff) as u32)
+        };
+        (expand(self.0), expand(mix(self.0 ^ 0xa409_3822_299f_31d0)))
+    }
+}
+
+/// SplitMix64's finalizer (Steele, Lea and Flood, 2014).
+fn mix(mut z: u64) -> u64 {
+    z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn feistel(mut left: u32, mut right: u32, keys: [u32; ROUNDS]) -> (u32, u32) {
+    for (key, multiplier) in keys.into_iter().zip(MULTIPLIERS) {
+        let product = (right ^ key) * multiplier;
+        (left, right) = (right, left ^ ((product ^ (product >> 15)) & 0xffff));
+    }
+    (left, right)
+}
+
+/// 24 random bits for each of `[rows, columns]`, on the device; element (r, c) is [`RandomKey::bits`]`(r, c)`.
+pub fn random_bits<B: Backend>(rows: usize, columns: usize, key: RandomKey, device: &B::Device) -> Tensor<B, 2, Int> {
+    B::random_bits(rows, columns, key, device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_are_uniform_and_uncorrelated() {
+        let key = RandomKey::new(1);
+        let (rows, columns) = (500u32, 400u32);
+        let n = f64::from(rows * columns);
+        let mut ones = [0u32; 24];
+        let (mut sum, mut next_column, mut next_row, mut next_key) = (0.0, 0.0, 0.0, 0.0);
+        for row in 0..rows {
+            for column in 0..columns {
+                let bits = key.bits(row, column);
+                for (bit, count) in ones.iter_mut().enumerate() {
+                    *count += (bits >> bit) & 1;
+                }
+                let centred = |bits: u32| f64::from(bits) / f64::from(RANGE) - 0.5;
+                sum += centred(bits);
+                next_column += centred(bits) * centred(key.bits(row, column + 1));
+                next_row += centred(bits) * centred(key.bits(row + 1, column));
+                next_key += centred(bits) * centred(key.fold(1).bits(row, column));
+            }
+        }
+        // Five standard deviations of each statistic.
+        let bound = 5.0 / n.sqrt();
+        assert!((sum / n).abs() < bound * 0.289, "mean {}", sum / n);
+        for correlation in [next_column, next_row, next_key] {
+            assert!((correlation / n * 12.0).abs() < bound, "correlation {}", correlation / n * 12.0);
+        }
+        for (bit, count) in ones.into_iter().enumerate() {
+            assert!((f64::from(count) / n - 0.5).abs() < bound * 0.5, "bit {bit}: {count}");
+        }
+    }
+
+    #[test]
+    fn no_two_places_of_a_row_collide_more_than_chance() {
+        let key = RandomKey::new(3).fold(9);
+        let mut seen: Vec<u32> = (0..20_000).map(|column| key.bits(70_000, column)).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        // 20,000 draws of 2^24 values: 12 collisions expected.
+        assert!(seen.len() > 20_000 - 60, "{}", seen.len());
+    }
+}

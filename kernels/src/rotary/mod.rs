@@ -1,0 +1,44 @@
+//! Rotary position embedding.
+
+pub(crate) mod backward;
+pub(crate) mod reference;
+
+use burn::tensor::{Int, Tensor, TensorData};
+
+use crate::Backend;
+
+/// Cosines and sines of every position's angles, f32.
+#[derive(Clone, Debug)]
+pub struct RotaryTable<B: Backend> {
+    /// `[positions, head_dim / 2]`.
+    pub cos: Tensor<B, 2>,
+    /// `[positions, head_dim / 2]`.
+    pub sin: Tensor<B, 2>,
+}
+
+impl<B: Backend> RotaryTable<B> {
+    /// The table of `positions` positions for the given `frequencies`, radians per position, one for each pair of
+    /// elements; cosines and sines are multiplied by `magnitude` (one, but for YaRN).
+    pub fn new(positions: usize, frequencies: &[f64], magnitude: f64, device: &B::Device) -> Self {
+        let table = |f: fn(f64) -> f64| {
+            let values: Vec<f32> = (0..positions)
+                .flat_map(|position| frequencies.iter().map(move |w| (f(position as f64 * w) * magnitude) as f32))
+                .collect();
+            Tensor::from_data(TensorData::new(values, [positions, frequencies.len()]), device)
+        };
+        Self { cos: table(f64::cos), sin: table(f64::sin) }
+    }
+}
+
+/// Rotates pairs of elements of `x` `[batch_size, heads, seq_length, head_dim]` by its token's position (Su et al.,
+/// 2021), in the hub's layout: element `i` pairs with `i + head_dim / 2`.
+///
+/// `positions` `[batch_size, seq_length]` index the table's rows. Computes in f32 and returns the dtype of `x`.
+///
+/// # Panics
+/// If the table is not of `head_dim / 2` columns.
+pub fn rotary<B: Backend>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
+    let head_dim = x.dims()[3];
+    assert_eq!(head_dim, 2 * table.cos.dims()[1], "rotary: the table is made for another head_dim");
+    B::rotary(x, table, positions, false)
+}
