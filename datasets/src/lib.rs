@@ -1,1 +1,66 @@
-//! Placeholder.
+//! Text, tokenizers, token blocks and the embedded story grammar that Fireclay trains on.
+//!
+//! ```
+//! use fireclay_datasets::{Split, StoryCorpus};
+//!
+//! let corpus = StoryCorpus::new(128);
+//! let batch = corpus.batch(Split::Train, 7, 0, 4);
+//! assert_eq!(batch.inputs().len(), 4 * 128);
+//! // The same seed and step always give the same batch.
+//! assert_eq!(batch, corpus.batch(Split::Train, 7, 0, 4));
+//! ```
+
+mod batch;
+mod corpus;
+mod random;
+mod story;
+mod text;
+mod tokenizer;
+
+pub use batch::{IGNORED_TARGET, TokenBatch};
+pub use corpus::{Corpus, Split, StoryCorpus, TextCorpus};
+pub use story::{Story, StoryGrammar};
+pub use text::read_text;
+pub use tokenizer::{TextStream, Tokenizer, TokenizerKind};
+
+use std::path::PathBuf;
+
+/// Why data could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// The file system refused.
+    #[error("{path}: {error}")]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it said.
+        error: std::io::Error,
+    },
+    /// A file or folder holds no text.
+    #[error("{path}: holds no text")]
+    Empty {
+        /// The file or folder.
+        path: PathBuf,
+    },
+    /// A file is not UTF-8 text.
+    #[error("{path}: is not UTF-8 text (byte {byte})")]
+    Binary {
+        /// The file.
+        path: PathBuf,
+        /// Where it stops being text.
+        byte: usize,
+    },
+    /// A tokenizer could not be read, trained or written.
+    #[error("{0}")]
+    Tokenizer(String),
+    /// The text is shorter than what one batch row needs.
+    #[error("the text has {tokens} tokens; training on blocks of {seq_length} needs at least {needed}")]
+    Short {
+        /// How many there are.
+        tokens: usize,
+        /// Length of a block.
+        seq_length: usize,
+        /// How many are needed.
+        needed: usize,
+    },
+}

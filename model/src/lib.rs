@@ -1,1 +1,41 @@
-//! Placeholder.
+//! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
+//!
+//! A [`TransformerConfig`], and nothing else, turns it into GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
+//! [`forward`](Transformer::forward) serves training, prefill and decode.
+//!
+//! ```
+//! use burn::tensor::{Int, Tensor};
+//! use fireclay_model::{Transformer, TransformerConfig};
+//! type B = burn::backend::NdArray;
+//!
+//! let device = Default::default();
+//! let config = TransformerConfig::llama(100, 32, 16, 2, 4).with_n_kv_heads(2);
+//! let model: Transformer<B> = config.init(7, &device)?;
+//! let tokens = Tensor::<B, 2, Int>::from_ints([[1, 2, 3], [4, 5, 6]], &device);
+//! let hidden = model.forward(tokens, None);
+//! assert_eq!(hidden.dims(), [2, 3, 16]);
+//! assert_eq!(model.logits(hidden).dims(), [2, 3, 100]);
+//! # Ok::<(), fireclay_model::ConfigError>(())
+//! ```
+
+mod attention;
+mod block;
+mod cache;
+mod config;
+mod feed_forward;
+mod hub;
+mod parameters;
+mod rotary;
+mod transformer;
+mod weights;
+
+pub use attention::Attention;
+pub use block::Block;
+pub use cache::{Cache, LayerCache};
+pub use config::{Activation, AttentionDirection, ConfigError, NormKind, NormPlacement, Positions, TransformerConfig};
+pub use feed_forward::FeedForward;
+pub use hub::Family;
+pub use parameters::{LayerNorm, named_parameters};
+pub use rotary::RotaryScaling;
+pub use transformer::{Tokens, Transformer};
+pub use weights::{ModelFolder, WeightsError};

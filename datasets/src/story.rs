@@ -1,0 +1,743 @@
+//! The embedded corpus: short fireside tales drawn from a probabilistic grammar of our own.
+//!
+//! A story is a walk through `RULES`. At each choice the walk takes one alternative; at each
+//! first mention - of the hero, of the animal that keeps the hero company, of what was lost - it
+//! draws a row of a table in `SHEETS`. All that follows from a row, such as a pronoun, the cry
+//! of the animal or the moral, is recalled later without any further choice. A reader that
+//! remembers the first sentence therefore predicts the last one better than short contexts can.
+//!
+//! At every choice the alternatives begin with different tokens, so a text has only one derivation
+//! and the information of a story is that of its choices. Stories are independent, which makes the
+//! entropy rate of the corpus exactly
+//!
+//! ```text
+//! expected information of a story / expected number of tokens in a story
+//! ```
+//!
+//! and one pass over the grammar gives both expectations, without sampling.
+//!
+//! A token is a word together with the space before it, a punctuation mark, or the line break that
+//! ends a story. The text of a story is its tokens with nothing between them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::random::Generator;
+
+/// The tables that stories draw from: the names of the fields, the table whose row decides the
+/// weights ("" if none does), and the rows.
+///
+/// A row begins with its weight, or with one weight for each row of the deciding table. The fields
+/// follow; the first is what a first mention (`[name]` in a rule) writes.
+#[rustfmt::skip]
+const SHEETS: &[(&str, &str, &[&str])] = &[
+    ("hero / he / He / him / his / His", "", &[
+        "3 Mara / she / She / her / her / Her", "3 Tobin / he / He / him / his / His",
+        "3 Ilse / she / She / her / her / Her", "3 Jonas / he / He / him / his / His",
+        "3 Nell / she / She / her / her / Her", "3 Anton / he / He / him / his / His",
+        "2 Greta / she / She / her / her / Her", "2 Piet / he / He / him / his / His",
+        "2 Agnes / she / She / her / her / Her", "2 Otto / he / He / him / his / His",
+        "2 Robin / they / They / them / their / Their",
+        "2 Sorrel / they / They / them / their / Their",
+    ]),
+    ("role / wares", "", &[
+        "4 potter / pots", "3 tilemaker / tiles", "2 brickmaker / bricks", "2 pipemaker / pipes",
+    ]),
+    ("trait / moral", "", &[
+        "3 patient / slow clay makes a sound jug",
+        "3 stubborn / no fire asks who is tired",
+        "2 curious / a closed lid teaches nobody",
+        "2 proud / the tallest jug falls first",
+        "2 merry / a song weighs nothing",
+        "2 careful / one crack empties the jug",
+        "2 gentle / soft hands shape hard clay",
+        "2 lazy / a slow fire bakes every loaf",
+    ]),
+    ("sort", "", &[
+        "3 small", "3 clever", "2 fat", "2 sleepy", "2 grumpy", "2 scruffy", "2 noisy",
+    ]),
+    ("animal / cried", "", &[
+        "3 fox / barked", "3 goose / honked", "2 goat / bleated", "2 cat / mewed",
+        "2 crow / cawed", "2 hen / clucked", "2 donkey / brayed", "2 hedgehog / snuffled",
+    ]),
+    ("pet", "", &[
+        "3 Button", "3 Thimble", "3 Biscuit", "2 Pepper", "2 Crumb", "2 Pebble", "2 Nettle",
+        "2 Mustard",
+    ]),
+    ("place / way", "", &[
+        "3 river / down to the river", "3 hill / up the hill", "3 forest / into the forest",
+        "2 marsh / across the marsh", "3 harbour / along the harbour",
+        "2 mountain / up the mountain",
+    ]),
+    ("town", "", &["3 village", "3 town", "2 parish"]),
+    // Weights by a river, hill, forest, marsh, harbour and mountain.
+    ("spot", "place", &[
+        "3 0 0 3 0 0 reeds", "3 0 0 0 2 0 bridge", "2 0 0 3 0 0 willow", "0 3 0 0 2 0 gate",
+        "0 3 2 0 0 0 well", "0 2 0 2 0 3 stones", "0 0 3 0 0 0 oak", "0 0 3 0 0 3 pines",
+        "0 0 0 0 3 0 nets", "2 0 0 0 3 0 boats", "0 0 0 0 0 2 cave",
+    ]),
+    ("thing / shone", "place", &[
+        "2 3 0 0 3 3 bell / rang", "2 2 2 0 0 0 kettle / sang", "0 0 2 3 3 2 lantern / glowed",
+        "2 3 0 2 0 2 whistle / trilled", "0 0 3 0 0 2 spoon / gleamed",
+        "3 0 0 2 0 0 cup / steamed", "0 2 2 2 3 0 key / jingled",
+    ]),
+    ("helper / gift", "place", &[
+        "2 2 2 0 2 0 baker / bread", "3 2 0 0 0 2 miller / flour", "0 0 3 2 0 2 beekeeper / honey",
+        "0 2 2 2 2 0 gardener / plums", "2 0 0 3 3 0 fisherman / trout",
+        "0 2 0 0 0 3 shepherd / cheese",
+    ]),
+    ("metal", "", &["3 copper", "3 silver", "2 brass", "2 tin", "2 golden", "2 painted"]),
+    ("weather / sky / fell", "", &[
+        "3 rainy / rain / tapped on the roof", "3 misty / mist / hid the chimneys",
+        "2 windy / wind / shook the roof", "2 snowy / snow / covered the roof",
+        "2 frosty / frost / covered the windows", "2 stormy / storm / shook the chimneys",
+    ]),
+    ("time", "", &["3 morning", "3 evening", "2 night", "2 afternoon"]),
+];
+
+/// The rules of the grammar, the story first; a rule may use (`@name`) only rules below it.
+///
+/// `{2 a | 1 b}` chooses between alternatives by their weights, `[name]` draws a row of a table,
+/// `<field>` recalls a field of the row drawn, `^` takes away the space before the word that opens
+/// a story, and `¶` is the line break that ends it. Anything else stands for itself.
+#[rustfmt::skip]
+const RULES: &[(&str, &str)] = &[
+    ("story", "@opening @friend {3 @loss | 3 @wish | 2 @windfall} @moral ¶"),
+    ("opening", "
+        {3 ^Once a [trait] [role] called [hero] {3 lived | 2 worked} in a @air [place] [town].
+        |2 ^Long ago, a [trait] [role] named [hero] {2 built | 2 kept | 1 inherited} a @air kiln in a [place] [town].
+        |2 ^There was once a [trait] [role] {2 named | 2 called} [hero] in a @air [place] [town].
+        |2 ^People still {2 talk | 2 sing | 1 argue} about [hero], a [trait] [role] from a [place] [town].
+        |2 ^In a @air [place] [town] lived [hero], as [trait] a [role] as any.}"),
+    ("friend", "
+        {3 <He> shared {2 a @air cottage | 2 <his> supper | 2 the work | 1 every secret} with
+            a [sort] [animal] called [pet].
+        |3 <His> {2 only | 2 best | 2 oldest | 2 loudest} friend was a [sort] [animal] called [pet].
+        |3 A [sort] [animal] named [pet] {2 slept | 2 sulked | 1 lived} @nook,
+            {2 guarding | 2 counting | 1 ignoring} the <wares>.
+        |2 Nobody {2 bought | 2 praised | 1 wanted} the <wares>, but a [sort] [animal] named [pet]
+            {2 guarded | 2 admired | 1 counted} them.}"),
+    ("loss", "
+        {2 <He> {2 owned | 2 treasured | 1 polished} |2 {3 Hidden | 2 Safe} @nook lay }
+            a [metal] [thing], until one [weather] [time] it {2 vanished | 2 disappeared | 1 was gone}.
+        {2 <hero> {2 searched | 2 emptied} every {2 cupboard | 2 drawer | 2 boot}.
+        |2 The neighbours {2 shrugged | 2 blamed the <animal> | 1 offered advice}.
+        |1 Even <pet> looked {1 worried | 1 guilty}.
+        |2 }
+        {2 At last | 2 Luckily, | 1 Then } @someone remembered
+            {2 seeing | 1 hiding | 1 dropping} it beside the @air [spot].
+        @quest @after"),
+    ("wish", "
+        {2 More than anything, <hero> wanted |2 For weeks <he> dreamed of
+        |1 All winter <he> saved for } a [metal] [thing] to {2 keep | 1 hide} @nook.
+        One [weather] [time], @someone {2 whispered | 2 swore | 2 heard | 1 dreamed} that
+            one lay {2 waiting | 2 buried | 1 forgotten} beside the @air [spot].
+        @quest
+        {1 @after
+        |1 It was {2 smaller | 2 heavier | 2 plainer | 2 louder} than {2 promised | 2 expected},
+            but <hero> {2 loved | 2 kept | 1 polished} it {2 anyway | 1 forever}.}"),
+    ("windfall", "
+        {2 One [weather] [time] <pet> {2 found | 2 dug up | 1 tripped over}
+        |2 Then, one [weather] [time], they {2 noticed | 2 discovered} }
+            a [metal] [thing] beside the @air [spot].
+        {2 It would have looked {2 splendid | 1 perfect} @nook.
+        |2 <hero> {2 longed | 2 meant | 1 decided} to keep it, but <pet> <cried> {2 sternly | 1 loudly}.
+        |1 Nobody was {2 watching | 1 looking}, which did not help.}
+        {2 So <hero> |1 In the end <he>} carried it {2 <way> | 1 through the <sky>} to @someone, who
+            {2 wept | 2 laughed | 2 danced | 1 fainted}.
+        @after"),
+    ("quest", "
+        {2 So <hero> and <pet> {2 hurried | 2 walked | 1 crept} <way> and {2 found | 1 reached} it.
+        |2 <pet> <cried> {2 once | 2 twice} beside the <spot>, and there {2 lay | 2 was} the <thing>.
+        |2 Through the <sky> went <hero>, who {2 found | 2 dug up | 1 tripped over} the <thing>.
+        |2 Without {2 a {2 coat | 2 word} | 1 breakfast}, <hero> {2 hurried | 2 walked} <way>
+            and found the <thing>.}"),
+    ("nook", "{2 beside | 2 behind | 2 under | 1 above} the {2 kiln | 2 stove | 1 table | 1 bed | 1 stairs}"),
+    ("air", "{3 | 1 quiet | 1 muddy | 1 crooked}"),
+    ("someone", "the {2 | 2 old | 1 young} [helper]"),
+    ("after", "
+        {3 After that the <thing> <shone> every <weather> <time>.
+        |3 And whenever the <sky> <fell>, the <thing> <shone>.
+        |3 That <time> the <helper> brought <him> <gift>, and <pet> {2 slept | 2 danced | 2 ate}
+            {1 alone | 1 twice}.
+        |2 For years <he> told the tale, while <pet> <cried> in the {2 best | 2 wrong | 1 sad} places.
+        |6 }"),
+    ("moral", "
+        {2 In that <town> they {2 still | 2 often | 1 gladly} say that <moral>.
+        |2 Anyone by the <place> will {2 tell | 2 warn | 1 remind} you that <moral>.
+        |2 The <trait> <role> {2 only | 1 merely} {2 nodded | 2 smiled | 1 bowed} and said that <moral>.
+        |2 Even the <sort> <animal> {2 knew | 2 agreed | 1 admitted} that <moral>.}"),
+];
+
+/// A story of the corpus.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Story {
+    /// The tokens; the last is the line break.
+    pub tokens: Vec<u32>,
+    /// Minus the logarithm of the story's probability, in nats.
+    pub information: f64,
+}
+
+/// The story grammar, ready to tell stories and to say exactly how predictable they are.
+#[derive(Debug)]
+pub struct StoryGrammar {
+    vocabulary: Vec<String>,
+    tables: Vec<Table>,
+    story: Vec<Part>,
+    entropy_per_token: f64,
+    mean_story_length: f64,
+    longest_story: usize,
+}
+
+impl StoryGrammar {
+    /// Compiles the grammar and measures it.
+    pub fn new() -> Self {
+        let mut compiler = Compiler::default();
+        for &(fields, given, rows) in SHEETS {
+            compiler.table(fields, given, rows);
+        }
+        let story = compiler.rule("@story", RULES);
+        let mut grammar = Self {
+            vocabulary: compiler.vocabulary,
+            tables: compiler.tables,
+            story,
+            entropy_per_token: 0.0,
+            mean_story_length: 0.0,
+            longest_story: 0,
+        };
+        let untold = Bundle { probability: 1.0, ..Bundle::default() };
+        let untold = Told::from([(vec![0; grammar.tables.len()], untold)]);
+        let mut all = Bundle::default();
+        for bundle in grammar.advance(&grammar.story, untold).values() {
+            all.merge(bundle);
+        }
+        grammar.entropy_per_token = all.information / all.tokens;
+        grammar.mean_story_length = all.tokens;
+        grammar.longest_story = all.longest;
+        grammar
+    }
+
+    /// Every token, in a fixed order; a token's index is its id.
+    pub fn vocabulary(&self) -> Vec<String> {
+        self.vocabulary.clone()
+    }
+
+    /// The exact entropy rate of the corpus, in nats per token.
+    pub fn entropy_per_token(&self) -> f64 {
+        self.entropy_per_token
+    }
+
+    /// The exact mean number of tokens in a story.
+    pub fn mean_story_length(&self) -> f64 {
+        self.mean_story_length
+    }
+
+    /// The exact number of tokens in the longest story.
+    pub fn longest_story(&self) -> usize {
+        self.longest_story
+    }
+
+    /// Tells a story of the endless corpus that `seed` names: the same one at every call.
+    pub fn story(&self, seed: u64, index: u64) -> Story {
+        let mut rng = Generator::new(seed, 0, index);
+        let mut drawn = vec![0; self.tables.len()];
+        let mut story = Story { tokens: Vec::new(), information: 0.0 };
+        self.tell(&self.story, &mut rng, &mut drawn, &mut story);
+        story
+    }
+
+    /// The text of some tokens.
+    pub fn text(&self, tokens: &[u32]) -> String {
+        let words = tokens.iter().flat_map(|&token| self.vocabulary.get(token as usize));
+        words.map(String::as_str).collect()
+    }
+
+    fn field(&self, table: usize, row: usize, field: usize) -> &[u32] {
+        &self.tables[table].rows[row].fields[field]
+    }
+
+    /// Walks through some parts, adding to the story.
+    fn tell(&self, parts: &[Part], rng: &mut Generator, drawn: &mut [usize], story: &mut Story) {
+        for part in parts {
+            match part {
+                Part::Word(token) => story.tokens.push(*token),
+                &Part::Recall { table, field } => {
+                    story.tokens.extend(self.field(table, drawn[table], field));
+                }
+                &Part::Draw(table) => {
+                    let (row, probability) = rng.pick(self.tables[table].odds(drawn));
+                    drawn[table] = row;
+                    story.information -= probability.ln();
+                    story.tokens.extend(self.field(table, row, 0));
+                }
+                Part::Choose(branches) => {
+                    let (branch, probability) = rng.pick(branch_odds(branches));
+                    story.information -= probability.ln();
+                    self.tell(&branches[branch].parts, rng, drawn, story);
+                }
+            }
+        }
+    }
+
+    /// Takes all stories at once through some parts.
+    fn advance(&self, parts: &[Part], mut told: Told) -> Told {
+        for part in parts {
+            match part {
+                Part::Word(_) => told.values_mut().for_each(|bundle| bundle.emit(1)),
+                &Part::Recall { table, field } => {
+                    for (drawn, bundle) in &mut told {
+                        bundle.emit(self.field(table, drawn[table], field).len());
+                    }
+                }
+                &Part::Draw(table) => {
+                    let mut next = Told::new();
+                    for (drawn, bundle) in told {
+                        for (row, probability) in self.tables[table].odds(&drawn) {
+                            let mut bundle = bundle.chosen(probability);
+                            bundle.emit(self.field(table, row, 0).len());
+                            let mut drawn = drawn.clone();
+                            drawn[table] = if self.tables[table].matters { row } else { 0 };
+                            next.entry(drawn).or_default().merge(&bundle);
+                        }
+                    }
+                    told = next;
+                }
+                Part::Choose(branches) => {
+                    let mut next = Told::new();
+                    for (branch, probability) in branch_odds(branches) {
+                        let mut taken = told.clone();
+                        taken.values_mut().for_each(|bundle| *bundle = bundle.chosen(probability));
+                        for (drawn, bundle) in self.advance(&branches[branch].parts, taken) {
+                            next.entry(drawn).or_default().merge(&bundle);
+                        }
+                    }
+                    told = next;
+                }
+            }
+        }
+        told
+    }
+}
+
+impl Default for StoryGrammar {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// One step of a walk through the grammar.
+#[derive(Debug)]
+enum Part {
+    /// Writes a token.
+    Word(u32),
+    /// Draws a row of a table and writes its first field.
+    Draw(usize),
+    /// Writes a field of the row drawn earlier.
+    Recall { table: usize, field: usize },
+    /// Walks through one of several alternatives.
+    Choose(Vec<Branch>),
+}
+
+/// An alternative of a choice.
+#[derive(Debug)]
+struct Branch {
+    weight: u32,
+    parts: Vec<Part>,
+}
+
+/// A compiled table.
+#[derive(Debug)]
+struct Table {
+    /// The table whose row decides the weights of this one's rows.
+    given: Option<usize>,
+    rows: Vec<Row>,
+    /// Whether the row drawn bears on the weights or the length of what follows.
+    matters: bool,
+}
+
+/// A row of a [`Table`].
+#[derive(Debug)]
+struct Row {
+    /// One weight for each row of the deciding table.
+    weights: Vec<u32>,
+    fields: Vec<Vec<u32>>,
+}
+
+/// Turns weights into indices and probabilities, leaving out what has no weight.
+fn odds(weights: impl Iterator<Item = u32> + Clone) -> impl Iterator<Item = (usize, f64)> {
+    let total: u32 = weights.clone().sum();
+    let possible = weights.enumerate().filter(|&(_, weight)| weight > 0);
+    possible.map(move |(index, weight)| (index, f64::from(weight) / f64::from(total)))
+}
+
+fn branch_odds(branches: &[Branch]) -> impl Iterator<Item = (usize, f64)> {
+    odds(branches.iter().map(|branch| branch.weight))
+}
+
+impl Table {
+    /// The odds of the rows, given those drawn so far from other tables.
+    fn odds(&self, drawn: &[usize]) -> impl Iterator<Item = (usize, f64)> {
+        let decider = self.given.map_or(0, |table| drawn[table]);
+        odds(self.rows.iter().map(move |row| row.weights.get(decider).copied().unwrap_or(0)))
+    }
+}
+
+/// All stories at some point of the grammar, bundled by the rows that matter from there on.
+///
+/// Rows that do not matter are taken for the first of their table, which leaves few bundles.
+type Told = BTreeMap<Vec<usize>, Bundle>;
+
+/// A bundle of stories, or rather of their beginnings.
+#[derive(Clone, Default)]
+struct Bundle {
+    probability: f64,
+    /// Sum over the stories of probability times information.
+    information: f64,
+    /// Sum over the stories of probability times tokens.
+    tokens: f64,
+    longest: usize,
+}
+
+impl Bundle {
+    /// The stories that take an alternative of this probability.
+    fn chosen(&self, probability: f64) -> Self {
+        Self {
+            probability: self.probability * probability,
+            information: (self.information - self.probability * probability.ln()) * probability,
+            tokens: self.tokens * probability,
+            longest: self.longest,
+        }
+    }
+
+    /// Adds tokens to every story.
+    fn emit(&mut self, tokens: usize) {
+        self.tokens += self.probability * tokens as f64;
+        self.longest += tokens;
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.probability += other.probability;
+        self.information += other.information;
+        self.tokens += other.tokens;
+        self.longest = self.longest.max(other.longest);
+    }
+}
+
+type Rules<'a> = &'a [(&'a str, &'a str)];
+type Lexemes<'a> = std::slice::Iter<'a, String>;
+
+/// Splits grammar text into words, marks and brackets.
+fn lexemes(text: &str) -> Vec<String> {
+    let mut spaced = String::new();
+    for c in text.chars() {
+        match c {
+            '{' | '|' | '}' | '.' | ',' => spaced.extend([' ', c, ' ']),
+            _ => spaced.push(c),
+        }
+    }
+    spaced.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Turns the text of the grammar into tables and parts.
+///
+/// It cannot fail: what it does not know becomes a word of the vocabulary, where tests find it.
+#[derive(Default)]
+struct Compiler {
+    vocabulary: Vec<String>,
+    ids: HashMap<String, u32>,
+    tables: Vec<Table>,
+    /// The table and the column of every field.
+    fields: HashMap<&'static str, (usize, usize)>,
+}
+
+impl Compiler {
+    /// The id of a word or mark.
+    fn token(&mut self, lexeme: &str) -> u32 {
+        let token = match (lexeme, lexeme.strip_prefix('^')) {
+            ("." | ",", _) => lexeme.to_owned(),
+            ("¶", _) => "\n".to_owned(),
+            (_, Some(opening)) => opening.to_owned(),
+            (_, None) => format!(" {lexeme}"),
+        };
+        let next = self.vocabulary.len() as u32;
+        *self.ids.entry(token).or_insert_with_key(|token| {
+            self.vocabulary.push(token.clone());
+            next
+        })
+    }
+
+    /// Compiles a table.
+    fn table(&mut self, fields: &'static str, given: &str, rows: &[&str]) {
+        for (column, field) in fields.split(" / ").enumerate() {
+            self.fields.insert(field, (self.tables.len(), column));
+        }
+        let given = self.fields.get(given).map(|field| field.0);
+        if let Some(table) = given {
+            self.tables[table].matters = true;
+        }
+        let rows: Vec<Row> = rows.iter().map(|row| self.row(row)).collect();
+        let length = |row: &Row| row.fields.iter().map(Vec::len).collect::<Vec<_>>();
+        let matters = rows.windows(2).any(|pair| length(&pair[0]) != length(&pair[1]));
+        self.tables.push(Table { given, rows, matters });
+    }
+
+    fn row(&mut self, text: &str) -> Row {
+        let (weights, fields) = text.split_at(text.find(char::is_alphabetic).unwrap_or(0));
+        let mut fields_of_row = Vec::new();
+        for field in fields.split(" / ") {
+            fields_of_row.push(lexemes(field).iter().map(|lexeme| self.token(lexeme)).collect());
+        }
+        let weights = weights.split_whitespace().flat_map(str::parse).collect();
+        Row { weights, fields: fields_of_row }
+    }
+
+    /// Compiles the text of a rule, given the rules that it may use.
+    fn rule(&mut self, text: &str, below: Rules) -> Vec<Part> {
+        self.branch(&mut lexemes(text).iter(), below).0.parts
+    }
+
+    /// Reads an alternative and the `|` or `}` after it, and tells whether that was a `|`.
+    fn branch(&mut self, lexemes: &mut Lexemes, below: Rules) -> (Branch, bool) {
+        let mut branch = Branch { weight: 1, parts: Vec::new() };
+        while let Some(lexeme) = lexemes.next() {
+            let name = lexeme.strip_prefix('@');
+            let rule = name.and_then(|name| below.iter().position(|rule| rule.0 == name));
+            if lexeme == "|" || lexeme == "}" {
+                return (branch, lexeme == "|");
+            } else if lexeme == "{" {
+                let choice = self.choice(lexemes, below);
+                branch.parts.push(choice);
+            } else if let Some(rule) = rule {
+                branch.parts.extend(self.rule(below[rule].1, &below[rule + 1..]));
+            } else if let Ok(weight) = lexeme.parse() {
+                branch.weight = weight;
+            } else {
+                branch.parts.push(self.part(lexeme));
+            }
+        }
+        (branch, false)
+    }
+
+    /// Reads the alternatives of a choice, up to its `}`.
+    fn choice(&mut self, lexemes: &mut Lexemes, below: Rules) -> Part {
+        let mut branches = Vec::new();
+        loop {
+            let (branch, more) = self.branch(lexemes, below);
+            branches.push(branch);
+            if !more {
+                return Part::Choose(branches);
+            }
+        }
+    }
+
+    /// Reads a first mention, a recall or a word.
+    fn part(&mut self, lexeme: &str) -> Part {
+        let field = self.fields.get(lexeme.trim_matches(['[', ']', '<', '>']));
+        match field {
+            Some(&(table, _)) if lexeme.starts_with('[') => Part::Draw(table),
+            Some(&(table, field)) if lexeme.starts_with('<') => Part::Recall { table, field },
+            _ => Part::Word(self.token(lexeme)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// The tokens that can come first in some parts, given those that can follow them. Tokens that
+    /// can begin two alternatives of a choice are noted as clashes.
+    fn first(grammar: &StoryGrammar, parts: &[Part], follow: BTreeSet<u32>, clashes: &mut String) -> BTreeSet<u32> {
+        let opening = |table: usize, field: usize| {
+            let rows = grammar.tables[table].rows.iter();
+            rows.map(|row| row.fields[field][0]).collect()
+        };
+        parts.iter().rev().fold(follow, |follow, part| match part {
+            Part::Word(token) => BTreeSet::from([*token]),
+            Part::Draw(table) => opening(*table, 0),
+            Part::Recall { table, field } => opening(*table, *field),
+            Part::Choose(branches) => {
+                let mut seen = BTreeSet::new();
+                for branch in branches {
+                    for token in first(grammar, &branch.parts, follow.clone(), clashes) {
+                        if !seen.insert(token) {
+                            clashes.push_str(&grammar.text(&[token]));
+                        }
+                    }
+                }
+                seen
+            }
+        })
+    }
+
+    #[test]
+    fn alternatives_begin_with_different_tokens() {
+        let grammar = StoryGrammar::new();
+        let mut clashes = String::new();
+        first(&grammar, &grammar.story, BTreeSet::new(), &mut clashes);
+        assert_eq!(clashes, "");
+        for table in &grammar.tables {
+            let names: BTreeSet<_> = table.rows.iter().map(|row| row.fields[0][0]).collect();
+            assert_eq!(names.len(), table.rows.len());
+        }
+    }
+
+    #[test]
+    fn probabilities_sum_to_one() {
+        fn check_sum(odds: impl Iterator<Item = (usize, f64)>) {
+            assert!((odds.map(|(_, probability)| probability).sum::<f64>() - 1.0).abs() < 1e-12);
+        }
+        fn check(parts: &[Part]) {
+            for part in parts {
+                if let Part::Choose(branches) = part {
+                    check_sum(branch_odds(branches));
+                    branches.iter().for_each(|branch| check(&branch.parts));
+                }
+            }
+        }
+        let grammar = StoryGrammar::new();
+        check(&grammar.story);
+        for table in &grammar.tables {
+            let deciders = table.given.map_or(1, |given| grammar.tables[given].rows.len());
+            assert!(table.rows.iter().all(|row| row.weights.len() == deciders));
+            (0..deciders).for_each(|row| check_sum(table.odds(&vec![row; grammar.tables.len()])));
+        }
+    }
+
+    #[test]
+    fn rows_are_drawn_once_and_before_they_are_recalled() {
+        fn check(tables: &[Table], parts: &[Part], drawn: &mut BTreeSet<usize>) {
+            for part in parts {
+                match part {
+                    Part::Word(_) => {}
+                    Part::Draw(table) => {
+                        assert!(tables[*table].given.is_none_or(|given| drawn.contains(&given)));
+                        assert!(drawn.insert(*table));
+                    }
+                    Part::Recall { table, .. } => assert!(drawn.contains(table)),
+                    Part::Choose(branches) => {
+                        let before = drawn.clone();
+                        check(tables, &branches[0].parts, drawn);
+                        for branch in &branches[1..] {
+                            let mut other = before.clone();
+                            check(tables, &branch.parts, &mut other);
+                            assert_eq!(&other, drawn);
+                        }
+                    }
+                }
+            }
+        }
+        let grammar = StoryGrammar::new();
+        check(&grammar.tables, &grammar.story, &mut BTreeSet::new());
+    }
+
+    #[test]
+    fn exact_expectations_match_sampled_ones() {
+        let grammar = StoryGrammar::new();
+        let (mut information, mut tokens) = (0.0, 0.0);
+        for index in 0..200_000 {
+            let story = grammar.story(11, index);
+            information += story.information;
+            tokens += story.tokens.len() as f64;
+        }
+        let entropy = information / tokens;
+        assert!((0.5..0.9).contains(&entropy));
+        assert!((entropy / grammar.entropy_per_token() - 1.0).abs() < 0.003);
+        assert!((tokens / 200_000.0 / grammar.mean_story_length() - 1.0).abs() < 0.003);
+    }
+
+    /// Splits text as the regex `` ?[A-Za-z'-]+|[.,!?;:"]|\n`` would.
+    fn split(text: &str) -> Vec<String> {
+        let mut tokens = Vec::<String>::new();
+        let mut in_word = false;
+        for c in text.chars() {
+            let letter = c.is_ascii_alphabetic() || "'-".contains(c);
+            assert!(letter || " .,!?;:\"\n".contains(c), "{c:?} is of no token");
+            match tokens.last_mut() {
+                Some(word) if letter && in_word => word.push(c),
+                _ => tokens.push(c.to_string()),
+            }
+            in_word = letter || c == ' ';
+        }
+        tokens
+    }
+
+    #[test]
+    fn splitting_a_story_gives_its_tokens() {
+        let grammar = StoryGrammar::new();
+        for index in 0..5_000 {
+            let story = grammar.story(3, index);
+            let text = grammar.text(&story.tokens);
+            let tokens = story.tokens.iter().map(|&token| grammar.text(&[token]));
+            assert_eq!(split(&text), tokens.collect::<Vec<_>>());
+            assert_eq!(text.find('\n'), Some(text.len() - 1));
+        }
+    }
+
+    #[test]
+    fn a_story_depends_on_its_seed_and_index_only() {
+        let (grammar, again) = (StoryGrammar::new(), StoryGrammar::default());
+        assert_eq!(grammar.vocabulary(), again.vocabulary());
+        assert_eq!(grammar.story(5, 8), again.story(5, 8));
+        for (seed, index) in [(5, 9), (6, 8), (8, 5)] {
+            assert_ne!(grammar.story(5, 8), grammar.story(seed, index));
+        }
+    }
+
+    #[test]
+    fn a_bigram_model_misses_most_of_the_structure() {
+        let grammar = StoryGrammar::new();
+        let corpus = |seed, stories| -> Vec<usize> {
+            let tokens = (0..stories).flat_map(|index| grammar.story(seed, index).tokens);
+            tokens.map(|token| token as usize).collect()
+        };
+        let size = grammar.vocabulary().len();
+        let mut counts = vec![vec![0.01; size]; size];
+        for pair in corpus(1, 20_000).windows(2) {
+            counts[pair[0]][pair[1]] += 1.0;
+        }
+        let totals: Vec<f64> = counts.iter().map(|row| row.iter().sum()).collect();
+        let text = corpus(2, 5_000);
+        let pairs = text.windows(2).map(|pair| (totals[pair[0]] / counts[pair[0]][pair[1]]).ln());
+        let loss = pairs.sum::<f64>() / (text.len() - 1) as f64;
+        assert!(loss > 1.8 * grammar.entropy_per_token(), "{loss} nats per token");
+    }
+
+    #[test]
+    fn a_story_keeps_to_the_rows_it_drew() {
+        let words = |row: &Row| -> BTreeSet<u32> {
+            let fields = row.fields.iter().filter(|field| field.len() == 1);
+            fields.map(|field| field[0]).collect()
+        };
+        let grammar = StoryGrammar::new();
+        for index in 0..5_000 {
+            let story = grammar.story(4, index).tokens;
+            let text = grammar.text(&story);
+            for table in &grammar.tables {
+                let any: BTreeSet<u32> = table.rows.iter().flat_map(words).collect();
+                let mut said: BTreeSet<u32> = story.iter().copied().collect();
+                // "they" and "them" may also be the villagers or the wares.
+                let vague = |&token: &u32| [" they", " them"].contains(&&*grammar.text(&[token]));
+                said.retain(|token| any.contains(token) && !vague(token));
+                assert!(table.rows.iter().any(|row| said.is_subset(&words(row))), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_story_is_longer_than_the_longest() {
+        let grammar = StoryGrammar::new();
+        let lengths = (0..50_000).map(|index| grammar.story(9, index).tokens.len());
+        assert!(lengths.max() <= Some(grammar.longest_story()));
+        assert!(grammar.longest_story() <= 128);
+    }
+
+    #[test]
+    fn the_vocabulary_is_small_and_distinct() {
+        let vocabulary = StoryGrammar::new().vocabulary();
+        let distinct: BTreeSet<_> = vocabulary.iter().collect();
+        assert_eq!(distinct.len(), vocabulary.len());
+        assert!((250..=400).contains(&vocabulary.len()));
+        assert!(vocabulary.iter().all(|token| split(token) == [token.as_str()]));
+    }
+}

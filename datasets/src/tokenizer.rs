@@ -1,0 +1,275 @@
+//! Text to tokens and back: bytes, characters, words or byte pairs, each kept as the hub's `tokenizer.json`.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, DecodeStream, Model};
+
+use crate::DataError;
+
+/// The token between texts of a trained byte-pair tokenizer.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// How to make a tokenizer from a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenizerKind {
+    /// A token for each byte.
+    Byte,
+    /// A token for each character that the text has.
+    Char,
+    /// Byte pairs, merged until there are this many tokens.
+    Bpe(usize),
+}
+
+/// A tokenizer of the `tokenizers` crate.
+#[derive(Clone, Debug)]
+pub struct Tokenizer(tokenizers::Tokenizer);
+
+impl Tokenizer {
+    /// Makes a tokenizer for `text`.
+    ///
+    /// # Errors
+    /// If a byte-pair vocabulary is asked for that is smaller than the 256 bytes and one special token.
+    pub fn train(kind: TokenizerKind, text: &str) -> Result<Self, DataError> {
+        match kind {
+            TokenizerKind::Byte => Self::byte_level(Map::new()),
+            TokenizerKind::Char => {
+                let mut characters: Vec<char> = text.chars().collect();
+                characters.sort_unstable();
+                characters.dedup();
+                let words: Vec<String> = characters.into_iter().map(String::from).collect();
+                Self::split(&words, r"[\s\S]")
+            }
+            TokenizerKind::Bpe(vocab_size) => Self::train_bpe(vocab_size, text),
+        }
+    }
+
+    /// A tokenizer of a closed vocabulary of words, each with the space before it, punctuation and line breaks.
+    ///
+    /// # Errors
+    /// If the vocabulary is refused.
+    pub fn words(vocabulary: &[String]) -> Result<Self, DataError> {
+        Self::split(vocabulary, r#" ?[A-Za-z'-]+|[.,!?;:"]|\n"#)
+    }
+
+    /// Words that `pattern` finds, looked up.
+    fn split(words: &[String], pattern: &str) -> Result<Self, DataError> {
+        let vocabulary: Map<String, Value> = words.iter().cloned().zip((0..).map(|id| json!(id))).collect();
+        Self::from_json(&json!({
+            "version": "1.0",
+            "model": { "type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>" },
+            "pre_tokenizer": {
+                "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false
+            },
+            "decoder": { "type": "Fuse" },
+            "added_tokens": [],
+        }))
+    }
+
+    /// Bytes under their printable names, with the vocabulary `merged` or, where it is empty, the bytes alone.
+    fn byte_level(merged: Map<String, Value>) -> Result<Self, DataError> {
+        let vocabulary = if merged.is_empty() {
+            let mut bytes: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+            bytes.sort_unstable();
+            bytes.into_iter().map(String::from).zip((0..).map(|id| json!(id))).collect()
+        } else {
+            merged
+        };
+        Self::from_json(&json!({
+            "version": "1.0",
+            "model": { "type": "BPE", "vocab": vocabulary, "merges": [] },
+            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+            "decoder": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+            "added_tokens": [],
+        }))
+    }
+
+    fn train_bpe(vocab_size: usize, text: &str) -> Result<Self, DataError> {
+        if vocab_size < 257 {
+            let reason = format!("a byte-pair vocabulary needs at least 257 tokens, and {vocab_size} were asked for");
+            return Err(DataError::Tokenizer(reason));
+        }
+        let Self(mut tokenizer) = Self::byte_level(Map::new())?;
+        let trainer = BpeTrainer::builder()
+            .vocab_size(vocab_size)
+            .show_progress(false)
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+            .build();
+        // Whole lines: a word never crosses one, and equal pieces are counted once.
+        let lines = text.split_inclusive('\n');
+        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(told)?;
+        Ok(Self(tokenizer))
+    }
+
+    fn from_json(json: &Value) -> Result<Self, DataError> {
+        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
+    }
+
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If it is missing or no tokenizer.
+    pub fn load(path: &Path) -> Result<Self, DataError> {
+        let bytes = fs::read(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
+        let broken = |error| DataError::Tokenizer(format!("{}: not a tokenizer: {error}", path.display()));
+        tokenizers::Tokenizer::from_bytes(bytes).map(Self).map_err(broken)
+    }
+
+    /// Writes a `tokenizer.json`, beside first and then renamed.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub fn save(&self, path: &Path) -> Result<(), DataError> {
+        let text = self.0.to_string(true).map_err(told)?;
+        let beside = path.with_extension("partial");
+        let written = fs::write(&beside, text)
+            .and_then(|()| File::open(&beside)?.sync_all())
+            .and_then(|()| fs::rename(&beside, path));
+        written.map_err(|error| {
+            // The first error is the one to tell; what is left beside may not be there at all.
+            let _ = fs::remove_file(&beside);
+            DataError::Io { path: path.to_path_buf(), error }
+        })
+    }
+
+    /// Number of tokens, special ones included.
+    pub fn vocab_size(&self) -> usize {
+        // Ids may have gaps: what counts is the largest.
+        let largest = self.0.get_vocab(true).into_values().max();
+        largest.map_or(0, |id| id as usize + 1)
+    }
+
+    /// The tokens of a text.
+    ///
+    /// # Errors
+    /// If the text holds a word or character that the vocabulary lacks; it is named.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        // Lines are encoded by the batch, which uses all cores; no tokenizer here looks across a line's end but for
+        // runs of line breaks, so these stay together.
+        let mut pieces = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let cut = rest.char_indices().skip_while(|(at, _)| *at < PIECE).find(|(at, character)| {
+                *character == '\n' && rest[at + 1..].starts_with(|next: char| !next.is_whitespace())
+            });
+            let (piece, left) = rest.split_at(cut.map_or(rest.len(), |(at, _)| at + 1));
+            pieces.push(piece);
+            rest = left;
+        }
+        let mut tokens = Vec::new();
+        for group in pieces.chunks(64) {
+            let encodings =
+                self.0.encode_batch_fast(group.to_vec(), false).map_err(|error| self.unknown(text, error))?;
+            encodings.iter().for_each(|encoding| tokens.extend_from_slice(encoding.get_ids()));
+        }
+        Ok(tokens)
+    }
+
+    /// Names the first piece of a text that the vocabulary lacks.
+    fn unknown(&self, text: &str, error: tokenizers::Error) -> DataError {
+        let known = |piece: &str| self.0.get_model().token_to_id(piece).is_some();
+        let word = text.split_inclusive(|c: char| c.is_whitespace()).find(|word| self.0.encode(*word, false).is_err());
+        match word.map(str::trim) {
+            Some(word) if !word.is_empty() => {
+                let character = word.chars().find(|c| !known(&c.to_string()));
+                let single = character.filter(|_| known("e") || known("a"));
+                let piece = single.map_or_else(|| format!("'{word}'"), |c| format!("'{c}'"));
+                DataError::Tokenizer(format!("the model's vocabulary has no {piece}"))
+            }
+            _ => DataError::Tokenizer(format!("the text cannot be encoded: {error}")),
+        }
+    }
+
+    /// The text of tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer's decoder refuses them.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
+        self.0.decode(tokens, true).map_err(told)
+    }
+
+    /// A decoder for tokens as they come.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream(Stream { inner: self.0.decode_stream(true) })
+    }
+}
+
+/// Length after which a piece of text for the batch may end, bytes.
+const PIECE: usize = 1 << 14;
+
+fn told(error: tokenizers::Error) -> DataError {
+    DataError::Tokenizer(error.to_string())
+}
+
+type Inner<'a> = DecodeStream<
+    'a,
+    tokenizers::ModelWrapper,
+    tokenizers::NormalizerWrapper,
+    tokenizers::PreTokenizerWrapper,
+    tokenizers::PostProcessorWrapper,
+    tokenizers::DecoderWrapper,
+>;
+
+struct Stream<'a> {
+    inner: Inner<'a>,
+}
+
+/// Turns tokens into text one by one, holding back what is not yet whole UTF-8.
+pub struct TextStream<'a>(Stream<'a>);
+
+impl TextStream<'_> {
+    /// The text that `token` completes, which may be none yet.
+    ///
+    /// # Errors
+    /// If the tokenizer's decoder refuses the token.
+    pub fn push(&mut self, token: u32) -> Result<String, DataError> {
+        self.0.inner.step(token).map(Option::unwrap_or_default).map_err(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "Clay, fire; and\n\nwater.\nÉmile's 火 kiln 🔥 glows.\n";
+
+    #[test]
+    fn every_kind_gives_the_text_back() {
+        for kind in [TokenizerKind::Byte, TokenizerKind::Char, TokenizerKind::Bpe(300)] {
+            let tokenizer = Tokenizer::train(kind, TEXT).expect("a tokenizer");
+            let tokens = tokenizer.encode(TEXT).expect("known text");
+            assert_eq!(tokenizer.decode(&tokens).expect("known tokens"), TEXT, "{kind:?}");
+            assert!(tokens.iter().all(|token| (*token as usize) < tokenizer.vocab_size()), "{kind:?}");
+            let mut stream = tokenizer.stream();
+            let streamed: String = tokens.iter().map(|token| stream.push(*token).expect("known token")).collect();
+            assert_eq!(streamed, TEXT, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_byte_tokenizer_has_a_token_for_every_byte() {
+        let tokenizer = Tokenizer::train(TokenizerKind::Byte, "").expect("a tokenizer");
+        assert_eq!(tokenizer.vocab_size(), 256);
+        assert_eq!(tokenizer.encode("é").expect("any text").len(), 2);
+    }
+
+    #[test]
+    fn an_unknown_character_is_named() {
+        let tokenizer = Tokenizer::train(TokenizerKind::Char, "a bc").expect("a tokenizer");
+        let message = tokenizer.encode("abz").expect_err("unknown").to_string();
+        assert!(message.contains("'z'"), "{message}");
+    }
+
+    #[test]
+    fn a_long_text_encodes_as_its_parts_do() {
+        let long: String = (0..20_000).map(|line| format!("line {line} of a long text\n")).collect();
+        let tokenizer = Tokenizer::train(TokenizerKind::Bpe(280), &long[..5_000]).expect("a tokenizer");
+        let tokens = tokenizer.encode(&long).expect("any text");
+        assert_eq!(tokenizer.decode(&tokens).expect("known tokens"), long);
+    }
+}

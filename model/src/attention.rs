@@ -1,0 +1,101 @@
+//! Self-attention: one projection for queries, keys and values.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use fireclay_kernels::{AttentionOptions, Backend, Norm, attention, norm, norm_linear, rotary};
+
+use crate::cache::LayerCache;
+use crate::config::TransformerConfig;
+use crate::parameters::{Initializer, LayerNorm};
+use crate::transformer::{Pass, Site};
+
+/// The weights of self-attention, as on the hub `[d_output, d_input]`.
+#[derive(Module, Debug)]
+pub struct Attention<B: Backend> {
+    /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
+    pub qkv: Param<Tensor<B, 2>>,
+    /// Their bias.
+    pub qkv_bias: Option<Param<Tensor<B, 1>>>,
+    /// RMS norm of each query head.
+    pub query_norm: Option<LayerNorm<B>>,
+    /// RMS norm of each key head.
+    pub key_norm: Option<LayerNorm<B>>,
+    /// Output projection, `[d_model, n_heads * head_dim]`.
+    pub output: Param<Tensor<B, 2>>,
+    /// Its bias.
+    pub output_bias: Option<Param<Tensor<B, 1>>>,
+    n_heads: usize,
+    n_kv_heads: usize,
+}
+
+impl<B: Backend> Attention<B> {
+    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+        let heads = config.n_heads * config.head_dim;
+        let head_norm =
+            TransformerConfig { d_model: config.head_dim, norm: crate::config::NormKind::RmsNorm, ..config.clone() };
+        Self {
+            qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation),
+            qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),
+            query_norm: config.qk_norm.then(|| init.norm(&head_norm)),
+            key_norm: config.qk_norm.then(|| init.norm(&head_norm)),
+            output: init.matrix([config.d_model, heads], residual_deviation(config)),
+            output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
+            n_heads: config.n_heads,
+            n_kv_heads: config.n_kv_heads,
+        }
+    }
+
+    /// The heads' outputs side by side, `[batch_size, seq_length, n_heads * head_dim]`, before the output projection.
+    ///
+    /// `x` is `[batch_size, seq_length, d_model]`; `pre_norm` is applied to it first, where there is one.
+    pub(crate) fn heads(
+        &self,
+        x: Tensor<B, 3>,
+        pre_norm: Option<&Norm<B>>,
+        pass: &Pass<B>,
+        layer: usize,
+        cache: Option<&mut LayerCache<B>>,
+    ) -> Tensor<B, 3> {
+        let [batch_size, seq_length, _] = x.dims();
+        let bias = self.qkv_bias.as_ref().map(Param::val);
+        let qkv = norm_linear(x, pre_norm, self.qkv.val(), bias);
+        let head_dim = qkv.dims()[2] / (self.n_heads + 2 * self.n_kv_heads);
+        let heads = |first: usize, count: usize| {
+            qkv.clone()
+                .narrow(2, first * head_dim, count * head_dim)
+                .reshape([batch_size, seq_length, count, head_dim])
+                .swap_dims(1, 2)
+        };
+        let query = self.place(heads(0, self.n_heads), self.query_norm.as_ref(), pass);
+        let key = self.place(heads(self.n_heads, self.n_kv_heads), self.key_norm.as_ref(), pass);
+        let value = heads(self.n_heads + self.n_kv_heads, self.n_kv_heads);
+        let (key, value) = match cache {
+            Some(cache) => cache.append(key, value),
+            None => (key, value),
+        };
+        let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
+        attention(query, key, value, &pass.mask, options)
+    }
+
+    /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.
+    fn place(&self, heads: Tensor<B, 4>, head_norm: Option<&LayerNorm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
+        let heads = match head_norm {
+            Some(weights) => norm(heads, &weights.weights()),
+            None => heads,
+        };
+        match &pass.rotary {
+            Some(table) => rotary(heads, table, pass.positions.clone()),
+            None => heads,
+        }
+    }
+}
+
+/// Deviation of a projection into the residual stream at the start.
+pub(crate) fn residual_deviation(config: &TransformerConfig) -> f64 {
+    if config.residual_scaling {
+        config.init_deviation / (2.0 * config.n_layers as f64).sqrt()
+    } else {
+        config.init_deviation
+    }
+}

@@ -1,0 +1,74 @@
+//! One block: attention and feed-forward, each added to the residual stream.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use fireclay_kernels::{Backend, linear_add, norm};
+
+use crate::attention::Attention;
+use crate::cache::LayerCache;
+use crate::config::{NormPlacement, TransformerConfig};
+use crate::feed_forward::FeedForward;
+use crate::parameters::{Initializer, LayerNorm};
+use crate::transformer::{Pass, Site};
+
+/// A transformer block.
+#[derive(Module, Debug)]
+pub struct Block<B: Backend> {
+    /// The norm that goes with attention, before or after it.
+    pub attention_norm: LayerNorm<B>,
+    /// Self-attention.
+    pub attention: Attention<B>,
+    /// The norm that goes with the feed-forward layer, before or after it.
+    pub feed_forward_norm: LayerNorm<B>,
+    /// The feed-forward layer.
+    pub feed_forward: FeedForward<B>,
+}
+
+impl<B: Backend> Block<B> {
+    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+        Self {
+            attention_norm: init.norm(config),
+            attention: Attention::new(config, init),
+            feed_forward_norm: init.norm(config),
+            feed_forward: FeedForward::new(config, init),
+        }
+    }
+
+    /// The residual stream `x` `[batch_size, seq_length, d_model]` after this block.
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        pass: &Pass<B>,
+        layer: usize,
+        cache: Option<&mut LayerCache<B>>,
+    ) -> Tensor<B, 3> {
+        let norms = (self.attention_norm.weights(), self.feed_forward_norm.weights());
+        match pass.norm_placement {
+            NormPlacement::Pre => {
+                let heads = self.attention.heads(x.clone(), Some(&norms.0), pass, layer, cache);
+                let x = self.add_attention(heads, x, pass, layer);
+                let inner = self.feed_forward.inner(x.clone(), Some(&norms.1), pass.activation);
+                self.add_feed_forward(inner, x, pass, layer)
+            }
+            NormPlacement::Post => {
+                let heads = self.attention.heads(x.clone(), None, pass, layer, cache);
+                let x = norm(self.add_attention(heads, x, pass, layer), &norms.0);
+                let inner = self.feed_forward.inner(x.clone(), None, pass.activation);
+                norm(self.add_feed_forward(inner, x, pass, layer), &norms.1)
+            }
+        }
+    }
+
+    fn add_attention(&self, heads: Tensor<B, 3>, x: Tensor<B, 3>, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
+        let Attention { output, output_bias, .. } = &self.attention;
+        let dropout = pass.dropout(layer, Site::AttentionOutput);
+        linear_add(heads, output.val(), output_bias.as_ref().map(Param::val), dropout, x)
+    }
+
+    fn add_feed_forward(&self, inner: Tensor<B, 3>, x: Tensor<B, 3>, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
+        let FeedForward { down, down_bias, .. } = &self.feed_forward;
+        let dropout = pass.dropout(layer, Site::FeedForwardOutput);
+        linear_add(inner, down.val(), down_bias.as_ref().map(Param::val), dropout, x)
+    }
+}

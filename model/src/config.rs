@@ -1,0 +1,421 @@
+//! What a transformer is made of.
+
+use serde::{Deserialize, Serialize};
+
+use fireclay_kernels::{Activation as KernelActivation, ActivationKind};
+
+use crate::rotary::RotaryScaling;
+
+/// Layer or RMS norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// Layer norm with scale and shift.
+    LayerNorm,
+    /// RMS norm with scale.
+    RmsNorm,
+}
+
+/// Where the norms of a block stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormPlacement {
+    /// Before each sub-layer, and once more after the last block (GPT-2, Llama).
+    Pre,
+    /// After each residual sum, and once after the embeddings (BERT).
+    Post,
+}
+
+/// How a token's place becomes known.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Positions {
+    /// A learned vector for each of `context_length` positions.
+    Learned,
+    /// Queries and keys rotated.
+    Rotary {
+        /// Wavelengths run from `2 pi` to `2 pi * base`.
+        base: f64,
+        /// How frequencies are bent for contexts longer than trained on.
+        #[serde(default)]
+        scaling: RotaryScaling,
+    },
+    /// Not at all.
+    None,
+}
+
+/// Which tokens a token attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttentionDirection {
+    /// Itself and those before it.
+    Causal,
+    /// All of the row's.
+    Bidirectional,
+}
+
+/// The nonlinearity of the feed-forward layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// Exact GELU.
+    GeluErf,
+    /// GELU's tanh approximation.
+    GeluTanh,
+    /// `max(x, 0)`.
+    Relu,
+    /// `x * sigmoid(x)`; with `gated`, SwiGLU.
+    Silu,
+}
+
+/// A transformer's shape. Build one from a family's preset or from [`new`](Self::new), bend it with `with_*`, and
+/// [`init`](Self::init) it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TransformerConfig {
+    /// Number of tokens known.
+    pub vocab_size: usize,
+    /// Tokens a row may hold at the most.
+    pub context_length: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of blocks.
+    pub n_layers: usize,
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Number of key and value heads, a divisor of `n_heads`.
+    pub n_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Width between the two products of the feed-forward layer.
+    pub d_ff: usize,
+    /// Layer or RMS norm.
+    pub norm: NormKind,
+    /// Added to variances and mean squares.
+    pub norm_epsilon: f64,
+    /// Before or after the sub-layers.
+    pub norm_placement: NormPlacement,
+    /// Learned, rotary or none.
+    pub positions: Positions,
+    /// Number of token types with a vector of their own; 0 for none.
+    pub token_types: usize,
+    /// Causal or bidirectional.
+    pub attention: AttentionDirection,
+    /// Keys that a query sees at the most, its own included.
+    pub sliding_window: Option<usize>,
+    /// RMS norm over each head of queries and keys (Qwen3).
+    pub qk_norm: bool,
+    /// Bias on the query, key and value projection.
+    pub qkv_bias: bool,
+    /// Bias on attention's output projection.
+    pub output_bias: bool,
+    /// Biases in the feed-forward layer.
+    pub feed_forward_bias: bool,
+    /// The feed-forward layer's nonlinearity.
+    pub activation: Activation,
+    /// Whether the nonlinearity gates a second projection.
+    pub gated: bool,
+    /// Whether the output projection is the embedding table.
+    pub tied_embeddings: bool,
+    /// Probability of dropout after embeddings, on attention and after each sub-layer, in training.
+    pub dropout: f64,
+    /// Standard deviation of matrices at the start.
+    pub init_deviation: f64,
+    /// Whether projections into the residual stream start smaller by `sqrt(2 * n_layers)`, as in GPT-2.
+    pub residual_scaling: bool,
+}
+
+/// Two settings that cannot stand together, or one that cannot stand alone.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the model's {0}")]
+pub struct ConfigError(pub(crate) String);
+
+macro_rules! with {
+    ($($(#[$doc:meta])* $with:ident: $field:ident, $type:ty;)*) => {
+        $($(#[$doc])*
+        pub fn $with(mut self, $field: $type) -> Self {
+            self.$field = $field;
+            self
+        })*
+    };
+}
+
+impl TransformerConfig {
+    /// GPT-2's shape (Radford et al., 2019) in the given sizes.
+    pub fn gpt2(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            vocab_size,
+            context_length,
+            d_model,
+            n_layers,
+            n_heads,
+            n_kv_heads: n_heads,
+            head_dim: d_model / n_heads.max(1),
+            d_ff: 4 * d_model,
+            norm: NormKind::LayerNorm,
+            norm_epsilon: 1e-5,
+            norm_placement: NormPlacement::Pre,
+            positions: Positions::Learned,
+            token_types: 0,
+            attention: AttentionDirection::Causal,
+            sliding_window: None,
+            qk_norm: false,
+            qkv_bias: true,
+            output_bias: true,
+            feed_forward_bias: true,
+            activation: Activation::GeluTanh,
+            gated: false,
+            tied_embeddings: true,
+            dropout: 0.0,
+            init_deviation: 0.02,
+            residual_scaling: true,
+        }
+    }
+
+    /// The same as [`gpt2`](Self::gpt2): a starting point for shapes of one's own.
+    pub fn new(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
+    }
+
+    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded up to 32.
+    pub fn llama(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            d_ff: (8 * d_model / 3).next_multiple_of(32),
+            norm: NormKind::RmsNorm,
+            positions: Positions::Rotary { base: 10_000.0, scaling: RotaryScaling::None },
+            qkv_bias: false,
+            output_bias: false,
+            feed_forward_bias: false,
+            activation: Activation::Silu,
+            gated: true,
+            tied_embeddings: false,
+            ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// Mistral's shape (Jiang et al., 2023): Llama with a sliding window.
+    pub fn mistral(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        sliding_window: usize,
+    ) -> Self {
+        Self {
+            sliding_window: Some(sliding_window),
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// Qwen2's shape: Llama with biases on queries, keys and values.
+    pub fn qwen2(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            qkv_bias: true,
+            norm_epsilon: 1e-6,
+            positions: Positions::Rotary { base: 1e6, scaling: RotaryScaling::None },
+            ..Self::llama(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// Qwen3's shape: Llama with norms on queries and keys, and a head width of its own.
+    pub fn qwen3(
+        vocab_size: usize,
+        context_length: usize,
+        d_model: usize,
+        n_layers: usize,
+        n_heads: usize,
+        head_dim: usize,
+    ) -> Self {
+        Self {
+            qk_norm: true,
+            qkv_bias: false,
+            head_dim,
+            ..Self::qwen2(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    /// BERT's encoder (Devlin et al., 2018) in the given sizes.
+    pub fn bert(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            norm_epsilon: 1e-12,
+            norm_placement: NormPlacement::Post,
+            token_types: 2,
+            attention: AttentionDirection::Bidirectional,
+            activation: Activation::GeluErf,
+            residual_scaling: false,
+            ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
+        }
+    }
+
+    with! {
+        /// With this many key and value heads.
+        with_n_kv_heads: n_kv_heads, usize;
+        /// With heads of this width.
+        with_head_dim: head_dim, usize;
+        /// With a feed-forward layer of this width.
+        with_d_ff: d_ff, usize;
+        /// With layer or RMS norms.
+        with_norm: norm, NormKind;
+        /// With this epsilon in the norms.
+        with_norm_epsilon: norm_epsilon, f64;
+        /// With norms before or after the sub-layers.
+        with_norm_placement: norm_placement, NormPlacement;
+        /// With learned, rotary or no positions.
+        with_positions: positions, Positions;
+        /// With vectors for this many token types.
+        with_token_types: token_types, usize;
+        /// Causal or bidirectional.
+        with_attention: attention, AttentionDirection;
+        /// With a window of keys.
+        with_sliding_window: sliding_window, Option<usize>;
+        /// With norms on queries and keys.
+        with_qk_norm: qk_norm, bool;
+        /// With a bias on queries, keys and values.
+        with_qkv_bias: qkv_bias, bool;
+        /// With a bias on attention's output.
+        with_output_bias: output_bias, bool;
+        /// With biases in the feed-forward layer.
+        with_feed_forward_bias: feed_forward_bias, bool;
+        /// With this nonlinearity.
+        with_activation: activation, Activation;
+        /// With a gated feed-forward layer.
+        with_gated: gated, bool;
+        /// With the embedding table as output projection.
+        with_tied_embeddings: tied_embeddings, bool;
+        /// With dropout in training.
+        with_dropout: dropout, f64;
+        /// With matrices of this deviation at the start.
+        with_init_deviation: init_deviation, f64;
+        /// With smaller projections into the residual stream at the start.
+        with_residual_scaling: residual_scaling, bool;
+    }
+
+    /// Refuses what cannot be built, naming the fields that contradict each other.
+    ///
+    /// # Errors
+    /// [`ConfigError`], one line.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let sizes = [
+            ("vocab_size", self.vocab_size),
+            ("context_length", self.context_length),
+            ("d_model", self.d_model),
+            ("n_layers", self.n_layers),
+            ("n_heads", self.n_heads),
+            ("n_kv_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+            ("d_ff", self.d_ff),
+        ];
+        if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(ConfigError(format!("{name} must be at least 1")));
+        }
+        let contradictions = [
+            (
+                !self.n_heads.is_multiple_of(self.n_kv_heads),
+                format!("n_heads ({}) is not a multiple of n_kv_heads ({})", self.n_heads, self.n_kv_heads),
+            ),
+            (
+                matches!(self.positions, Positions::Rotary { .. }) && !self.head_dim.is_multiple_of(2),
+                format!("head_dim ({}) is odd, but positions are rotary and turn pairs", self.head_dim),
+            ),
+            (
+                self.sliding_window.is_some() && self.attention == AttentionDirection::Bidirectional,
+                "sliding_window is set, but attention is bidirectional: a window looks back only".into(),
+            ),
+            (
+                self.token_types > 0 && self.attention == AttentionDirection::Causal,
+                "token_types is set, but attention is causal: token types belong to encoders".into(),
+            ),
+            (
+                self.residual_scaling && self.norm_placement == NormPlacement::Post,
+                "residual_scaling is set, but norm_placement is post: the norms would undo it".into(),
+            ),
+        ];
+        if let Some((_, message)) = contradictions.into_iter().find(|(wrong, _)| *wrong) {
+            return Err(ConfigError(message));
+        }
+        if self.sliding_window == Some(0) {
+            return Err(ConfigError("sliding_window must be at least 1, or left out".into()));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(ConfigError(format!("dropout ({}) must be at least 0 and below 1", self.dropout)));
+        }
+        for (name, value) in [("norm_epsilon", self.norm_epsilon), ("init_deviation", self.init_deviation)] {
+            if !value.is_finite() || value < 0.0 {
+                return Err(ConfigError(format!("{name} ({value}) must be a number, and not below 0")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of parameters, each counted once.
+    pub fn parameter_count(&self) -> usize {
+        let norm = self.d_model * if self.norm == NormKind::LayerNorm { 2 } else { 1 };
+        let qkv = self.qkv_width();
+        let attention = self.d_model * qkv
+            + usize::from(self.qkv_bias) * qkv
+            + self.n_heads * self.head_dim * self.d_model
+            + usize::from(self.output_bias) * self.d_model
+            + usize::from(self.qk_norm) * 2 * self.head_dim;
+        let up = self.up_width();
+        let feed_forward =
+            self.d_model * up + self.d_ff * self.d_model + usize::from(self.feed_forward_bias) * (up + self.d_model);
+        let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
+        self.n_layers * (attention + feed_forward + 2 * norm)
+            + norm
+            + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
+            + positions
+    }
+
+    /// Rows of the joint query, key and value projection.
+    pub(crate) fn qkv_width(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Rows of the first feed-forward projection, gate and up together where it is gated.
+    pub(crate) fn up_width(&self) -> usize {
+        if self.gated { 2 * self.d_ff } else { self.d_ff }
+    }
+
+    pub(crate) fn kernel_activation(&self) -> KernelActivation {
+        let kind = match self.activation {
+            Activation::GeluErf => ActivationKind::GeluErf,
+            Activation::GeluTanh => ActivationKind::GeluTanh,
+            Activation::Relu => ActivationKind::Relu,
+            Activation::Silu => ActivationKind::Silu,
+        };
+        KernelActivation { kind, gated: self.gated }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contradictions_are_refused_with_both_fields_named() {
+        let base = TransformerConfig::gpt2(10, 8, 12, 1, 3);
+        assert_eq!(base.validate(), Ok(()));
+        let cases = [
+            (base.clone().with_n_kv_heads(2), ["n_heads", "n_kv_heads"]),
+            (
+                base.clone()
+                    .with_head_dim(5)
+                    .with_positions(Positions::Rotary { base: 1e4, scaling: RotaryScaling::None }),
+                ["head_dim", "positions"],
+            ),
+            (TransformerConfig::bert(10, 8, 12, 1, 3).with_sliding_window(Some(4)), ["sliding_window", "attention"]),
+            (base.clone().with_token_types(2), ["token_types", "attention"]),
+            (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
+        ];
+        for (config, fields) in cases {
+            let message = config.validate().expect_err("a contradiction").to_string();
+            assert!(fields.iter().all(|field| message.contains(field)), "{message}");
+        }
+    }
+
+    #[test]
+    fn gpt2_has_124_million_parameters() {
+        assert_eq!(TransformerConfig::gpt2(50_257, 1024, 768, 12, 12).parameter_count(), 124_439_808);
+    }
+}

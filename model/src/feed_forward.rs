@@ -1,0 +1,45 @@
+//! The feed-forward layer, plain or gated.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use fireclay_kernels::{Backend, Norm, norm_gate_up};
+
+use crate::attention::residual_deviation;
+use crate::config::TransformerConfig;
+use crate::parameters::Initializer;
+
+/// The weights of a feed-forward layer, as on the hub `[d_output, d_input]`.
+#[derive(Module, Debug)]
+pub struct FeedForward<B: Backend> {
+    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where gated.
+    pub up: Param<Tensor<B, 2>>,
+    /// Its bias.
+    pub up_bias: Option<Param<Tensor<B, 1>>>,
+    /// Second projection, `[d_model, d_ff]`.
+    pub down: Param<Tensor<B, 2>>,
+    /// Its bias.
+    pub down_bias: Option<Param<Tensor<B, 1>>>,
+}
+
+impl<B: Backend> FeedForward<B> {
+    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+        Self {
+            up: init.matrix([config.up_width(), config.d_model], config.init_deviation),
+            up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
+            down: init.matrix([config.d_model, config.d_ff], residual_deviation(config)),
+            down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
+        }
+    }
+
+    /// `[batch_size, seq_length, d_ff]` before the second projection, from `x` `[batch_size, seq_length, d_model]`;
+    /// `pre_norm` is applied to it first, where there is one.
+    pub(crate) fn inner(
+        &self,
+        x: Tensor<B, 3>,
+        pre_norm: Option<&Norm<B>>,
+        activation: fireclay_kernels::Activation,
+    ) -> Tensor<B, 3> {
+        norm_gate_up(x, pre_norm, self.up.val(), self.up_bias.as_ref().map(Param::val), activation)
+    }
+}

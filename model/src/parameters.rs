@@ -1,0 +1,103 @@
+//! Parameters: how they start, and what they are called.
+
+use std::f64::consts::TAU;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Tensor, TensorData};
+
+use fireclay_kernels::{Backend, Norm, RandomKey};
+
+use crate::config::{NormKind, TransformerConfig};
+
+/// Draws starting values on the host, so that a seed gives the same model on every backend.
+pub(crate) struct Initializer<'a, B: Backend> {
+    key: RandomKey,
+    drawn: u64,
+    device: &'a B::Device,
+}
+
+impl<'a, B: Backend> Initializer<'a, B> {
+    pub(crate) fn new(seed: u64, device: &'a B::Device) -> Self {
+        Self { key: RandomKey::new(seed).fold(0x696e_6974), drawn: 0, device }
+    }
+
+    /// A matrix of normal values (Box and Muller, 1958).
+    pub(crate) fn matrix(&mut self, dims: [usize; 2], deviation: f64) -> Param<Tensor<B, 2>> {
+        let key = self.key.fold(self.drawn);
+        self.drawn += 1;
+        let normal = |at: usize| {
+            let (row, column) = ((at / 2 / dims[1]) as u32, (at / 2 % dims[1]) as u32);
+            let radius = (-2.0 * key.uniform(row, column).ln()).sqrt();
+            let angle = TAU * key.fold(1).uniform(row, column);
+            let value = radius * if at.is_multiple_of(2) { angle.cos() } else { angle.sin() };
+            (deviation * value) as f32
+        };
+        let values: Vec<f32> = (0..dims[0] * dims[1]).map(normal).collect();
+        Param::from_tensor(Tensor::from_data(TensorData::new(values, dims), self.device))
+    }
+
+    pub(crate) fn zeros(&self, width: usize) -> Param<Tensor<B, 1>> {
+        Param::from_tensor(Tensor::zeros([width], self.device))
+    }
+
+    pub(crate) fn ones(&self, width: usize) -> Param<Tensor<B, 1>> {
+        Param::from_tensor(Tensor::ones([width], self.device))
+    }
+
+    pub(crate) fn norm(&self, config: &TransformerConfig) -> LayerNorm<B> {
+        LayerNorm {
+            gamma: self.ones(config.d_model),
+            beta: (config.norm == NormKind::LayerNorm).then(|| self.zeros(config.d_model)),
+            epsilon: config.norm_epsilon,
+        }
+    }
+}
+
+/// The weights of a layer norm, or of an RMS norm where there is no shift.
+#[derive(Module, Debug)]
+pub struct LayerNorm<B: Backend> {
+    /// Scale, `[d_model]`.
+    pub gamma: Param<Tensor<B, 1>>,
+    /// Shift, `[d_model]`.
+    pub beta: Option<Param<Tensor<B, 1>>>,
+    epsilon: f64,
+}
+
+impl<B: Backend> LayerNorm<B> {
+    /// As the kernels take it.
+    pub fn weights(&self) -> Norm<B> {
+        match &self.beta {
+            Some(beta) => Norm::layer(self.gamma.val(), Some(beta.val()), self.epsilon),
+            None => Norm::rms(self.gamma.val(), self.epsilon),
+        }
+    }
+}
+
+/// Every parameter of a module by its path, in the order of its fields, flattened: `(path, id, shape, values)`.
+///
+/// Paths read `blocks.0.attention.qkv`.
+pub fn named_parameters<B: burn::tensor::backend::Backend, M: Module<B>>(
+    module: &M,
+) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
+    struct Collector<B: burn::tensor::backend::Backend> {
+        path: Vec<String>,
+        found: Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)>,
+    }
+    impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector<B> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let value = param.val();
+            let shape = value.dims().to_vec();
+            let elements: usize = shape.iter().product();
+            self.found.push((self.path.join("."), param.id, shape, value.reshape([elements])));
+        }
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.to_string());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+    }
+    let mut collector = Collector { path: Vec::new(), found: Vec::new() };
+    module.visit(&mut collector);
+    collector.found
+}

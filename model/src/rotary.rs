@@ -1,0 +1,86 @@
+//! Frequencies of the rotary embedding, with the hub's scalings.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+/// How the frequencies of a rotary embedding are bent, so that a model reaches further than it was trained to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind", deny_unknown_fields)]
+pub enum RotaryScaling {
+    /// Not at all.
+    #[default]
+    None,
+    /// All divided by `factor` (Chen et al., 2023).
+    Linear {
+        /// How many times further.
+        factor: f64,
+    },
+    /// Llama 3.1's: long waves divided by `factor`, short ones kept, those between blended.
+    Llama3 {
+        /// How many times further.
+        factor: f64,
+        /// Waves longer than the original context over this are divided.
+        low_frequency_factor: f64,
+        /// Waves shorter than the original context over this are kept.
+        high_frequency_factor: f64,
+        /// Tokens that the model was first trained with.
+        original_context_length: usize,
+    },
+    /// YaRN (Peng et al., 2023): the blend is over the number of turns within the original context.
+    Yarn {
+        /// How many times further.
+        factor: f64,
+        /// Factor on cosines and sines; `None` for the paper's `0.1 ln(factor) + 1`.
+        attention_factor: Option<f64>,
+        /// Turns above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns below which a frequency is divided.
+        beta_slow: f64,
+        /// Tokens that the model was first trained with.
+        original_context_length: usize,
+    },
+}
+
+impl RotaryScaling {
+    /// `head_dim / 2` frequencies in radians a position.
+    pub(crate) fn frequencies(&self, head_dim: usize, base: f64) -> Vec<f64> {
+        let plain = (0..head_dim / 2).map(|pair| base.powf(-2.0 * pair as f64 / head_dim as f64));
+        match *self {
+            Self::None => plain.collect(),
+            Self::Linear { factor } => plain.map(|w| w / factor).collect(),
+            Self::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context_length } => plain
+                .map(|w| {
+                    let turns = original_context_length as f64 * w / (2.0 * PI);
+                    let kept = (turns - low_frequency_factor) / (high_frequency_factor - low_frequency_factor);
+                    blend(w, factor, kept)
+                })
+                .collect(),
+            Self::Yarn { factor, beta_fast, beta_slow, original_context_length, .. } => {
+                // The pair whose wave makes this many turns within the original context.
+                let pair_of = |turns: f64| {
+                    head_dim as f64 * (original_context_length as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
+                };
+                let low = pair_of(beta_fast).floor().max(0.0);
+                let high = pair_of(beta_slow).ceil().min(head_dim as f64 - 1.0);
+                let width = if high == low { 0.001 } else { high - low };
+                plain.enumerate().map(|(pair, w)| blend(w, factor, 1.0 - (pair as f64 - low) / width)).collect()
+            }
+        }
+    }
+
+    /// Factor on cosines and sines.
+    pub(crate) fn magnitude(&self) -> f64 {
+        match *self {
+            Self::Yarn { attention_factor: Some(magnitude), .. } => magnitude,
+            Self::Yarn { factor, .. } if factor > 1.0 => 0.1 * factor.ln() + 1.0,
+            _ => 1.0,
+        }
+    }
+}
+
+/// `kept` of the frequency as it is, clamped to [0, 1], the rest divided by `factor`.
+fn blend(frequency: f64, factor: f64, kept: f64) -> f64 {
+    let kept = kept.clamp(0.0, 1.0);
+    kept * frequency + (1.0 - kept) * frequency / factor
+}

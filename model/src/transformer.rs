@@ -1,0 +1,252 @@
+//! The transformer: embeddings, blocks, final norm and output head.
+
+use burn::module::{Module, Param};
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use fireclay_kernels::{
+    AttentionMask, Backend, Dropout, HeadLossOptions, RandomKey, RotaryTable, Sampling, dropout, embed, head_loss,
+    head_sample, linear, norm,
+};
+
+use crate::block::Block;
+use crate::cache::Cache;
+use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
+use crate::parameters::{Initializer, LayerNorm};
+
+/// One transformer for training, prefill and decode, whatever its family.
+#[derive(Module, Debug)]
+pub struct Transformer<B: Backend> {
+    /// A row for each token, `[vocab_size, d_model]`.
+    pub embedding: Param<Tensor<B, 2>>,
+    /// A row for each position, `[context_length, d_model]`.
+    pub position_embedding: Option<Param<Tensor<B, 2>>>,
+    /// A row for each token type, `[token_types, d_model]`.
+    pub token_type_embedding: Option<Param<Tensor<B, 2>>>,
+    /// The norm over the embeddings, where norms stand after the sub-layers.
+    pub embedding_norm: Option<LayerNorm<B>>,
+    /// The blocks, first to last.
+    pub blocks: Vec<Block<B>>,
+    /// The norm after the last block, where norms stand before the sub-layers.
+    pub final_norm: Option<LayerNorm<B>>,
+    /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
+    pub head: Option<Param<Tensor<B, 2>>>,
+    #[module(skip)]
+    config: TransformerConfig,
+    rotary_cos: Option<Tensor<B, 2>>,
+    rotary_sin: Option<Tensor<B, 2>>,
+    #[module(skip)]
+    activations: FloatDType,
+    #[module(skip)]
+    dropout_key: Option<RandomKey>,
+}
+
+/// What a forward pass reads.
+#[derive(Clone, Debug)]
+pub struct Tokens<B: Backend> {
+    ids: Tensor<B, 2, Int>,
+    types: Option<Tensor<B, 2, Int>>,
+    lengths: Option<Tensor<B, 1, Int>>,
+}
+
+impl<B: Backend> Tokens<B> {
+    /// With the type of each token, `[batch_size, seq_length]`; zero where this is not called.
+    pub fn with_types(mut self, types: Tensor<B, 2, Int>) -> Self {
+        self.types = Some(types);
+        self
+    }
+
+    /// With the length of each row, `[batch_size]`: what stands behind is padding, which nothing attends to. For
+    /// bidirectional models; a causal one never looks ahead.
+    pub fn with_lengths(mut self, lengths: Tensor<B, 1, Int>) -> Self {
+        self.lengths = Some(lengths);
+        self
+    }
+}
+
+impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
+    fn from(ids: Tensor<B, 2, Int>) -> Self {
+        Self { ids, types: None, lengths: None }
+    }
+}
+
+/// What all blocks of one forward pass share.
+pub(crate) struct Pass<B: Backend> {
+    /// Position of each token, `[batch_size, seq_length]`.
+    pub(crate) positions: Tensor<B, 2, Int>,
+    pub(crate) rotary: Option<RotaryTable<B>>,
+    pub(crate) mask: AttentionMask<B>,
+    pub(crate) norm_placement: NormPlacement,
+    pub(crate) activation: fireclay_kernels::Activation,
+    dropout: Option<(f64, RandomKey)>,
+}
+
+/// The places where a block drops elements.
+#[derive(Clone, Copy)]
+pub(crate) enum Site {
+    Attention = 1,
+    AttentionOutput = 2,
+    FeedForwardOutput = 3,
+}
+
+impl<B: Backend> Pass<B> {
+    /// The dropout of a place in layer `layer`, in training.
+    pub(crate) fn dropout(&self, layer: usize, site: Site) -> Option<Dropout> {
+        let (probability, key) = self.dropout?;
+        Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64) })
+    }
+}
+
+impl TransformerConfig {
+    /// A transformer of this shape with parameters drawn from `seed`, the same on every backend.
+    ///
+    /// # Errors
+    /// If the config contradicts itself.
+    pub fn init<B: Backend>(&self, seed: u64, device: &B::Device) -> Result<Transformer<B>, ConfigError> {
+        self.validate()?;
+        let mut init = Initializer::<B>::new(seed, device);
+        let rotary = match self.positions {
+            Positions::Rotary { base, scaling } => {
+                let frequencies = scaling.frequencies(self.head_dim, base);
+                Some(RotaryTable::<B>::new(self.context_length, &frequencies, scaling.magnitude(), device))
+            }
+            Positions::Learned | Positions::None => None,
+        };
+        let mut table = |rows: usize| init.matrix([rows, self.d_model], self.init_deviation);
+        let embedding = table(self.vocab_size);
+        let position_embedding = (self.positions == Positions::Learned).then(|| table(self.context_length));
+        let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
+        let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
+        Ok(Transformer {
+            embedding,
+            position_embedding,
+            token_type_embedding,
+            embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
+            blocks: (0..self.n_layers).map(|_| Block::new(self, &mut init)).collect(),
+            final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
+            head,
+            config: self.clone(),
+            rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),
+            rotary_sin: rotary.map(|table| table.sin),
+            activations: FloatDType::F32,
+            dropout_key: None,
+        })
+    }
+}
+
+impl<B: Backend> Transformer<B> {
+    /// What this transformer is made of.
+    pub fn config(&self) -> &TransformerConfig {
+        &self.config
+    }
+
+    /// With activations and products in `dtype`: f32, which is the default, or bf16. Parameters keep their dtype.
+    pub fn with_activations(mut self, dtype: FloatDType) -> Self {
+        self.activations = dtype;
+        self
+    }
+
+    /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
+    pub fn set_dropout(&mut self, key: Option<RandomKey>) {
+        self.dropout_key = key;
+    }
+
+    /// A cache for `batch_size` rows of up to `capacity` tokens.
+    pub fn cache(&self, batch_size: usize, capacity: usize) -> Cache<B> {
+        Cache::new(&self.config, batch_size, capacity, self.activations, &self.embedding.device())
+    }
+
+    /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
+    ///
+    /// With a cache, the tokens follow those it holds, whose keys and values are read rather than computed again.
+    ///
+    /// # Panics
+    /// If the row would grow longer than `context_length` or the cache's capacity: check before, as generation does.
+    pub fn forward(&self, tokens: impl Into<Tokens<B>>, mut cache: Option<&mut Cache<B>>) -> Tensor<B, 3> {
+        let Tokens { ids, types, lengths } = tokens.into();
+        let [batch_size, seq_length] = ids.dims();
+        let start = cache.as_ref().map_or(0, |cache| cache.length);
+        let end = start + seq_length;
+        assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
+        if let Some(cache) = &cache {
+            assert!(end <= cache.capacity(), "{end} tokens exceed the cache's capacity {}", cache.capacity());
+        }
+        let pass = self.pass(batch_size, start..end, lengths, &ids.device());
+
+        let mut x = embed(self.embedding.val(), ids.clone(), self.activations);
+        if let Some(table) = &self.position_embedding {
+            x = x + embed(table.val(), pass.positions.clone().narrow(0, 0, 1), self.activations);
+        }
+        if let Some(table) = &self.token_type_embedding {
+            let types = types.unwrap_or_else(|| ids.zeros_like());
+            x = x + embed(table.val(), types, self.activations);
+        }
+        if let Some(weights) = &self.embedding_norm {
+            x = norm(x, &weights.weights());
+        }
+        if let Some((probability, key)) = pass.dropout {
+            x = dropout(x, Dropout { probability, key });
+        }
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
+            x = block.forward(x, &pass, layer, cache);
+        }
+        if let Some(cache) = cache {
+            cache.advance(seq_length);
+        }
+        match &self.final_norm {
+            Some(weights) => norm(x, &weights.weights()),
+            None => x,
+        }
+    }
+
+    fn pass(
+        &self,
+        batch_size: usize,
+        range: std::ops::Range<usize>,
+        lengths: Option<Tensor<B, 1, Int>>,
+        device: &B::Device,
+    ) -> Pass<B> {
+        let seq_length = range.len();
+        let positions = Tensor::<B, 1, Int>::arange(range.start as i64..range.end as i64, device);
+        let mask = match (self.config.attention, lengths) {
+            (AttentionDirection::Causal, _) => AttentionMask::Causal { window: self.config.sliding_window },
+            (AttentionDirection::Bidirectional, Some(lengths)) => AttentionMask::Lengths(lengths),
+            (AttentionDirection::Bidirectional, None) => AttentionMask::None,
+        };
+        let rotary = match (&self.rotary_cos, &self.rotary_sin) {
+            (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
+            _ => None,
+        };
+        Pass {
+            positions: positions.reshape([1, seq_length]).expand([batch_size, seq_length]),
+            rotary,
+            mask,
+            norm_placement: self.config.norm_placement,
+            activation: self.config.kernel_activation(),
+            dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
+        }
+    }
+
+    /// The output projection, `[vocab_size, d_model]`.
+    fn head_weight(&self) -> Tensor<B, 2> {
+        self.head.as_ref().unwrap_or(&self.embedding).val()
+    }
+
+    /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.
+    pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+        linear(hidden, self.head_weight(), None)
+    }
+
+    /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
+    /// `[batch_size, seq_length]`, without ever holding all logits.
+    pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
+        head_loss(hidden, self.head_weight(), targets, options)
+    }
+
+    /// A token for each row, `[batch_size]`, drawn from the prediction at the last of its hidden states.
+    pub fn sample(&self, hidden: Tensor<B, 3>, sampling: &Sampling) -> Tensor<B, 1, Int> {
+        let [batch_size, seq_length, d_model] = hidden.dims();
+        let last = hidden.narrow(1, seq_length - 1, 1).reshape([batch_size, d_model]);
+        head_sample(last, self.head_weight(), sampling)
+    }
+}
