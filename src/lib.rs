@@ -1,1 +1,70 @@
-//! Placeholder.
+//! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
+//!
+//! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints and generation. The
+//! transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in [`fireclay_datasets`].
+//!
+//! ```
+//! use burn::backend::NdArray;
+//! use fireclay::training::{Recipe, Trainer};
+//!
+//! let recipe = Recipe::shipped("stories")?.with("d_model", "16")?.with("n_layers", "1")?.with("batch_size", "2")?;
+//! let (corpus, _tokenizer) = recipe.corpus()?;
+//! let mut trainer = Trainer::<NdArray>::new(&recipe, corpus, Default::default())?;
+//! let first = trainer.train_step().loss()?;
+//! assert!(first > 5.0, "an untrained model knows nothing of 394 words: {first}");
+//! # Ok::<(), fireclay::Failure>(())
+//! ```
+
+pub mod backend;
+pub mod generation;
+pub mod tasks;
+pub mod training;
+
+use fireclay_datasets::DataError;
+use fireclay_model::{ConfigError, WeightsError};
+
+/// Why something could not be done, in one line that says what, where and how to mend it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    message: String,
+    usage: bool,
+}
+
+impl Failure {
+    /// It failed: exit code 1.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: one_line(&message.into()), usage: false }
+    }
+
+    /// It was asked for wrongly: exit code 2.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { message: one_line(&message.into()), usage: true }
+    }
+
+    /// The exit code that goes with it.
+    pub fn exit_code(&self) -> u8 {
+        if self.usage { 2 } else { 1 }
+    }
+
+    /// For `map_err` on file operations: names the path.
+    pub(crate) fn io(path: &std::path::Path) -> impl Fn(std::io::Error) -> Self + '_ {
+        move |error| Self::new(format!("{}: {error}", path.display()))
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+macro_rules! from_error {
+    ($($error:ty),*) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Self::new(error.to_string())
+            }
+        })*
+    };
+}
+
+from_error!(DataError, ConfigError, WeightsError);

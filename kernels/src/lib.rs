@@ -27,10 +27,13 @@ mod activation;
 mod attention;
 mod autodiff;
 mod backend;
+pub mod devices;
 mod dropout;
 mod embed;
 mod head_loss;
 mod head_sample;
+#[cfg(feature = "ndarray")]
+mod host;
 mod linear;
 mod norm;
 mod optimizer;

@@ -145,6 +145,11 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
+    /// The dtype of activations and products.
+    pub fn activations(&self) -> FloatDType {
+        self.activations
+    }
+
     /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
         self.dropout_key = key;

@@ -1,6 +1,8 @@
 //! The nonlinearity between the two products of a feed-forward layer, plain or gated.
 
 pub(crate) mod backward;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::tensor::Tensor;

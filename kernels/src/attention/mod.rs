@@ -1,6 +1,8 @@
 //! Scaled dot-product attention: causal, windowed or padded, grouped-query, with dropout.
 
 pub(crate) mod backward;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor};

@@ -1,6 +1,8 @@
 //! Layer norm and RMS norm.
 
 pub(crate) mod backward;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::tensor::Tensor;

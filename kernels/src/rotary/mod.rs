@@ -1,6 +1,8 @@
 //! Rotary position embedding.
 
 pub(crate) mod backward;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor, TensorData};

@@ -1,0 +1,107 @@
+//! What is there to run on, found out before any client is created, so that what is missing can be told in a line.
+
+/// A device that a backend can use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// What it calls itself.
+    pub name: String,
+    /// What else is known: driver, compute capability, memory.
+    pub detail: String,
+}
+
+/// The processor.
+#[cfg(feature = "ndarray")]
+pub fn cpu_devices() -> Vec<DeviceInfo> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    vec![DeviceInfo { name: "CPU".into(), detail: format!("{cores} cores, f32") }]
+}
+
+/// The adapters that WGPU finds, in the order of its device indices, or why there are none.
+///
+/// # Errors
+/// One line that says what is missing.
+#[cfg(feature = "wgpu")]
+pub fn wgpu_devices() -> Result<Vec<DeviceInfo>, String> {
+    use burn::cubecl::future::block_on;
+    let backends = if cfg!(target_os = "macos") { wgpu::Backends::METAL } else { wgpu::Backends::VULKAN };
+    let descriptor = wgpu::InstanceDescriptor { backends, ..wgpu::InstanceDescriptor::new_without_display_handle() };
+    let instance = wgpu::Instance::new(descriptor);
+    let describe = |adapter: wgpu::Adapter| {
+        let info = adapter.get_info();
+        let detail = format!("{:?}, {:?}, {} {}", info.backend, info.device_type, info.driver, info.driver_info);
+        DeviceInfo { name: info.name, detail: detail.trim().to_string() }
+    };
+    let found: Vec<DeviceInfo> = block_on(instance.enumerate_adapters(backends)).into_iter().map(describe).collect();
+    if found.is_empty() {
+        return Err("no graphics adapter found: install a Vulkan driver (Debian: mesa-vulkan-drivers, or the \
+                    vendor's) and libvulkan1"
+            .into());
+    }
+    Ok(found)
+}
+
+/// The CUDA devices, or what is missing of driver, run-time compiler and headers.
+///
+/// # Errors
+/// One line that says what is missing.
+#[cfg(feature = "cuda")]
+pub fn cuda_devices() -> Result<Vec<DeviceInfo>, String> {
+    // A library that lacks a symbol makes its loader panic.
+    std::panic::catch_unwind(probe_cuda)
+        .unwrap_or_else(|_| Err("the CUDA driver or run-time compiler is too old for this build".into()))
+}
+
+#[cfg(feature = "cuda")]
+fn probe_cuda() -> Result<Vec<DeviceInfo>, String> {
+    use cudarc::driver::{result as driver, sys};
+
+    // SAFETY: only looks whether the library can be loaded.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("no CUDA driver: libcuda.so.1 was not found; install NVIDIA's driver".into());
+    }
+    // SAFETY: only looks whether the library can be loaded.
+    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        return Err("no CUDA run-time compiler: libnvrtc.so was not found; install the CUDA toolkit, or add its \
+                    folder to LD_LIBRARY_PATH"
+            .into());
+    }
+    let missing = |error| format!("the CUDA driver found no usable device: {error}");
+    driver::init().map_err(missing)?;
+    let count = driver::device::get_count().map_err(missing)?;
+    let mut found = Vec::new();
+    for index in 0..count {
+        let device = driver::device::get(index).map_err(missing)?;
+        let name = driver::device::get_name(device).map_err(missing)?;
+        // SAFETY: `device` was just given out by the driver.
+        let memory = unsafe { driver::device::total_mem(device) }.map_err(missing)?;
+        let attribute = |attribute| {
+            // SAFETY: as above; the attribute is one of the driver's own.
+            unsafe { driver::device::get_attribute(device, attribute) }.map_err(missing)
+        };
+        let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let detail = format!("compute capability {major}.{minor}, {} GiB", memory >> 30);
+        found.push(DeviceInfo { name, detail });
+    }
+    if found.is_empty() {
+        return Err("the CUDA driver found no device".into());
+    }
+    probe_headers()?;
+    Ok(found)
+}
+
+/// Looks for the headers that kernels are compiled with, where CubeCL looks for them.
+#[cfg(feature = "cuda")]
+fn probe_headers() -> Result<(), String> {
+    let Some(folder) = burn::cubecl::cuda::install::cuda_path() else {
+        return Err("no CUDA toolkit: set CUDA_PATH to the folder that has include/cuda_runtime.h".into());
+    };
+    let headers = ["cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "mma.h"];
+    match headers.into_iter().find(|header| !folder.join("include").join(header).is_file()) {
+        Some(header) => Err(format!(
+            "the CUDA toolkit in {} has no include/{header}: set CUDA_PATH to one that has its headers",
+            folder.display()
+        )),
+        None => Ok(()),
+    }
+}

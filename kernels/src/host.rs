@@ -1,0 +1,254 @@
+//! What the CPU's operations are built from: tensors as slices, vectorised loops, products.
+
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
+use ndarray::IxDyn;
+use rayon::prelude::*;
+
+/// Elements that a thread should have at least, or starting it costs more than it brings.
+const GRAIN: usize = 1 << 13;
+
+/// A tensor's values on the host, where they are anyway.
+pub(crate) struct Values(SharedArray<f32>);
+
+impl Values {
+    /// The values as they lie, with whatever strides.
+    pub(crate) fn strided<const D: usize>(tensor: Tensor<NdArray, D>) -> Self {
+        match tensor.into_primitive() {
+            TensorPrimitive::Float(NdArrayTensor::F32(storage)) => Self(storage.into_shared()),
+            _ => panic!("the CPU computes in f32: cast the tensor first"),
+        }
+    }
+
+    /// The values row after row; copied only if they do not lie so.
+    pub(crate) fn rows<const D: usize>(tensor: Tensor<NdArray, D>) -> Self {
+        let Self(array) = Self::strided(tensor);
+        if array.is_standard_layout() {
+            return Self(array);
+        }
+        Self(array.as_standard_layout().into_owned().into_shared())
+    }
+
+    /// Steps from one element to the next along each dimension.
+    pub(crate) fn strides(&self) -> &[isize] {
+        self.0.strides()
+    }
+
+    /// Address of the first element.
+    pub(crate) fn pointer(&self) -> *const f32 {
+        self.0.as_ptr()
+    }
+}
+
+impl std::ops::Deref for Values {
+    type Target = [f32];
+
+    /// Only for values row after row.
+    fn deref(&self) -> &[f32] {
+        self.0.as_slice().expect("values row after row")
+    }
+}
+
+/// A tensor of the given values.
+pub(crate) fn tensor<const D: usize>(values: Vec<f32>, shape: [usize; D]) -> Tensor<NdArray, D> {
+    let array = SharedArray::from_shape_vec(IxDyn(&shape), values).expect("as many values as the shape says");
+    Tensor::from_primitive(TensorPrimitive::Float(NdArrayTensor::F32(array.into())))
+}
+
+/// An integer tensor's values.
+pub(crate) fn integers<const D: usize>(tensor: Tensor<NdArray, D, Int>) -> Vec<i64> {
+    tensor.into_data().iter::<i64>().collect()
+}
+
+/// Runs `work` with the widest vectors that the processor has.
+#[inline(always)]
+pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(work)
+}
+
+/// Calls `work` with the index of the first row and the rows of each piece of `out`, on all cores if that pays.
+pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+    let rows = (GRAIN / columns.max(1)).max(1);
+    if out.len() <= rows * columns {
+        return vectorised(|| work(0, out));
+    }
+    out.par_chunks_mut(rows * columns).enumerate().for_each(|(piece, out)| vectorised(|| work(piece * rows, out)));
+}
+
+/// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]` sums it fills.
+pub(crate) fn sum_over_rows(
+    rows: usize,
+    width: usize,
+    work: impl Fn(std::ops::Range<usize>, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    const PIECE: usize = 128;
+    let pieces: Vec<Vec<f32>> = (0..rows.div_ceil(PIECE))
+        .into_par_iter()
+        .map(|piece| {
+            let mut sums = vec![0.0; width];
+            vectorised(|| work(piece * PIECE..rows.min((piece + 1) * PIECE), &mut sums));
+            sums
+        })
+        .collect();
+    let mut total = vec![0.0; width];
+    for piece in pieces {
+        total.iter_mut().zip(piece).for_each(|(total, sum)| *total += sum);
+    }
+    total
+}
+
+const LANES: usize = 16;
+
+/// The sum of `f` over pairs of elements, in sixteen running sums.
+#[inline(always)]
+pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (a_lanes, b_lanes) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest: f32 = a_lanes.remainder().iter().zip(b_lanes.remainder()).map(|(a, b)| f(*a, *b)).sum();
+    for (a, b) in a_lanes.zip(b_lanes) {
+        for lane in 0..LANES {
+            lanes[lane] += f(a[lane], b[lane]);
+        }
+    }
+    lanes.iter().sum::<f32>() + rest
+}
+
+/// The largest element.
+#[inline(always)]
+pub(crate) fn max_of(values: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let rest = chunks.remainder().iter().fold(f32::NEG_INFINITY, |max, value| max.max(*value));
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
+        }
+    }
+    lanes.iter().fold(rest, |max, value| max.max(*value))
+}
+
+/// `e^x` to about one unit in the last place: Cephes' polynomial around the nearest power of two. NaN stays NaN.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    // Adding it rounds to an integer, which is then found in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let x = x.clamp(-87.0, 88.0);
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let whole = shifted - ROUND;
+    let power = shifted.to_bits().wrapping_sub(ROUND.to_bits());
+    let r = x - whole * 0.693_359_4 + whole * 2.121_944_4e-4;
+    let p = 1.987_569_1e-4;
+    let p = p * r + 1.398_2e-3;
+    let p = p * r + 8.333_452e-3;
+    let p = p * r + 4.166_579_6e-2;
+    let p = p * r + 1.666_666_5e-1;
+    let p = p * r + 5.000_000_1e-1;
+    (p * r * r + r + 1.0) * f32::from_bits(power.wrapping_add(127) << 23)
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// A matrix by address and strides.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix {
+    pointer: *mut f32,
+    row: isize,
+    column: isize,
+}
+
+impl Matrix {
+    /// A matrix of `columns` columns that lies row after row. Only the destination of a product is written.
+    pub(crate) fn of(values: &[f32], columns: usize) -> Self {
+        Self { pointer: values.as_ptr().cast_mut(), row: columns as isize, column: 1 }
+    }
+
+    /// The destination of a product.
+    pub(crate) fn of_mut(values: &mut [f32], columns: usize) -> Self {
+        Self { pointer: values.as_mut_ptr(), row: columns as isize, column: 1 }
+    }
+
+    /// A matrix that starts at `pointer`.
+    pub(crate) fn at(pointer: *mut f32, row: isize, column: isize) -> Self {
+        Self { pointer, row, column }
+    }
+
+    /// Rows as columns.
+    pub(crate) fn transposed(self) -> Self {
+        Self { row: self.column, column: self.row, ..self }
+    }
+}
+
+/// `out = a * b`, or `out += a * b` with `add`: `[m, k]` times `[k, n]`. On all cores with `threads`.
+///
+/// # Safety
+/// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
+pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool, threads: bool) {
+    let parallelism = match threads && m * k * n > 1 << 17 {
+        true => gemm::Parallelism::Rayon(0),
+        false => gemm::Parallelism::None,
+    };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            out.pointer,
+            out.column,
+            out.row,
+            add,
+            a.pointer,
+            a.column,
+            a.row,
+            b.pointer,
+            b.column,
+            b.row,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_everywhere_and_keeps_nan() {
+        for step in -86_000..88_000 {
+            let x = step as f32 * 1e-3;
+            let exact = f64::from(x).exp();
+            assert!((f64::from(exp(x)) / exact - 1.0).abs() < 3e-7, "exp({x}) = {}", exp(x));
+        }
+        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(-1e30) < 1e-37);
+    }
+
+    #[test]
+    fn products_of_odd_sizes_and_strides_are_right() {
+        for [m, k, n] in [[1, 1, 1], [3, 5, 2], [17, 33, 9], [65, 64, 63]] {
+            let a: Vec<f32> = (0..m * k).map(|i| (i % 13) as f32 - 6.0).collect();
+            let b: Vec<f32> = (0..n * k).map(|i| (i % 7) as f32 - 3.0).collect();
+            let mut out = vec![1.0; m * n];
+            // SAFETY: the slices hold [m, k], [n, k] and [m, n].
+            unsafe {
+                let b = Matrix::of(&b, k).transposed();
+                product([m, k, n], Matrix::of_mut(&mut out, n), Matrix::of(&a, k), b, true, true);
+            }
+            for row in 0..m {
+                for column in 0..n {
+                    let exact: f32 = (0..k).map(|i| a[row * k + i] * b[column * k + i]).sum();
+                    assert_eq!(out[row * n + column], exact + 1.0, "{m}x{k}x{n} at {row}, {column}");
+                }
+            }
+        }
+    }
+}

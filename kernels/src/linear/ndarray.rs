@@ -1,0 +1,60 @@
+//! Projections on the CPU.
+
+use burn::tensor::Tensor;
+use burn_ndarray::NdArray;
+
+use super::LinearGradients;
+use crate::host::{Matrix, Values, product, sum_over_rows, tensor};
+
+pub(crate) fn linear_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+) -> Tensor<NdArray, 2> {
+    let [rows, d_input] = x.dims();
+    let [d_output, _] = weight.dims();
+    let (x, weight) = (Values::rows(x), Values::rows(weight));
+    let mut out = match &bias {
+        Some(bias) => Values::rows(bias.clone()).repeat(rows),
+        None => vec![0.0; rows * d_output],
+    };
+    // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
+    unsafe {
+        let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
+        product([rows, d_input, d_output], Matrix::of_mut(&mut out, d_output), a, b, bias.is_some(), true);
+    }
+    tensor(out, [rows, d_output])
+}
+
+pub(crate) fn linear_backward(
+    grad: Tensor<NdArray, 2>,
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    has_bias: bool,
+) -> LinearGradients<NdArray> {
+    let [rows, d_input] = x.dims();
+    let [d_output, _] = weight.dims();
+    let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
+    let mut d_x = vec![0.0; rows * d_input];
+    let mut d_weight = vec![0.0; d_output * d_input];
+    // SAFETY: the slices hold [rows, d_output], [d_output, d_input] and [rows, d_input], and the like.
+    unsafe {
+        let grad = Matrix::of(&grad, d_output);
+        let d_x = Matrix::of_mut(&mut d_x, d_input);
+        product([rows, d_output, d_input], d_x, grad, Matrix::of(&weight, d_input), false, true);
+        let d_weight = Matrix::of_mut(&mut d_weight, d_input);
+        product([d_output, rows, d_input], d_weight, grad.transposed(), Matrix::of(&x, d_input), false, true);
+    }
+    let bias = has_bias.then(|| {
+        sum_over_rows(rows, d_output, |range, sums| {
+            for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
+                sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
+            }
+        })
+    });
+    LinearGradients {
+        x: tensor(d_x, [rows, d_input]),
+        weight: tensor(d_weight, [d_output, d_input]),
+        bias: bias.map(|bias| tensor(bias, [d_output])),
+    }
+}

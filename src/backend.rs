@@ -1,0 +1,131 @@
+//! From a backend's name to its device: the only file that knows which backends are built in.
+
+use clap::ValueEnum;
+use fireclay_kernels::Backend;
+use fireclay_kernels::devices::{self, DeviceInfo};
+
+use crate::Failure;
+
+/// A backend by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendName {
+    /// The processor, f32.
+    Cpu,
+    /// Vulkan, Metal or DX12 through WGPU.
+    Wgpu,
+    /// WGPU with kernels compiled to SPIR-V.
+    Vulkan,
+    /// NVIDIA's GPUs.
+    Cuda,
+}
+
+/// All backends, the fastest first.
+pub const BACKENDS: [BackendName; 4] = [BackendName::Cuda, BackendName::Vulkan, BackendName::Wgpu, BackendName::Cpu];
+
+/// Work that runs on any backend.
+pub trait OnBackend {
+    /// What it gives.
+    type Output;
+
+    /// Does the work on `device`.
+    ///
+    /// # Errors
+    /// Whatever the work runs into.
+    fn run<B: Backend>(self, device: B::Device) -> Result<Self::Output, Failure>;
+}
+
+impl BackendName {
+    /// The name as it is typed.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Wgpu => "wgpu",
+            Self::Vulkan => "vulkan",
+            Self::Cuda => "cuda",
+        }
+    }
+
+    /// Whether this binary has it.
+    pub fn is_built_in(self) -> bool {
+        match self {
+            Self::Cpu => cfg!(feature = "ndarray"),
+            Self::Wgpu => cfg!(feature = "wgpu"),
+            Self::Vulkan => cfg!(feature = "vulkan"),
+            Self::Cuda => cfg!(feature = "cuda"),
+        }
+    }
+
+    /// The devices it finds here, or one line on what it misses.
+    ///
+    /// # Errors
+    /// If it is not built in, or lacks a driver, a run-time compiler or headers.
+    pub fn devices(self) -> Result<Vec<DeviceInfo>, Failure> {
+        let feature = if self == Self::Cpu { "ndarray" } else { self.as_str() };
+        let absent = || {
+            let name = self.as_str();
+            Failure::new(format!(
+                "backend {name} is not built into this binary: build it with `cargo build --release --features {feature}`"
+            ))
+        };
+        match self {
+            #[cfg(feature = "ndarray")]
+            Self::Cpu => Ok(devices::cpu_devices()),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu => devices::wgpu_devices().map_err(|reason| self.lacks(&reason)),
+            #[cfg(feature = "vulkan")]
+            Self::Vulkan => devices::wgpu_devices().map_err(|reason| self.lacks(&reason)),
+            #[cfg(feature = "cuda")]
+            Self::Cuda => devices::cuda_devices().map_err(|reason| self.lacks(&reason)),
+            #[allow(unreachable_patterns)]
+            _ => Err(absent()),
+        }
+    }
+
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    fn lacks(self, reason: &str) -> Failure {
+        Failure::new(format!("backend {}: {reason}", self.as_str()))
+    }
+
+    /// The backend to use when none is asked for: the fastest that is built in and finds a device that is not the
+    /// processor in disguise.
+    pub fn best() -> Self {
+        let usable = |name: &BackendName| {
+            name.is_built_in()
+                && name
+                    .devices()
+                    .is_ok_and(|found| *name == Self::Cpu || found.iter().any(|device| !device.detail.contains("Cpu")))
+        };
+        BACKENDS.into_iter().find(usable).unwrap_or(Self::Cpu)
+    }
+
+    /// Does `work` on this backend's default device.
+    ///
+    /// # Errors
+    /// If the backend is not there, and whatever the work runs into.
+    pub fn run<W: OnBackend>(self, work: W) -> Result<W::Output, Failure> {
+        self.devices()?;
+        match self {
+            #[cfg(feature = "ndarray")]
+            Self::Cpu => work.run::<burn::backend::NdArray>(Default::default()),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu | Self::Vulkan => work.run::<burn::backend::Wgpu>(Default::default()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda => work.run::<burn::backend::Cuda>(Default::default()),
+            #[allow(unreachable_patterns)]
+            _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
+        }
+    }
+
+    /// How its kernels are compiled, where that is worth saying.
+    pub fn note(self) -> &'static str {
+        match self {
+            Self::Wgpu if cfg!(all(feature = "vulkan", target_os = "linux")) => {
+                "this build compiles its kernels to SPIR-V, as for vulkan"
+            }
+            Self::Wgpu => "kernels in WGSL",
+            Self::Vulkan => "kernels in SPIR-V",
+            Self::Cuda => "kernels compiled by NVRTC",
+            Self::Cpu => "",
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! What a model is trained for.
+
+pub mod language;

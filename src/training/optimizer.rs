@@ -1,0 +1,131 @@
+//! AdamW over the parameters of a transformer.
+
+use burn::backend::Autodiff;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use fireclay_kernels::{AdamW, AdamWParameter, Backend, optimizer_step};
+use fireclay_model::{Transformer, named_parameters};
+
+/// Gradients of all parameters in the order of [`named_parameters`], each flattened; `None` where a parameter took no
+/// part.
+#[derive(Clone, Debug)]
+pub struct ParameterGradients<B: Backend>(Vec<Option<Tensor<B, 1>>>);
+
+impl<B: Backend> ParameterGradients<B> {
+    /// Takes the gradients of `model`'s parameters out of a backward pass.
+    pub fn take(model: &Transformer<Autodiff<B>>, gradients: <Autodiff<B> as AutodiffBackend>::Gradients) -> Self {
+        struct Taker<B: Backend> {
+            gradients: <Autodiff<B> as AutodiffBackend>::Gradients,
+            taken: Vec<Option<Tensor<B, 1>>>,
+        }
+        impl<B: Backend> ModuleVisitor<Autodiff<B>> for Taker<B> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+                let gradient = param.val().grad_remove(&mut self.gradients);
+                self.taken.push(gradient.map(|gradient| gradient.flatten(0, D - 1)));
+            }
+        }
+        let mut taker = Taker { gradients, taken: Vec::new() };
+        model.visit(&mut taker);
+        Self(taker.taken)
+    }
+
+    /// The sum of two passes' gradients.
+    pub fn add(self, other: Self) -> Self {
+        let sum = |pair| match pair {
+            (Some(a), Some(b)) => Some(a + b),
+            (a, b) => a.or(b),
+        };
+        Self(self.0.into_iter().zip(other.0).map(sum).collect())
+    }
+
+    /// One for each parameter.
+    pub fn into_inner(self) -> Vec<Option<Tensor<B, 1>>> {
+        self.0
+    }
+}
+
+/// The moments of every parameter, and which parameters decay.
+#[derive(Clone, Debug)]
+pub struct Optimizer<B: Backend> {
+    names: Vec<String>,
+    decays: Vec<bool>,
+    moments: Vec<(Tensor<B, 1>, Tensor<B, 1>)>,
+    steps: u64,
+}
+
+impl<B: Backend> Optimizer<B> {
+    /// Zero moments for a model's parameters. Matrices decay, vectors do not.
+    pub fn new(model: &Transformer<Autodiff<B>>) -> Self {
+        let mut optimizer = Self { names: Vec::new(), decays: Vec::new(), moments: Vec::new(), steps: 0 };
+        for (name, _, shape, value) in named_parameters(model) {
+            let zeros = value.inner().zeros_like();
+            optimizer.names.push(name);
+            optimizer.decays.push(shape.len() > 1);
+            optimizer.moments.push((zeros.clone(), zeros));
+        }
+        optimizer
+    }
+
+    /// Moments by the name of their parameter: `(name, first, second)`.
+    pub fn moments(&self) -> impl Iterator<Item = (&str, &Tensor<B, 1>, &Tensor<B, 1>)> {
+        self.names.iter().zip(&self.moments).map(|(name, (first, second))| (name.as_str(), first, second))
+    }
+
+    /// With the moments and the number of steps of an earlier run; `read` gives the moments of a name.
+    ///
+    /// # Errors
+    /// Whatever `read` gives.
+    pub fn with_moments<E>(
+        mut self,
+        steps: u64,
+        mut read: impl FnMut(&str, usize) -> Result<(Tensor<B, 1>, Tensor<B, 1>), E>,
+    ) -> Result<Self, E> {
+        for (name, moments) in self.names.iter().zip(&mut self.moments) {
+            *moments = read(name, moments.0.dims()[0])?;
+        }
+        self.steps = steps;
+        Ok(self)
+    }
+
+    /// Updates the model; returns it with the global norm of the gradients before clipping, `[1]`, on the device.
+    ///
+    /// `adamw.step` is counted here.
+    pub fn step(
+        &mut self,
+        model: Transformer<Autodiff<B>>,
+        gradients: ParameterGradients<B>,
+        adamw: AdamW,
+    ) -> (Transformer<Autodiff<B>>, Tensor<B, 1>) {
+        self.steps += 1;
+        let parameters = named_parameters(&model).into_iter().zip(gradients.into_inner());
+        let parameters = parameters.zip(std::mem::take(&mut self.moments)).zip(&self.decays);
+        let parameters = parameters.map(|((((.., value), gradient), (first_moment, second_moment)), decays)| {
+            let value = value.inner();
+            let gradient = gradient.unwrap_or_else(|| value.zeros_like());
+            AdamWParameter { value, gradient, first_moment, second_moment, decays: *decays }
+        });
+        let (updated, norm) = optimizer_step(parameters.collect(), &AdamW { step: self.steps, ..adamw });
+        let mut values = Vec::with_capacity(updated.len());
+        for parameter in updated {
+            values.push(parameter.value);
+            self.moments.push((parameter.first_moment, parameter.second_moment));
+        }
+        (write_back(model, values), norm)
+    }
+}
+
+/// The model with new values of its parameters, in their order.
+fn write_back<B: Backend>(model: Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>) -> Transformer<Autodiff<B>> {
+    struct Writer<B: Backend>(std::vec::IntoIter<Tensor<B, 1>>);
+    impl<B: Backend> ModuleMapper<Autodiff<B>> for Writer<B> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
+            let value = self.0.next();
+            param.map(|old| match value {
+                Some(value) => Tensor::from_inner(value.reshape(old.shape())).require_grad(),
+                None => old,
+            })
+        }
+    }
+    model.map(&mut Writer(values.into_iter()))
+}
