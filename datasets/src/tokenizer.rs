@@ -144,6 +144,11 @@ impl Tokenizer {
         largest.map_or(0, |id| id as usize + 1)
     }
 
+    /// The id of a token by its name in the vocabulary.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.0.token_to_id(token)
+    }
+
     /// The tokens of a text.
     ///
     /// # Errors

@@ -1,1 +1,265 @@
-//! x
+//! Text from a trained model: prefill once, then a token at a time from the cache.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use fireclay_datasets::Tokenizer;
+use fireclay_kernels::{Backend, RandomKey, Sampling};
+use fireclay_model::{ModelFolder, Transformer};
+
+use crate::Failure;
+use crate::backend::OnBackend;
+use crate::training::Precision;
+
+/// Tokens that end a text, where the tokenizer has them.
+const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
+
+/// How to write.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationOptions {
+    /// Tokens to write at the most; as many as fit where `None`, up to 256.
+    pub max_tokens: Option<usize>,
+    /// Zero takes the likeliest token each time.
+    pub temperature: f64,
+    /// Only this many likeliest tokens are drawn from.
+    pub top_k: Option<usize>,
+    /// Only the likeliest tokens that make up this probability are drawn from.
+    pub top_p: Option<f64>,
+    /// Writing ends before any of these texts.
+    pub stop: Vec<String>,
+    /// Where the draws come from.
+    pub seed: u64,
+}
+
+impl Default for GenerationOptions {
+    fn default() -> Self {
+        Self { max_tokens: None, temperature: 0.8, top_k: None, top_p: None, stop: Vec::new(), seed: 1337 }
+    }
+}
+
+impl GenerationOptions {
+    /// Refuses values that mean nothing.
+    ///
+    /// # Errors
+    /// Names the value.
+    pub fn validate(&self) -> Result<(), Failure> {
+        if !self.temperature.is_finite() || self.temperature < 0.0 {
+            return Err(Failure::usage(format!("--temperature {} must be 0 or above", self.temperature)));
+        }
+        if self.top_k == Some(0) {
+            return Err(Failure::usage("--top-k 0 leaves nothing to draw from"));
+        }
+        if let Some(top_p) = self.top_p.filter(|top_p| !(*top_p > 0.0 && *top_p <= 1.0)) {
+            return Err(Failure::usage(format!("--top-p {top_p} must be above 0, and 1 at the most")));
+        }
+        if self.max_tokens == Some(0) {
+            return Err(Failure::usage("--max-tokens 0 asks for nothing"));
+        }
+        Ok(())
+    }
+}
+
+/// What came of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// The text after the prompt.
+    pub text: String,
+    /// Its tokens, up to the one that ended it.
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Time to read the prompt and draw the first token.
+    pub prefill: Duration,
+    /// Time for all tokens after the first.
+    pub decode: Duration,
+}
+
+impl Generated {
+    /// Tokens after the first in a second; zero where there is one token only.
+    pub fn decode_tokens_per_second(&self) -> f64 {
+        match self.tokens.len() {
+            0 | 1 => 0.0,
+            tokens => (tokens - 1) as f64 / self.decode.as_secs_f64().max(1e-9),
+        }
+    }
+}
+
+/// A model with its tokenizer.
+pub struct Generator<B: Backend> {
+    model: Transformer<B>,
+    tokenizer: Tokenizer,
+    device: B::Device,
+}
+
+impl<B: Backend> Generator<B> {
+    /// Opens a model folder.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
+    pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
+        let activations = match precision {
+            Precision::F32 => FloatDType::F32,
+            Precision::Bf16 if B::supports_dtype(&device, DType::BF16) => FloatDType::BF16,
+            Precision::Bf16 => {
+                let name = B::name(&device);
+                return Err(Failure::new(format!("{name} has no bf16: use --precision f32, or --backend cuda")));
+            }
+        };
+        let model = ModelFolder::new(folder).load::<B>(&device)?.with_activations(activations);
+        let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
+        let (known, words) = (model.config().vocab_size, tokenizer.vocab_size());
+        if words > known {
+            return Err(Failure::new(format!(
+                "{}: tokenizer.json has {words} tokens, but the model knows {known}",
+                folder.display()
+            )));
+        }
+        if model.config().attention == fireclay_model::AttentionDirection::Bidirectional {
+            return Err(Failure::new(format!("{}: an encoder, which cannot write text", folder.display())));
+        }
+        Ok(Self { model, tokenizer, device })
+    }
+
+    /// Writes after `prompt`, handing each whole piece of text to `show` as it comes.
+    ///
+    /// # Errors
+    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context:
+    /// found out before anything is written.
+    pub fn generate(
+        &self,
+        prompt: &str,
+        options: &GenerationOptions,
+        mut show: impl FnMut(&str),
+    ) -> Result<Generated, Failure> {
+        options.validate()?;
+        let prompt_tokens = self.tokenizer.encode(prompt)?;
+        if prompt_tokens.is_empty() {
+            return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
+        }
+        let context = self.model.config().context_length;
+        let room = context.saturating_sub(prompt_tokens.len());
+        let wanted = options.max_tokens.unwrap_or(room.min(256));
+        if wanted > room || room == 0 {
+            return Err(Failure::new(format!(
+                "the prompt has {} tokens and {wanted} are to follow, but the model's context is {context}: shorten \
+                 the prompt, or set --max-tokens to {room} at the most",
+                prompt_tokens.len()
+            )));
+        }
+        let ends: Vec<u32> = END_TOKENS.iter().filter_map(|end| self.tokenizer.token_id(end)).collect();
+        let key = RandomKey::new(options.seed);
+        let sampling = |step: usize| {
+            Sampling::greedy()
+                .with_temperature(options.temperature, key.fold(step as u64))
+                .with_top_k(options.top_k)
+                .with_top_p(options.top_p)
+        };
+
+        let begun = Instant::now();
+        let mut cache = self.model.cache(1, prompt_tokens.len() + wanted);
+        let ids: Vec<i32> = prompt_tokens.iter().map(|token| *token as i32).collect();
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, prompt_tokens.len()]), &self.device);
+        let hidden = self.model.forward(ids, Some(&mut cache));
+        let mut next = self.model.sample(hidden, &sampling(0));
+        let mut writer = Writer::new(&self.tokenizer, &options.stop);
+        let mut tokens = vec![read(&next)?];
+        let prefill = begun.elapsed();
+        let decoding = Instant::now();
+        let mut stopped = ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
+        while !stopped && tokens.len() < wanted {
+            let hidden = self.model.forward(next.reshape([1, 1]), Some(&mut cache));
+            next = self.model.sample(hidden, &sampling(tokens.len()));
+            let token = read(&next)?;
+            tokens.push(token);
+            stopped = ends.contains(&token) || writer.push(token, &mut show)?;
+        }
+        let decode = decoding.elapsed();
+        let text = writer.finish(&mut show);
+        Ok(Generated { text, tokens, prompt_tokens: prompt_tokens.len(), prefill, decode })
+    }
+}
+
+fn read<B: Backend>(token: &Tensor<B, 1, Int>) -> Result<u32, Failure> {
+    let data = token.clone().try_into_data();
+    let data = data.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+    data.iter::<i64>().next().map(|token| token as u32).ok_or_else(|| Failure::new("the device gave no token"))
+}
+
+/// Turns tokens into text, holding back what may yet become a stop text.
+struct Writer<'a> {
+    stream: fireclay_datasets::TextStream<'a>,
+    stop: &'a [String],
+    text: String,
+    shown: usize,
+}
+
+impl<'a> Writer<'a> {
+    fn new(tokenizer: &'a Tokenizer, stop: &'a [String]) -> Self {
+        Self { stream: tokenizer.stream(), stop, text: String::new(), shown: 0 }
+    }
+
+    /// Whether a stop text was reached.
+    fn push(&mut self, token: u32, show: &mut impl FnMut(&str)) -> Result<bool, Failure> {
+        self.text.push_str(&self.stream.push(token)?);
+        let found = self.stop.iter().filter(|stop| !stop.is_empty());
+        if let Some(at) = found.filter_map(|stop| self.text.find(stop.as_str())).min() {
+            self.text.truncate(at);
+            return Ok(true);
+        }
+        // The longest end of the text that begins a stop text stays back.
+        let begins = |at: usize| self.stop.iter().any(|stop| stop.starts_with(&self.text[at..]));
+        let held = self.text.char_indices().map(|(at, _)| at).find(|at| begins(*at)).unwrap_or(self.text.len());
+        if held > self.shown {
+            show(&self.text[self.shown..held]);
+            self.shown = held;
+        }
+        Ok(false)
+    }
+
+    fn finish(self, show: &mut impl FnMut(&str)) -> String {
+        if self.shown < self.text.len() {
+            show(&self.text[self.shown..]);
+        }
+        self.text
+    }
+}
+
+/// Prompts for a model folder, as work for any backend.
+pub struct GenerationRun<S> {
+    /// The model folder.
+    pub model: PathBuf,
+    /// What to write after.
+    pub prompts: Vec<String>,
+    /// How to write.
+    pub options: GenerationOptions,
+    /// Dtype of activations.
+    pub precision: Precision,
+    /// Told of each piece of text and, at a prompt's end, of what came of it.
+    pub show: S,
+}
+
+/// A piece of news from a generation.
+pub enum GenerationEvent<'a> {
+    /// A prompt is about to be continued.
+    Begun(&'a str),
+    /// More text.
+    Text(&'a str),
+    /// A prompt's text is complete.
+    Done(&'a Generated),
+}
+
+impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
+    type Output = ();
+
+    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        let generator = Generator::<B>::open(&self.model, self.precision, device)?;
+        for prompt in &self.prompts {
+            (self.show)(GenerationEvent::Begun(prompt));
+            let generated =
+                generator.generate(prompt, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
+            (self.show)(GenerationEvent::Done(&generated));
+        }
+        Ok(())
+    }
+}

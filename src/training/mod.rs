@@ -1,10 +1,142 @@
 //! Training: recipes, the optimizer, the loop through burn-train, checkpoints.
 
+pub mod checkpoint;
 pub mod optimizer;
 pub mod recipe;
 pub mod schedule;
 pub mod trainer;
 
+mod chart;
+mod progress;
+mod session;
+mod strategy;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use burn::train::Interrupter;
+use fireclay_kernels::Backend;
+use serde_json::Value;
+
+pub use progress::{View, duration};
 pub use recipe::{DataRecipe, Precision, Recipe, TrainingRecipe};
 pub use schedule::{Schedule, ScheduleKind};
 pub use trainer::{StepOutput, Trainer, read_steps};
+
+use crate::Failure;
+use crate::backend::OnBackend;
+use crate::training::checkpoint::{RunFolder, RunState};
+use crate::training::session::Session;
+
+/// A run to begin or to go on with.
+pub struct TrainingRun {
+    recipe: Recipe,
+    folder: RunFolder,
+    resumed: Option<RunState>,
+    view: View,
+    interrupter: Interrupter,
+    begun: Instant,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// It took its last step; the figures of its `done` line.
+    Done(Value),
+    /// It was interrupted after this step, and saved.
+    Interrupted(u64),
+}
+
+impl TrainingRun {
+    /// A new run of `recipe` into the folder `out`.
+    ///
+    /// # Errors
+    /// If the folder cannot be written, or holds a run already.
+    pub fn begin(recipe: Recipe, out: &Path) -> Result<Self, Failure> {
+        Ok(Self::new(recipe, RunFolder::create(out)?, None))
+    }
+
+    /// Goes on with the run in `out`, its recipe changed by `change`.
+    ///
+    /// # Errors
+    /// If there is no run, or it cannot be read, and whatever `change` gives.
+    pub fn resume(out: &Path, change: impl FnOnce(Recipe) -> Result<Recipe, Failure>) -> Result<Self, Failure> {
+        let (folder, mut state) = RunFolder::resume(out)?;
+        state.recipe = change(state.recipe)?;
+        Ok(Self::new(state.recipe.clone(), folder, Some(state)))
+    }
+
+    fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>) -> Self {
+        let (view, interrupter) = (View::Plain, Interrupter::new());
+        Self { recipe, folder, resumed, view, interrupter, begun: Instant::now() }
+    }
+
+    /// Shown in this way.
+    pub fn with_view(mut self, view: View) -> Self {
+        self.view = view;
+        self
+    }
+
+    /// Stopped, and saved, when `interrupter` says so.
+    pub fn with_interrupter(mut self, interrupter: Interrupter) -> Self {
+        self.interrupter = interrupter;
+        self
+    }
+
+    /// Where the run is kept.
+    pub fn folder(&self) -> PathBuf {
+        self.folder.path().to_path_buf()
+    }
+}
+
+impl OnBackend for TrainingRun {
+    type Output = Outcome;
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
+        let Self { recipe, folder, resumed, view, interrupter, begun } = self;
+        let (corpus, tokenizer) = recipe.corpus()?;
+        let tokenizer = match &resumed {
+            Some(state) => folder.tokenizer(state)?,
+            None => tokenizer,
+        };
+        let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
+        let (trainer, best) = match resumed {
+            Some(state) => {
+                let state = RunState { recipe: recipe.clone(), ..state };
+                (folder.load::<B>(&state, corpus, device.clone())?, state.best)
+            }
+            None => (Trainer::<B>::new(&recipe, corpus, device.clone())?, None),
+        };
+        if trainer.step() >= recipe.training.steps {
+            let (shown, step) = (folder.path().display(), trainer.step());
+            return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
+        }
+        describe(&recipe, &trainer, &folder, view)?;
+        let session = Session::new(trainer, recipe, folder.clone(), tokenizer, device, best, begun)?;
+        let (session, outcome) = strategy::launch(session, view, interrupter);
+        let finished = outcome?;
+        chart::draw(folder.path())?;
+        Ok(if finished { Outcome::Done(session.summary()) } else { Outcome::Interrupted(session.trainer.step()) })
+    }
+}
+
+/// Says what is about to happen.
+fn describe<B: Backend>(recipe: &Recipe, trainer: &Trainer<B>, folder: &RunFolder, view: View) -> Result<(), Failure> {
+    if view == View::Dashboard {
+        return Ok(());
+    }
+    let config = recipe.model_config()?;
+    let training = &recipe.training;
+    let rows = training.batch_size * training.accumulation;
+    eprintln!(
+        "{}: {:.1}M parameters, {} tokens known; {} steps of {rows} x {} tokens from step {}; into {}",
+        recipe.name,
+        config.parameter_count() as f64 / 1e6,
+        config.vocab_size,
+        training.steps,
+        training.seq_length,
+        trainer.step(),
+        folder.path().display(),
+    );
+    Ok(())
+}

@@ -1,0 +1,266 @@
+//! A run from its first step to its last: when to read the device, validate, save and stop.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use burn::train::Interrupter;
+use fireclay_datasets::Tokenizer;
+use fireclay_kernels::Backend;
+use serde_json::{Value, json};
+
+use crate::Failure;
+use crate::training::checkpoint::{Best, RunFolder, RunState};
+use crate::training::progress::Figures;
+use crate::training::recipe::{Recipe, TrainingRecipe};
+use crate::training::trainer::{StepOutput, Trainer, read_steps};
+
+/// Losses are read from the device once in this time, or after this many steps, whichever is sooner.
+const READ_EVERY: (Duration, usize) = (Duration::from_millis(500), 100);
+
+/// Steps whose mean is the training loss of a run's summary.
+const SUMMARY_STEPS: usize = 50;
+
+/// Who is told how it goes.
+pub(crate) trait Report {
+    /// After a training step, counted from one.
+    fn trained(&mut self, step: u64, figures: Figures);
+    /// After a validation.
+    fn validated(&mut self, step: u64, figures: Figures);
+}
+
+/// A run in progress.
+pub(crate) struct Session<B: Backend> {
+    pub(crate) trainer: Trainer<B>,
+    recipe: Recipe,
+    folder: RunFolder,
+    tokenizer: Tokenizer,
+    device: B::Device,
+    best: Option<Best>,
+    metrics: File,
+    pending: Vec<StepOutput<B>>,
+    recent: VecDeque<f64>,
+    begun: Instant,
+    flushed: Instant,
+    first_step_seconds: Option<f64>,
+    trained: (usize, Duration),
+    final_valid_loss: Option<f64>,
+    saved: u64,
+}
+
+impl<B: Backend> Session<B> {
+    /// A session that goes on from where `trainer` is. `begun` is when the user began to wait.
+    pub(crate) fn new(
+        trainer: Trainer<B>,
+        recipe: Recipe,
+        folder: RunFolder,
+        tokenizer: Tokenizer,
+        device: B::Device,
+        best: Option<Best>,
+        begun: Instant,
+    ) -> Result<Self, Failure> {
+        folder.cut_metrics(trainer.step())?;
+        let path = folder.path().join("metrics.jsonl");
+        let metrics = OpenOptions::new().create(true).append(true).open(&path).map_err(Failure::io(&path))?;
+        let saved = trainer.step();
+        Ok(Self {
+            trainer,
+            recipe,
+            folder,
+            tokenizer,
+            device,
+            best,
+            metrics,
+            pending: Vec::new(),
+            recent: VecDeque::new(),
+            begun,
+            flushed: Instant::now(),
+            first_step_seconds: None,
+            trained: (0, Duration::ZERO),
+            final_valid_loss: None,
+            saved,
+        })
+    }
+
+    fn training(&self) -> &TrainingRecipe {
+        &self.recipe.training
+    }
+
+    pub(crate) fn steps(&self) -> u64 {
+        self.training().steps
+    }
+
+    pub(crate) fn valid_every(&self) -> u64 {
+        self.training().valid_every
+    }
+
+    pub(crate) fn epochs_done(&self) -> usize {
+        (self.trainer.step() / self.valid_every()) as usize
+    }
+
+    pub(crate) fn device(&self) -> &B::Device {
+        &self.device
+    }
+
+    /// Trains to the last step; `false` if interrupted before, with a checkpoint saved.
+    pub(crate) fn run(&mut self, interrupter: &Interrupter, report: &mut impl Report) -> Result<bool, Failure> {
+        let steps = self.steps();
+        self.flushed = Instant::now();
+        while self.trainer.step() < steps {
+            if interrupter.should_stop() {
+                self.flush(report)?;
+                self.save()?;
+                return Ok(false);
+            }
+            let output = self.trainer.train_step();
+            self.pending.push(output);
+            let step = self.trainer.step();
+            let due = self.flushed.elapsed() >= READ_EVERY.0 || self.pending.len() >= READ_EVERY.1;
+            if due || self.first_step_seconds.is_none() {
+                self.flush(report)?;
+            }
+            let last = step == steps;
+            let mut improved = false;
+            if step.is_multiple_of(self.valid_every()) || last {
+                self.flush(report)?;
+                improved = self.validate(step, report)?;
+                if last {
+                    self.final_valid_loss = Some(self.final_validation()?);
+                }
+            }
+            if step.is_multiple_of(self.training().checkpoint_every) || improved || last {
+                self.flush(report)?;
+                self.save()?;
+            }
+            if self.pending.is_empty() {
+                // Validations and checkpoints do not count as training.
+                self.flushed = Instant::now();
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads the losses of the steps since the last time, in one go, and tells them.
+    fn flush(&mut self, report: &mut impl Report) -> Result<(), Failure> {
+        let pending = std::mem::take(&mut self.pending);
+        if pending.is_empty() {
+            return Ok(());
+        }
+        let read = read_steps(&pending)?;
+        let (elapsed, now) = (self.flushed.elapsed(), Instant::now());
+        let tokens: usize = pending.iter().map(|output| output.tokens).sum();
+        let tokens_per_second = tokens as f64 / elapsed.as_secs_f64().max(1e-9);
+        if self.first_step_seconds.is_none() {
+            // Compilation and warm-up are told apart from speed.
+            self.first_step_seconds = Some(self.begun.elapsed().as_secs_f64());
+        } else {
+            self.trained = (self.trained.0 + tokens, self.trained.1 + elapsed);
+        }
+        self.flushed = now;
+        let mut lines = String::new();
+        for (output, (loss, gradient_norm)) in pending.iter().zip(read) {
+            let learning_rate = output.learning_rate;
+            if !loss.is_finite() || !gradient_norm.is_finite() {
+                return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
+            }
+            let step = output.step + 1;
+            let figures = Figures { loss, learning_rate, gradient_norm, tokens_per_second };
+            report.trained(step, figures);
+            let line = json!({
+                "event": "train", "step": step, "loss": loss, "learning_rate": learning_rate,
+                "gradient_norm": gradient_norm, "tokens_per_second": tokens_per_second,
+            });
+            lines.push_str(&format!("{line}\n"));
+            self.recent.push_back(loss);
+            if self.recent.len() > SUMMARY_STEPS {
+                self.recent.pop_front();
+            }
+        }
+        self.log(&lines)
+    }
+
+    fn log(&mut self, lines: &str) -> Result<(), Failure> {
+        let path = self.folder.path().join("metrics.jsonl");
+        self.metrics.write_all(lines.as_bytes()).map_err(Failure::io(&path))
+    }
+
+    fn diverged(&self, step: u64, loss: f64, gradient_norm: f64, learning_rate: f64) -> Failure {
+        let kept = match self.folder.checkpoints().last() {
+            Some((_, path)) => format!("the last good checkpoint is {}", path.display()),
+            None => "there is no checkpoint yet".to_string(),
+        };
+        let cause = if loss.is_finite() {
+            "the gradients overflowed"
+        } else if self.training().max_grad_norm == 0.0 {
+            "gradients are not clipped, or the learning rate is too high"
+        } else {
+            "the learning rate is too high"
+        };
+        let lower = learning_rate / 3.0;
+        Failure::new(format!(
+            "training diverged at step {}: loss {loss}, gradient norm {gradient_norm}; {kept}; likely cause: {cause}, \
+             try --set learning_rate={lower:.1e}",
+            step + 1
+        ))
+    }
+
+    /// Validates, and says whether this is the best so far.
+    fn validate(&mut self, step: u64, report: &mut impl Report) -> Result<bool, Failure> {
+        let begun = Instant::now();
+        let tokens = self.training().valid_tokens;
+        let loss = self.trainer.validate(tokens)?;
+        if !loss.is_finite() {
+            return Err(self.diverged(step - 1, loss, f64::NAN, self.recipe.schedule().learning_rate(step - 1)));
+        }
+        let tokens_per_second = tokens as f64 / begun.elapsed().as_secs_f64();
+        report.validated(step, Figures { loss, learning_rate: 0.0, gradient_norm: 0.0, tokens_per_second });
+        self.log(&format!("{}\n", json!({ "event": "valid", "step": step, "loss": loss })))?;
+        let improved = self.best.is_none_or(|best| loss < best.valid_loss);
+        if improved {
+            self.best = Some(Best { step, valid_loss: loss });
+        }
+        Ok(improved)
+    }
+
+    fn final_validation(&self) -> Result<f64, Failure> {
+        let training = self.training();
+        match training.final_valid_tokens {
+            0 => self.trainer.validate(training.valid_tokens),
+            tokens => self.trainer.validate(tokens),
+        }
+    }
+
+    fn save(&mut self) -> Result<(), Failure> {
+        let step = self.trainer.step();
+        if step == self.saved {
+            return Ok(());
+        }
+        let state = RunState { step, best: self.best, recipe: self.recipe.clone() };
+        self.folder.save(&self.trainer, &state, &self.tokenizer)?;
+        self.saved = step;
+        Ok(())
+    }
+
+    /// The `done` line.
+    pub(crate) fn summary(&self) -> Value {
+        let rounded = |value: f64| (value * 1e6).round() / 1e6;
+        let train_loss = self.recent.iter().sum::<f64>() / self.recent.len().max(1) as f64;
+        let speed = self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9);
+        let mut summary = json!({
+            "event": "done",
+            "steps": self.trainer.step(),
+            "train_loss": rounded(train_loss),
+            "valid_loss": self.final_valid_loss.map(rounded),
+            "tokens_per_second": speed.round(),
+            "first_step_seconds": self.first_step_seconds.map(|seconds| (seconds * 1e3).round() / 1e3),
+            "best_step": self.best.map(|best| best.step),
+            "best_valid_loss": self.best.map(|best| rounded(best.valid_loss)),
+            "out": self.folder.path().display().to_string(),
+        });
+        if let Some(entropy) = self.trainer.corpus().source_entropy() {
+            summary["source_entropy"] = json!(rounded(entropy));
+        }
+        summary
+    }
+}
