@@ -60,6 +60,13 @@ impl GenerationOptions {
     }
 }
 
+/// A prompt that a model can go on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prepared {
+    tokens: Vec<u32>,
+    max_tokens: usize,
+}
+
 /// What came of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
@@ -121,32 +128,40 @@ impl<B: Backend> Generator<B> {
         Ok(Self { model, tokenizer, device })
     }
 
-    /// Writes after `prompt`, handing each whole piece of text to `show` as it comes.
+    /// A prompt as tokens, and how many may follow.
     ///
     /// # Errors
-    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context:
-    /// found out before anything is written.
-    pub fn generate(
-        &self,
-        prompt: &str,
-        options: &GenerationOptions,
-        mut show: impl FnMut(&str),
-    ) -> Result<Generated, Failure> {
+    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context.
+    pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
-        let prompt_tokens = self.tokenizer.encode(prompt)?;
-        if prompt_tokens.is_empty() {
+        let tokens = self.tokenizer.encode(prompt)?;
+        if tokens.is_empty() {
             return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
         }
         let context = self.model.config().context_length;
-        let room = context.saturating_sub(prompt_tokens.len());
-        let wanted = options.max_tokens.unwrap_or(room.min(256));
-        if wanted > room || room == 0 {
+        let room = context.saturating_sub(tokens.len());
+        let max_tokens = options.max_tokens.unwrap_or(room.min(256));
+        if max_tokens > room || room == 0 {
             return Err(Failure::new(format!(
-                "the prompt has {} tokens and {wanted} are to follow, but the model's context is {context}: shorten \
-                 the prompt, or set --max-tokens to {room} at the most",
-                prompt_tokens.len()
+                "the prompt has {} tokens and {max_tokens} are to follow, but the model's context is {context}: \
+                 shorten the prompt, or set --max-tokens to {room} at the most",
+                tokens.len()
             )));
         }
+        Ok(Prepared { tokens, max_tokens })
+    }
+
+    /// Writes after a prompt, handing each whole piece of text to `show` as it comes.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn generate(
+        &self,
+        prompt: &Prepared,
+        options: &GenerationOptions,
+        mut show: impl FnMut(&str),
+    ) -> Result<Generated, Failure> {
+        let Prepared { tokens: prompt_tokens, max_tokens: wanted } = prompt;
         let ends: Vec<u32> = END_TOKENS.iter().filter_map(|end| self.tokenizer.token_id(end)).collect();
         let key = RandomKey::new(options.seed);
         let sampling = |step: usize| {
@@ -167,7 +182,7 @@ impl<B: Backend> Generator<B> {
         let prefill = begun.elapsed();
         let decoding = Instant::now();
         let mut stopped = ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
-        while !stopped && tokens.len() < wanted {
+        while !stopped && tokens.len() < *wanted {
             let hidden = self.model.forward(next.reshape([1, 1]), Some(&mut cache));
             next = self.model.sample(hidden, &sampling(tokens.len()));
             let token = read(&next)?;
@@ -254,10 +269,13 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
 
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
         let generator = Generator::<B>::open(&self.model, self.precision, device)?;
-        for prompt in &self.prompts {
+        // All prompts are read before anything is written.
+        let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
+        let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
+        for (prompt, prepared) in self.prompts.iter().zip(&prepared) {
             (self.show)(GenerationEvent::Begun(prompt));
             let generated =
-                generator.generate(prompt, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
+                generator.generate(prepared, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
             (self.show)(GenerationEvent::Done(&generated));
         }
         Ok(())

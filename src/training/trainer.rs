@@ -3,7 +3,7 @@
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_datasets::Corpus;
+use fireclay_datasets::{Corpus, TokenBatch};
 use fireclay_kernels::{AdamW, Backend, RandomKey};
 use fireclay_model::Transformer;
 
@@ -126,11 +126,16 @@ impl<B: Backend> Trainer<B> {
         self.step
     }
 
-    /// One optimizer step over `batch_size * accumulation` rows; nothing is read from the device.
+    /// One optimizer step over the `batch_size * accumulation` rows that the corpus has for it.
     pub fn train_step(&mut self) -> StepOutput<B> {
-        let training = self.recipe.training.clone();
+        let training = &self.recipe.training;
         let rows = training.batch_size * training.accumulation;
-        let batch = self.corpus.batch(training.seed, self.step, rows);
+        self.train_on(self.corpus.batch(training.seed, self.step, rows))
+    }
+
+    /// One optimizer step over `batch`, in `accumulation` parts; nothing is read from the device.
+    pub fn train_on(&mut self, batch: TokenBatch) -> StepOutput<B> {
+        let training = self.recipe.training.clone();
         let tokens = batch.target_count().max(1);
         let key = RandomKey::new(training.seed).fold(self.step);
 

@@ -1,0 +1,291 @@
+//! The program from outside: what it prints, where, and its exit codes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// The program, which stands beside the tests where they run on another machine.
+pub(crate) fn binary() -> PathBuf {
+    std::env::var_os("FIRECLAY_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_fireclay").into(), PathBuf::from)
+}
+
+fn fireclay(args: &[&str]) -> Output {
+    Command::new(binary()).args(args).output().expect("the program starts")
+}
+
+/// `train` on the backend under test.
+fn train(args: &[&str]) -> Output {
+    let backend = crate::backend().as_str();
+    fireclay(&[&["train", "--backend", backend], args].concat())
+}
+
+const SMALL: [&str; 16] = [
+    "--set",
+    "d_model=16",
+    "--set",
+    "n_layers=1",
+    "--set",
+    "n_heads=2",
+    "--set",
+    "batch_size=2",
+    "--set",
+    "valid_tokens=200",
+    "--set",
+    "final_valid_tokens=0",
+    "--steps",
+    "4",
+    "--set",
+    "valid_every=2",
+];
+
+/// One line on stderr that contains all of `words`, nothing on stdout, and this exit code.
+#[track_caller]
+fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{stderr}");
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
+    assert_eq!(lines.len(), 1, "one line says what is wrong: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "and nothing else is said: {stderr}");
+    for word in words {
+        assert!(lines[0].contains(word), "'{word}' is not in: {stderr}");
+    }
+    assert!(output.stdout.is_empty());
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a plain path")
+}
+
+#[test]
+fn training_prints_json_lines_and_a_done_line_only() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    let output = train(&[&["--json", "--out", text(&out)], &SMALL[..]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let stdout = String::from_utf8(output.stdout).expect("text");
+    let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let events: Vec<&str> = lines.iter().filter_map(|line| line["event"].as_str()).collect();
+    assert_eq!(events, ["train", "train", "valid", "train", "train", "valid", "done"]);
+    let done = &lines[6];
+    for key in ["steps", "train_loss", "valid_loss", "tokens_per_second", "first_step_seconds", "source_entropy"] {
+        assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
+    }
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl", "loss.svg", "training"] {
+        assert!(out.join(name).exists(), "{name}");
+    }
+    let svg = fs::read_to_string(out.join("loss.svg")).expect("a chart");
+    assert!(svg.starts_with("<svg") && svg.contains("validation"));
+}
+
+#[test]
+fn a_trained_model_writes_the_same_text_for_the_same_seed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    let backend = crate::backend().as_str();
+    let generate = |more: &[&str]| {
+        let fixed = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "There was once", "--json"];
+        let output = fireclay(&[&fixed[..], &["--max-tokens", "12"], more].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let stdout = String::from_utf8(output.stdout).expect("text");
+        let mut lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        let done = lines.pop().expect("a last line");
+        let streamed: String = lines.iter().filter_map(|line| line["text"].as_str()).collect();
+        assert_eq!(done["text"].as_str(), Some(streamed.as_str()), "streamed and final text agree");
+        assert_eq!((done["event"].as_str(), done["prompt_tokens"].as_u64()), (Some("done"), Some(3)));
+        assert_eq!(done["tokens"].as_array().map(Vec::len), Some(12));
+        done["text"].as_str().map(str::to_string)
+    };
+    let seed = |seed| generate(&["--temperature", "1", "--seed", seed]);
+    assert_eq!(seed("1"), seed("1"));
+    assert_ne!(seed("1"), seed("2"));
+    assert_eq!(generate(&["--temperature", "0"]), generate(&["--temperature", "0", "--seed", "9"]));
+    let likeliest = generate(&["--temperature", "0"]);
+    assert_eq!(generate(&["--temperature", "1", "--top-k", "1"]), likeliest);
+    assert_eq!(generate(&["--temperature", "1", "--top-p", "0.000001"]), likeliest);
+
+    let context = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "There was once"];
+    assert_refused(&fireclay(&[&context[..], &["--max-tokens", "126"]].concat()), 1, &["context is 128", "125"]);
+    let unknown = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "Mara's smartphone"];
+    assert_refused(&fireclay(&unknown), 1, &["vocabulary"]);
+    let model = out.join("model.safetensors");
+    let whole = fs::read(&model).expect("a model");
+    fs::write(&model, &whole[..whole.len() / 2]).expect("a writable folder");
+    assert_refused(&fireclay(&context), 1, &["model.safetensors", "not a safetensors file"]);
+}
+
+#[test]
+fn text_that_cannot_be_learnt_from_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let out = path("run");
+    let refused = |data: &Path, words: &[&str]| {
+        let args = ["shakespeare-char-cpu", "--plain", "--data", text(data), "--out", text(&out)];
+        assert_refused(&train(&args), 1, words);
+    };
+    refused(&path("missing.txt"), &["missing.txt", "No such file"]);
+    fs::write(path("empty.txt"), "  \n").expect("a writable folder");
+    refused(&path("empty.txt"), &["empty.txt", "no text"]);
+    fs::write(path("binary.txt"), [104, 105, 0, 255]).expect("a writable folder");
+    refused(&path("binary.txt"), &["binary.txt", "byte 2"]);
+    fs::write(path("latin.txt"), [104, 105, 233, 32]).expect("a writable folder");
+    refused(&path("latin.txt"), &["latin.txt", "byte 2"]);
+    fs::write(path("short.txt"), "shorter than one block").expect("a writable folder");
+    refused(&path("short.txt"), &["short.txt", "22 tokens", "64"]);
+    fs::create_dir(path("folder")).expect("a writable folder");
+    refused(&path("folder"), &["folder", "no text"]);
+    assert_refused(&train(&["shakespeare-char-cpu", "--plain", "--out", text(&out)]), 2, &["--data"]);
+}
+
+#[test]
+fn recipes_that_make_no_sense_are_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (file, out) = (folder.path().join("recipe.toml"), folder.path().join("run"));
+    let recipe = |toml: &str| {
+        fs::write(&file, toml).expect("a writable folder");
+        train(&[text(&file), "--plain", "--out", text(&out)])
+    };
+    assert_refused(&recipe("name = 'x'\n[training]\nsteps = 'many'"), 2, &["recipe.toml", "steps"]);
+    assert_refused(&recipe("name = 'x'\n[training]\nlearning_rat = 1.0"), 2, &["learning_rat", "learning_rate"]);
+    assert_refused(&recipe("name = 'x'\n[model]\nd_modle = 8"), 2, &["d_modle", "d_model"]);
+    assert_refused(&recipe("name = 'x'\n[model\nd_model = 8"), 2, &["line 2"]);
+    let contradiction = "name = 'x'\n[data]\nsource = 'stories'\n[model]\nn_heads = 3\nn_kv_heads = 2";
+    assert_refused(&recipe(contradiction), 2, &["n_heads", "n_kv_heads"]);
+    assert_refused(&train(&["--plain", "--out", text(&out), "--set", "stepps=3"]), 2, &["stepps", "steps"]);
+    assert_refused(&train(&["--plain", "--out", text(&out), "--set", "steps"]), 2, &["key=value"]);
+    assert_refused(&train(&["no-such-recipe"]), 2, &["no-such-recipe", "stories"]);
+    assert!(!out.exists(), "nothing was written");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_refused_at_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("file");
+    fs::write(&file, "in the way").expect("a writable folder");
+    assert_refused(&train(&["--plain", "--out", text(&file.join("run"))]), 1, &["file/run"]);
+    if Path::new("/sys/kernel").exists() {
+        // Read-only whoever asks.
+        assert_refused(&train(&["--plain", "--out", "/sys/kernel/run"]), 1, &["/sys/kernel/run"]);
+    }
+}
+
+#[test]
+fn a_run_is_never_overwritten() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    let begin = [&["--plain", "--out", text(&out)], &SMALL[..]].concat();
+    assert!(train(&begin).status.success());
+    let before = fs::read(out.join("model.safetensors")).expect("a model");
+    assert_refused(&train(&begin), 1, &["already holds a run", "--resume"]);
+    assert_refused(&train(&["--resume", "--plain", "--out", text(&out)]), 1, &["already at step 4", "--steps"]);
+    assert_eq!(fs::read(out.join("model.safetensors")).expect("a model"), before);
+    let missing = folder.path().join("nothing");
+    assert_refused(&train(&["--resume", "--plain", "--out", text(&missing)]), 1, &["no checkpoint"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    let before = fs::read(out.join("model.safetensors")).expect("a model");
+    // No file may grow beyond 4 KiB: writing fails as it does on a full disk.
+    let command = format!(
+        "ulimit -f 8; trap '' XFSZ; exec '{}' train --resume --steps 8 --plain --backend {} --out '{}'",
+        binary().display(),
+        crate::backend().as_str(),
+        out.display()
+    );
+    let output = Command::new("sh").args(["-c", &command]).output().expect("a shell");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
+    assert!(lines.len() == 1 && lines[0].contains("is whole"), "{stderr}");
+    assert_eq!(fs::read(out.join("model.safetensors")).expect("a model"), before);
+    assert!(train(&["--resume", "--steps", "6", "--plain", "--out", text(&out)]).status.success(), "room again");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    let resume = ["--resume", "--steps", "8", "--plain", "--out", text(&out)];
+    for name in ["optimizer.safetensors", "model.safetensors", "state.json"] {
+        let file = out.join("training/step-00000004").join(name);
+        let whole = fs::read(&file).expect("a checkpoint");
+        // A new file: the model is also linked as the folder's own.
+        fs::remove_file(&file).and_then(|()| fs::write(&file, &whole[..whole.len() / 2])).expect("a writable folder");
+        assert_refused(&train(&resume), 1, &[name]);
+        fs::write(&file, whole).expect("a writable folder");
+    }
+    assert!(train(&resume).status.success());
+}
+
+#[test]
+fn a_run_that_diverges_says_where_and_why() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    let hot = ["--set", "learning_rate=1e30", "--set", "max_grad_norm=0", "--set", "warmup_steps=0"];
+    let output = train(&[&["--plain", "--out", text(&out)], &SMALL[..], &hot[..]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let last = stderr.lines().last().unwrap_or("");
+    for word in ["diverged at step", "checkpoint", "likely cause", "learning_rate="] {
+        assert!(last.contains(word), "'{word}' is not in: {last}");
+    }
+}
+
+#[test]
+fn a_tokenizer_is_trained_and_used() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (data, file) = (folder.path().join("data"), folder.path().join("tokenizer.json"));
+    fs::create_dir(&data).expect("a writable folder");
+    let line = "The potter's wheel turns, and the clay turns with it. ";
+    fs::write(data.join("a.txt"), line.repeat(40)).expect("a writable folder");
+    fs::write(data.join("b.txt"), line.repeat(40)).expect("a writable folder");
+    let make = |size: &str, out: &Path| {
+        fireclay(&["tokenizer", "train", "--data", text(&data), "--vocab-size", size, "--out", text(out)])
+    };
+    assert_refused(&make("100", &file), 1, &["257", "100"]);
+    assert!(make("280", &file).status.success());
+    let out = folder.path().join("run");
+    let tokenizer = format!("tokenizer={}", text(&file));
+    let own = ["--data", text(&data), "--set", &tokenizer, "--set", "seq_length=8", "--json", "--out", text(&out)];
+    let output = train(&[&own[..], &SMALL[..]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let config = fs::read_to_string(out.join("config.json")).expect("a config");
+    let config: Value = serde_json::from_str(&config).expect("JSON");
+    assert_eq!((config["model_type"].as_str(), config["vocab_size"].as_u64()), (Some("gpt2"), Some(280)));
+}
+
+#[test]
+fn devices_are_listed_and_absent_backends_named() {
+    let output = fireclay(&["devices", "--json"]);
+    assert!(output.status.success());
+    let stdout = String::from_utf8(output.stdout).expect("text");
+    let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let names: Vec<&str> = lines.iter().filter_map(|line| line["backend"].as_str()).collect();
+    assert_eq!(names, ["cuda", "vulkan", "wgpu", "cpu"]);
+    assert_eq!(lines.iter().filter(|line| line["default"] == true).count(), 1);
+    for line in lines.iter().filter(|line| line["devices"].as_array().is_some_and(Vec::is_empty)) {
+        let (name, missing) = (line["backend"].as_str().unwrap_or(""), line["missing"].as_str().unwrap_or(""));
+        assert!(missing.contains(name), "{line}");
+        let folder = tempfile::tempdir().expect("a folder");
+        let out = folder.path().join("run");
+        let output = fireclay(&["train", "--plain", "--backend", name, "--out", text(&out)]);
+        assert_refused(&output, 1, &[missing]);
+    }
+}
+
+#[test]
+fn arguments_that_are_wrong_exit_with_two() {
+    for args in [&["train", "--steps", "many"][..], &["train", "--task", "poetry"], &["generate"], &["fly"]] {
+        let output = fireclay(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty(), "{args:?}");
+    }
+}

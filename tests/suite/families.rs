@@ -1,0 +1,82 @@
+//! What must hold for every family of models.
+
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay_kernels::Backend;
+use fireclay_model::{ModelFolder, NormKind, Positions, Transformer, TransformerConfig};
+
+use crate::backend_test;
+use crate::compare::{assert_close, tolerance};
+
+/// A small model of every causal family, and shapes of none.
+fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
+    let gpt2 = TransformerConfig::gpt2(50, 24, 32, 2, 4);
+    let llama = TransformerConfig::llama(50, 24, 32, 2, 4);
+    vec![
+        ("gpt2", gpt2.clone()),
+        ("llama", llama.clone().with_n_kv_heads(2)),
+        ("mistral", TransformerConfig::mistral(50, 24, 32, 2, 4, 5)),
+        ("qwen2", TransformerConfig::qwen2(50, 24, 32, 2, 4).with_n_kv_heads(1)),
+        ("qwen3", TransformerConfig::qwen3(50, 24, 32, 2, 4, 10)),
+        ("no positions", gpt2.clone().with_positions(Positions::None)),
+        ("llama with layer norms", llama.with_norm(NormKind::LayerNorm).with_sliding_window(Some(3))),
+    ]
+}
+
+fn tokens<B: Backend>(batch_size: usize, seq_length: usize, device: &B::Device) -> Tensor<B, 2, Int> {
+    let ids: Vec<i32> = (0..batch_size * seq_length).map(|at| (at * 31 % 50) as i32).collect();
+    Tensor::from_data(TensorData::new(ids, [batch_size, seq_length]), device)
+}
+
+backend_test!(cached_decode_equals_the_full_forward_token_by_token::<B>(device) {
+    for (name, config) in causal_families() {
+        let model: Transformer<B> = config.with_init_deviation(0.3).init(3, &device)?;
+        let ids = tokens::<B>(2, 20, &device);
+        let full = model.forward(ids.clone(), None);
+        let mut cache = model.cache(2, 20);
+        // A prompt of eight, then a token at a time.
+        let mut parts = vec![model.forward(ids.clone().narrow(1, 0, 8), Some(&mut cache))];
+        for at in 8..20 {
+            parts.push(model.forward(ids.clone().narrow(1, at, 1), Some(&mut cache)));
+        }
+        assert_eq!(cache.len(), 20);
+        assert_close(name, &Tensor::cat(parts, 1), &full, 10.0 * tolerance::<B>(&device));
+    }
+});
+
+backend_test!(a_causal_model_never_looks_ahead::<B>(device) {
+    for (name, config) in causal_families() {
+        let model: Transformer<B> = config.with_init_deviation(0.3).init(3, &device)?;
+        let ids = tokens::<B>(1, 12, &device);
+        let changed = Tensor::cat(vec![ids.clone().narrow(1, 0, 7), ids.clone().narrow(1, 7, 5).add_scalar(1)], 1);
+        let (before, after) = (model.forward(ids, None), model.forward(changed, None));
+        assert_close(name, &after.clone().narrow(1, 0, 7), &before.clone().narrow(1, 0, 7), tolerance::<B>(&device));
+        let moved = (after - before).narrow(1, 7, 5).abs().max().into_data().iter::<f32>().next().expect("a value");
+        assert!(moved > 1e-2, "{name}: the change must be seen from its own place on");
+    }
+});
+
+backend_test!(a_saved_model_comes_back_the_same::<B>(device) {
+    let bert = TransformerConfig::bert(50, 24, 32, 2, 4);
+    for (name, config) in causal_families().into_iter().chain([("bert", bert)]) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let model: Transformer<B> = config.clone().with_init_deviation(0.3).init(5, &device)?;
+        let hub = ModelFolder::new(folder.path());
+        hub.save(&model)?;
+        let loaded = hub.load::<B>(&device)?;
+        assert_eq!(loaded.config(), model.config(), "{name}");
+        let ids = tokens::<B>(2, 9, &device);
+        assert_close(name, &loaded.forward(ids.clone(), None), &model.forward(ids, None), 0.0);
+    }
+});
+
+backend_test!(a_seed_gives_the_same_model_every_time::<B>(device) {
+    let config = TransformerConfig::gpt2(50, 24, 32, 2, 4);
+    let sum = |seed| -> Result<f32, fireclay::Failure> {
+        let model: Transformer<B> = config.init(seed, &device)?;
+        let mut data = model.embedding.val().into_data();
+        data = data.convert::<f32>();
+        Ok(data.iter::<f32>().enumerate().map(|(at, value)| value * (at % 7) as f32).sum())
+    };
+    assert_eq!(sum(1)?, sum(1)?);
+    assert_ne!(sum(1)?, sum(2)?);
+});

@@ -1,0 +1,84 @@
+//! Gradients against finite differences: the slope along a random direction.
+
+use burn::backend::Autodiff;
+use burn::tensor::{Int, Tensor};
+use fireclay_kernels::{
+    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, Dropout, HeadLossOptions, Norm, RandomKey,
+    activate, attention, head_loss, linear, norm,
+};
+
+use crate::backend_test;
+use crate::compare::{random, tolerance};
+
+/// Compares `<gradient, direction>` with the central difference of `f` along it, for the first input.
+#[track_caller]
+fn assert_slope<B: Backend, const D: usize, const O: usize>(
+    what: &str,
+    x: Tensor<B, D>,
+    f: impl Fn(Tensor<Autodiff<B>, D>) -> Tensor<Autodiff<B>, O>,
+) {
+    let device = x.device();
+    let scalar = |x: Tensor<B, D>| {
+        let x = Tensor::<Autodiff<B>, D>::from_inner(x).require_grad();
+        let output = f(x.clone());
+        let weights = Tensor::from_inner(random::<B, O>(77, output.dims(), &device));
+        (x, (output * weights).sum())
+    };
+    let direction = random::<B, D>(78, x.dims(), &device);
+    let value = |x: Tensor<B, D>| f64::from(scalar(x).1.inner().into_data().iter::<f32>().next().expect("a value"));
+    let step = 5e-3;
+    let ahead = value(x.clone() + direction.clone() * step);
+    let behind = value(x.clone() - direction.clone() * step);
+    let difference = (ahead - behind) / (2.0 * step);
+
+    let (input, output) = scalar(x);
+    let gradient = input.grad(&output.backward()).expect("a gradient");
+    let slope = (gradient * direction).sum().into_data().iter::<f32>().next().map(f64::from).expect("a value");
+    // A difference of f32 values is good to about their spacing over the step.
+    let allowed = 2e-3 * (1.0 + difference.abs()) + 20.0 * tolerance::<B>(&device) / step * 1e-2;
+    assert!((slope - difference).abs() < allowed, "{what}: gradient says {slope}, difference {difference}");
+}
+
+backend_test!(gradients_are_slopes::<B>(device) {
+    let lift = |x: Tensor<B, 2>| Tensor::<Autodiff<B>, 2>::from_inner(x);
+    let weights = random::<B, 2>(2, [1, 9], &device);
+    let gamma = || lift(weights.clone()).flatten::<1>(0, 1);
+    assert_slope("layer norm", random::<B, 2>(1, [4, 9], &device), |x| {
+        norm(x, &Norm::layer(gamma(), Some(gamma()), 1e-5))
+    });
+    assert_slope("rms norm", random::<B, 2>(1, [4, 9], &device), |x| norm(x, &Norm::rms(gamma(), 1e-6)));
+    assert_slope("norm's scale", weights.clone(), |gamma| {
+        let x = lift(random::<B, 2>(1, [4, 9], &device));
+        norm(x, &Norm::rms(gamma.flatten::<1>(0, 1), 1e-6))
+    });
+    for kind in [ActivationKind::GeluErf, ActivationKind::GeluTanh, ActivationKind::Silu] {
+        for gated in [false, true] {
+            let x = random::<B, 2>(3, [3, 8], &device) * 2.0;
+            assert_slope(&format!("{kind:?}"), x, |x| activate(x, Activation { kind, gated }));
+        }
+    }
+    assert_slope("projection's weight", random::<B, 2>(4, [5, 9], &device), |weight| {
+        linear(lift(random::<B, 2>(1, [4, 9], &device)), weight, None)
+    });
+
+    let heads = |seed| random::<B, 4>(seed, [2, 2, 6, 4], &device);
+    let lifted = |seed| Tensor::<Autodiff<B>, 4>::from_inner(heads(seed));
+    let options = AttentionOptions::new(4);
+    let dropped = options.with_dropout(Some(Dropout { probability: 0.3, key: RandomKey::new(3) }));
+    for (options, name) in [(options, "attention"), (dropped, "attention with dropout")] {
+        let mask = AttentionMask::Causal { window: Some(4) };
+        assert_slope(&format!("{name}: query"), heads(5), |q| attention(q, lifted(6), lifted(7), &mask, options));
+        assert_slope(&format!("{name}: key"), heads(6), |k| attention(lifted(5), k, lifted(7), &mask, options));
+        assert_slope(&format!("{name}: value"), heads(7), |v| attention(lifted(5), lifted(6), v, &mask, options));
+    }
+
+    let targets = Tensor::<Autodiff<B>, 1, Int>::from_data([3, -100, 0, 6, 2], &device);
+    let options = HeadLossOptions::new().with_label_smoothing(0.1).with_chunk(2);
+    let (hidden, weight) = (random::<B, 2>(8, [5, 4], &device), random::<B, 2>(9, [7, 4], &device));
+    assert_slope("head_loss: hidden", hidden.clone(), |hidden| {
+        head_loss(hidden, lift(weight.clone()), targets.clone(), options)
+    });
+    assert_slope("head_loss: weight", weight.clone(), |weight| {
+        head_loss(lift(hidden.clone()), weight, targets.clone(), options)
+    });
+});

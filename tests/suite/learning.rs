@@ -1,0 +1,110 @@
+//! That training learns, and learns the same however its batch is cut.
+
+use burn::module::AutodiffModule;
+use fireclay::training::{Recipe, Trainer, read_steps};
+use fireclay_datasets::{Corpus, TextCorpus, TokenBatch, Tokenizer, TokenizerKind};
+use fireclay_kernels::{Backend, RandomKey};
+use fireclay_model::named_parameters;
+
+use crate::backend_test;
+use crate::compare::{relative_error, tolerance, values};
+
+fn recipe(settings: &[(&str, &str)]) -> Recipe {
+    let recipe = Recipe::shipped("stories").expect("the default recipe");
+    let small = [("d_model", "32"), ("n_layers", "2"), ("n_heads", "4"), ("batch_size", "4"), ("warmup_steps", "5")];
+    let all = small.iter().chain(settings);
+    all.fold(recipe, |recipe, (key, value)| recipe.with(key, value).expect("a known setting"))
+}
+
+fn trainer<B: Backend>(recipe: &Recipe, device: &B::Device) -> Trainer<B> {
+    let (corpus, tokenizer) = recipe.corpus().expect("the corpus");
+    let recipe = recipe.clone().for_vocabulary(tokenizer.vocab_size());
+    Trainer::new(&recipe, corpus, device.clone()).expect("a trainer")
+}
+
+backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(device) {
+    let recipe = recipe(&[
+        ("seq_length", "16"),
+        ("steps", "200"),
+        ("d_model", "64"),
+        ("learning_rate", "1e-2"),
+        ("weight_decay", "0"),
+    ]);
+    // Letters in no order at all: nothing to learn but the batch itself.
+    let key = RandomKey::new(6);
+    let text: String = (0..300).map(|at| char::from(b'A' + (key.bits(0, at) % 40) as u8)).collect();
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, &text)?;
+    let letters = Corpus::Text(TextCorpus::new(tokenizer.encode(&text)?, 16, 0.2)?);
+    // Four rows that differ in their first letter, or the second could not be foretold; and none that begins with a
+    // pair, since rotary positions cannot tell one letter from two of it.
+    let distinct = |batch: &TokenBatch| {
+        let mut first: Vec<i32> = batch.inputs().iter().step_by(16).copied().collect();
+        first.sort_unstable();
+        first.windows(2).all(|pair| pair[0] != pair[1])
+            && batch.inputs().chunks_exact(16).all(|row| row[0] != row[1])
+    };
+    let batch = (0..).map(|step| letters.batch(1, step, 4)).find(distinct).expect("such a batch");
+    // The same batch at every step.
+    let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
+    let (corpus, _) = recipe.corpus()?;
+    let mut trainer = Trainer::<B>::new(&recipe, corpus, device)?;
+    let mut losses = Vec::new();
+    for _ in 0..200 {
+        losses.push(trainer.train_on(batch.clone()));
+    }
+    let (first, last) = (losses[0].loss()?, losses[199].loss()?);
+    assert!(first > 1.0, "nothing is known at first: {first}");
+    assert!(last < 0.01, "learnt by heart after 200 steps: {last}");
+});
+
+backend_test!(accumulated_gradients_equal_those_of_the_large_batch::<B>(device) {
+    // A large epsilon makes a step proportional to its gradient: Adam's own blows rounding up to full steps.
+    let run = |accumulation: &str, batch_size: &str| {
+        let fixed = [("epsilon", "1.0"), ("learning_rate", "0.3"), ("weight_decay", "0")];
+        let recipe = recipe(&[&fixed[..], &[("accumulation", accumulation), ("batch_size", batch_size)]].concat());
+        let mut trainer = trainer::<B>(&recipe, &device);
+        let all = |trainer: &Trainer<B>| -> Vec<f32> {
+            named_parameters(&trainer.model().valid()).iter().flat_map(|(.., value)| values(value)).collect()
+        };
+        let before = all(&trainer);
+        let steps: Vec<_> = (0..3).map(|_| trainer.train_step()).collect();
+        let change: Vec<f32> = all(&trainer).iter().zip(&before).map(|(after, before)| after - before).collect();
+        (read_steps(&steps).expect("losses"), change)
+    };
+    let (large, small) = (run("1", "8"), run("4", "2"));
+    for ((loss, norm), (wanted_loss, wanted_norm)) in small.0.into_iter().zip(large.0) {
+        assert!((loss / wanted_loss - 1.0).abs() < tolerance::<B>(&device), "losses {loss} and {wanted_loss}");
+        assert!((norm / wanted_norm - 1.0).abs() < tolerance::<B>(&device), "norms {norm} and {wanted_norm}");
+    }
+    // The floor of relative_error is far above such small numbers.
+    let scale = large.1.iter().fold(0.0f32, |max, change| max.max(change.abs()));
+    assert!(scale > 1e-4, "the parameters have moved: {scale}");
+    let scaled = |changes: &[f32]| -> Vec<f32> { changes.iter().map(|change| change / scale).collect() };
+    let error = relative_error(&scaled(&small.1), &scaled(&large.1));
+    assert!(error < tolerance::<B>(&device), "the parameters' changes differ by {error:.2e}");
+});
+
+backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
+    let run = |dropout: &str| {
+        let trainer = trainer::<B>(&recipe(&[("dropout", dropout)]), &device);
+        let valid = trainer.validate(1000).expect("a loss");
+        let mut trainer = trainer;
+        (valid, trainer.train_step().loss().expect("a loss"))
+    };
+    let (without, with, again) = (run("0.0"), run("0.5"), run("0.5"));
+    assert_eq!(without.0, with.0, "validation drops nothing");
+    assert_ne!(without.1, with.1, "training drops");
+    assert_eq!(with, again, "and drops the same for the same seed and step");
+});
+
+backend_test!(stories_are_learnt_faster_than_word_frequencies_explain::<B>(device) {
+    let recipe = recipe(&[("steps", "60"), ("init_deviation", "0.1")]);
+    let mut trainer = trainer::<B>(&recipe, &device);
+    let before = trainer.validate(2000)?;
+    for _ in 0..60 {
+        trainer.train_step();
+    }
+    let after = trainer.validate(2000)?;
+    // ln 394 is 5.98; the entropy of single words is about 4.5 nats.
+    assert!(before > 5.5 && after < 3.5, "from {before} to {after}");
+});

@@ -1,0 +1,48 @@
+//! The whole suite in one binary, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if unset).
+//!
+//! A backend that is not built in or not present fails the tests: nothing is skipped.
+
+mod cli;
+mod compare;
+mod families;
+mod golden;
+mod gradients;
+mod learning;
+mod parity;
+mod resume;
+
+use clap::ValueEnum;
+use fireclay::backend::{BackendName, OnBackend};
+
+/// The backend under test.
+pub(crate) fn backend() -> BackendName {
+    let name = std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into());
+    BackendName::from_str(&name, true).expect("FIRECLAY_TEST_BACKEND names a backend")
+}
+
+/// Runs a test's work on the backend under test.
+pub(crate) fn run(work: impl OnBackend<Output = ()>) {
+    backend().run(work).expect("the backend under test is there");
+}
+
+/// A test that is generic over the backend: `backend_test!(its_claim::<B>(device) { .. });`
+#[macro_export]
+macro_rules! backend_test {
+    ($name:ident::<$backend:ident>($device:ident) $body:block) => {
+        #[test]
+        fn $name() {
+            struct Claim;
+            impl fireclay::backend::OnBackend for Claim {
+                type Output = ();
+                fn run<$backend: fireclay_kernels::Backend>(
+                    self,
+                    $device: $backend::Device,
+                ) -> Result<(), fireclay::Failure> {
+                    $body
+                    Ok(())
+                }
+            }
+            $crate::run(Claim);
+        }
+    };
+}

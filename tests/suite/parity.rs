@@ -1,0 +1,326 @@
+//! Each operation against the reference: the forward pass, and every gradient against what Burn's own autodiff makes
+//! of the reference's small operations.
+
+use burn::backend::Autodiff;
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay_kernels::{
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
+    HeadLossOptions, Norm, RandomKey, RotaryTable, Sampling, activate, attention, dropout, head_loss, head_sample,
+    linear, norm, optimizer_step, random_bits, reference, rotary,
+};
+
+use crate::backend_test;
+use crate::compare::{assert_close, random, strided, tolerance, values};
+
+/// Output, then the gradient of each input for a random gradient of the output.
+fn with_gradients<B: Backend, const D: usize, const O: usize>(
+    inputs: &[Tensor<B, D>],
+    f: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
+) -> (Tensor<B, O>, Vec<Tensor<B, D>>) {
+    let inputs: Vec<_> =
+        inputs.iter().map(|x| Tensor::<Autodiff<B>, D>::from_inner(x.clone()).require_grad()).collect();
+    let output = f(&inputs);
+    let upstream = random::<B, O>(99, output.dims(), &output.device());
+    let gradients = (output.clone() * Tensor::from_inner(upstream)).sum().backward();
+    let gradient = |x: &Tensor<Autodiff<B>, D>| x.grad(&gradients).expect("a gradient");
+    (output.inner(), inputs.iter().map(gradient).collect())
+}
+
+#[track_caller]
+fn assert_parity<B: Backend, const D: usize, const O: usize>(
+    what: &str,
+    inputs: &[Tensor<B, D>],
+    ours: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
+    theirs: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
+) {
+    let tolerance = tolerance::<B>(&inputs[0].device());
+    let (output, gradients) = with_gradients(inputs, ours);
+    let (wanted, wanted_gradients) = with_gradients(inputs, theirs);
+    assert_close(what, &output, &wanted, tolerance);
+    for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+        assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, tolerance);
+    }
+}
+
+/// `[1, width]` as `[width]`, so that weights can stand in one list with their input.
+fn vector<B: Backend>(x: &Tensor<B, 2>) -> Tensor<B, 1> {
+    x.clone().flatten(0, 1)
+}
+
+backend_test!(random_bits_are_the_definitions::<B>(device) {
+    for (rows, columns) in [(1, 1), (3, 70_000), (65, 63)] {
+        let key = RandomKey::new(5).fold(rows as u64);
+        let bits: Vec<i64> = random_bits::<B>(rows, columns, key, &device).into_data().iter::<i64>().collect();
+        let other: Vec<i64> =
+            reference::random_bits::<B>(rows, columns, key, &device).into_data().iter::<i64>().collect();
+        for (at, (bits, other)) in bits.into_iter().zip(other).enumerate() {
+            let wanted = i64::from(key.bits((at / columns) as u32, (at % columns) as u32));
+            assert_eq!((bits, other), (wanted, wanted), "{rows}x{columns} at {at}");
+        }
+    }
+});
+
+backend_test!(dropout_drops_and_scales_as_its_key_says::<B>(device) {
+    for (rows, columns) in [(1, 1), (63, 65), (3, 1000)] {
+        let what = Dropout { probability: 0.3, key: RandomKey::new(4) };
+        let x = strided(random::<B, 2>(1, [rows, columns], &device));
+        assert_parity(
+            &format!("dropout {rows}x{columns}"),
+            &[x],
+            |x| dropout(x[0].clone(), what),
+            |x| reference::dropout(x[0].clone(), what),
+        );
+    }
+});
+
+backend_test!(norms_match_the_reference::<B>(device) {
+    for (rows, columns) in [(1, 2), (3, 3), (63, 65), (64, 64), (129, 7), (2, 1000)] {
+        let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
+        let gamma = random::<B, 2>(2, [1, columns], &device);
+        let beta = random::<B, 2>(3, [1, columns], &device);
+        for x in [x.clone(), strided(x)] {
+            let name = format!("{rows}x{columns}");
+            assert_parity(
+                &format!("layer norm {name}"),
+                &[x.clone(), gamma.clone(), beta.clone()],
+                |i| norm(i[0].clone(), &Norm::layer(vector(&i[1]), Some(vector(&i[2])), 1e-5)),
+                |i| {
+                    let norm = Norm::layer(vector(&i[1]), Some(vector(&i[2])), 1e-5);
+                    reference::norm_forward(i[0].clone(), &norm).output
+                },
+            );
+            assert_parity(
+                &format!("layer norm without shift {name}"),
+                &[x.clone(), gamma.clone()],
+                |i| norm(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)),
+                |i| reference::norm_forward(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)).output,
+            );
+            assert_parity(
+                &format!("rms norm {name}"),
+                &[x, gamma.clone()],
+                |i| norm(i[0].clone(), &Norm::rms(vector(&i[1]), 1e-6)),
+                |i| reference::norm_forward(i[0].clone(), &Norm::rms(vector(&i[1]), 1e-6)).output,
+            );
+        }
+    }
+});
+
+backend_test!(projections_match_the_reference::<B>(device) {
+    for [rows, d_input, d_output] in [[1, 1, 1], [2, 3, 5], [65, 63, 64], [130, 17, 33], [1, 1000, 3]] {
+        let x = random::<B, 2>(1, [rows, d_input], &device);
+        let weight = random::<B, 2>(2, [d_output, d_input], &device);
+        let bias = random::<B, 2>(3, [1, d_output], &device);
+        for (x, weight) in [(x.clone(), weight.clone()), (strided(x), strided(weight))] {
+            let name = format!("linear {rows}x{d_input}x{d_output}");
+            assert_parity(
+                &name,
+                &[x.clone(), weight.clone(), bias.clone()],
+                |i| linear(i[0].clone(), i[1].clone(), Some(vector(&i[2]))),
+                |i| reference::linear_forward(i[0].clone(), i[1].clone(), Some(vector(&i[2]))),
+            );
+            assert_parity(
+                &format!("{name} without bias"),
+                &[x, weight],
+                |i| linear(i[0].clone(), i[1].clone(), None),
+                |i| reference::linear_forward(i[0].clone(), i[1].clone(), None),
+            );
+        }
+    }
+});
+
+backend_test!(activations_match_the_reference::<B>(device) {
+    let kinds = [ActivationKind::GeluErf, ActivationKind::GeluTanh, ActivationKind::Relu, ActivationKind::Silu];
+    for kind in kinds {
+        for gated in [false, true] {
+            let activation = Activation { kind, gated };
+            for (rows, columns) in [(1, 2), (3, 64), (65, 130), (2, 1000)] {
+                let x = random::<B, 2>(1, [rows, columns], &device) * 6.0;
+                assert_parity(
+                    &format!("{activation:?} {rows}x{columns}"),
+                    &[strided(x)],
+                    |x| activate(x[0].clone(), activation),
+                    |x| reference::activate(x[0].clone(), activation),
+                );
+            }
+        }
+    }
+});
+
+backend_test!(rotary_matches_the_reference::<B>(device) {
+    for [batch_size, heads, seq_length, head_dim] in [[1, 1, 1, 2], [2, 3, 5, 6], [1, 2, 65, 64]] {
+        let x = random::<B, 4>(1, [batch_size, heads, seq_length, head_dim], &device);
+        let frequencies: Vec<f64> = (0..head_dim / 2).map(|i| 0.7f64.powi(i as i32)).collect();
+        let positions: Vec<i32> = (0..batch_size * seq_length).map(|at| (at * 7 % 90) as i32).collect();
+        let positions =
+            Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [batch_size, seq_length]), &device);
+        let table = RotaryTable::<Autodiff<B>>::new(90, &frequencies, 1.1, &device);
+        assert_parity(
+            &format!("rotary {batch_size}x{heads}x{seq_length}x{head_dim}"),
+            &[strided(x)],
+            |x| rotary(x[0].clone(), &table, positions.clone()),
+            |x| reference::rotary(x[0].clone(), &table, positions.clone(), false),
+        );
+    }
+});
+
+/// Attention of queries, keys and values in one list against the reference, for one mask.
+fn attention_parity<B: Backend>(what: &str, inputs: &[Tensor<B, 4>], mask: &AttentionMask<Autodiff<B>>, drop: bool) {
+    let head_dim = inputs[0].dims()[3];
+    let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
+    let options = AttentionOptions::new(head_dim).with_dropout(dropped);
+    assert_parity(
+        what,
+        inputs,
+        |i| attention(i[0].clone(), i[1].clone(), i[2].clone(), mask, options),
+        |i| {
+            let output = reference::attention_forward(i[0].clone(), i[1].clone(), i[2].clone(), mask, options).output;
+            let [batch_size, seq_length, heads, head_dim] = output.dims();
+            output.reshape([batch_size, seq_length, heads * head_dim])
+        },
+    );
+}
+
+backend_test!(attention_matches_the_reference::<B>(device) {
+    let ints = |values: &[i32]| Tensor::<Autodiff<B>, 1, Int>::from_data(values, &device);
+    for [batch_size, n_heads, n_kv_heads, queries, keys, head_dim] in [
+        [1, 1, 1, 1, 1, 2],
+        [2, 4, 2, 3, 3, 8],
+        [1, 3, 3, 63, 63, 16],
+        [2, 6, 2, 65, 65, 5],
+        [1, 2, 1, 7, 130, 32],
+        [1, 1, 1, 200, 200, 64],
+    ] {
+        let inputs = [
+            random::<B, 4>(1, [batch_size, n_heads, queries, head_dim], &device) * 2.0,
+            random::<B, 4>(2, [batch_size, n_kv_heads, keys, head_dim], &device) * 2.0,
+            random::<B, 4>(3, [batch_size, n_kv_heads, keys, head_dim], &device),
+        ];
+        let swapped = inputs.clone().map(strided);
+        let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
+        let positions = ints(&positions).reshape([batch_size, queries]);
+        let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row.min(keys - 1)) as i32).collect();
+        let masks = [
+            ("full", AttentionMask::None),
+            ("causal", AttentionMask::Causal { window: None }),
+            ("window", AttentionMask::Causal { window: Some(3) }),
+            ("positions", AttentionMask::Positions { positions: positions.clone(), window: None }),
+            ("positions in a window", AttentionMask::Positions { positions, window: Some(4) }),
+            ("lengths", AttentionMask::Lengths(ints(&lengths))),
+        ];
+        for (name, mask) in &masks {
+            let name = format!("attention {name} {batch_size}x{n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}");
+            attention_parity(&name, &inputs, mask, false);
+            attention_parity(&format!("{name} strided"), &swapped, mask, false);
+            attention_parity(&format!("{name} with dropout"), &inputs, mask, true);
+        }
+    }
+});
+
+backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
+    for [rows, d_model, vocabulary] in [[1, 2, 3], [13, 24, 61], [65, 8, 1000], [130, 16, 63]] {
+        let hidden = random::<B, 2>(1, [rows, d_model], &device);
+        let weight = random::<B, 2>(2, [vocabulary, d_model], &device) * 3.0;
+        let target = |at: usize| if at % 5 == 3 { -100 } else { (at * 37 % vocabulary) as i32 };
+        let targets: Vec<i32> = (0..rows).map(target).collect();
+        let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
+        for smoothing in [0.0, 0.1] {
+            let options = HeadLossOptions::new().with_label_smoothing(smoothing);
+            for chunk in [1, 7, 64, 1000] {
+                assert_parity(
+                    &format!("head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, chunk {chunk}"),
+                    &[strided(hidden.clone()), weight.clone()],
+                    |i| head_loss(i[0].clone(), i[1].clone(), targets.clone(), options.with_chunk(chunk)),
+                    |i| {
+                        let (hidden, weight) = (i[0].clone(), i[1].clone());
+                        reference::head_loss_forward(hidden, weight, targets.clone(), options, false).loss
+                    },
+                );
+            }
+        }
+    }
+});
+
+backend_test!(head_loss_of_nothing_is_zero::<B>(device) {
+    let hidden = random::<B, 2>(1, [3, 4], &device);
+    let weight = random::<B, 2>(2, [5, 4], &device);
+    let targets = Tensor::<B, 1, Int>::from_data([-100, -100, -100], &device);
+    assert_eq!(values(&head_loss(hidden, weight, targets, HeadLossOptions::new())), [0.0]);
+});
+
+backend_test!(optimizer_step_matches_the_reference::<B>(device) {
+    for max_grad_norm in [None, Some(0.1), Some(1e6)] {
+        let adamw = AdamW {
+            learning_rate: 0.01,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            max_grad_norm,
+            step: 1,
+        };
+        let parameters = |gradient_seed: u64| -> Vec<AdamWParameter<B>> {
+            [1, 3, 65, 1000, 40_001]
+                .into_iter()
+                .map(|size| AdamWParameter {
+                    value: random(size as u64, [size], &device),
+                    gradient: random(gradient_seed + size as u64, [size], &device),
+                    first_moment: Tensor::zeros([size], &device),
+                    second_moment: Tensor::zeros([size], &device),
+                    decays: size % 2 == 1,
+                })
+                .collect()
+        };
+        let (mut ours, mut theirs) = (parameters(50), parameters(50));
+        for step in 1..=3 {
+            let adamw = AdamW { step, ..adamw };
+            let (our_norm, their_norm);
+            (ours, our_norm) = optimizer_step(ours, &adamw);
+            (theirs, their_norm) = reference::optimizer_step(theirs, &adamw);
+            assert_close("gradient norm", &our_norm, &their_norm, 1e-5);
+            for (at, (our, their)) in ours.iter_mut().zip(&mut theirs).enumerate() {
+                let what = format!("parameter {at} after step {step}, clipped to {max_grad_norm:?}");
+                assert_close(&what, &our.value, &their.value, 1e-5);
+                let gradient = random(60 + step + at as u64, our.value.dims(), &device);
+                (our.gradient, their.gradient) = (gradient.clone(), gradient);
+            }
+        }
+    }
+});
+
+backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
+    // One hidden number a row, so that the weights are the logits.
+    let logits = [2.0f32, 1.0, 0.5, 0.0, -1.0, -3.0];
+    let rows = 4000;
+    let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
+    let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
+    let draw = |sampling: Sampling| -> Vec<usize> {
+        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling).into_data();
+        let mut counts = vec![0; logits.len()];
+        drawn.iter::<i64>().for_each(|token| counts[token as usize] += 1);
+        counts
+    };
+    let key = RandomKey::new(11);
+    let plain = Sampling::greedy().with_temperature(0.7, key);
+    let cases = [
+        ("plain", plain, 6),
+        ("top-k", plain.with_top_k(Some(3)), 3),
+        ("top-p", plain.with_top_p(Some(0.85)), 2),
+        ("top-k and top-p", plain.with_top_k(Some(4)).with_top_p(Some(0.999)), 4),
+        ("tiny top-p", plain.with_top_p(Some(0.01)), 1),
+    ];
+    for (name, sampling, kept) in cases {
+        let counts = draw(sampling);
+        let exact: Vec<f64> = logits[..kept].iter().map(|logit| (f64::from(*logit) / 0.7).exp()).collect();
+        let total: f64 = exact.iter().sum();
+        let mut chi_square = 0.0;
+        for (count, exact) in counts.iter().zip(&exact) {
+            let expected = exact / total * rows as f64;
+            chi_square += (*count as f64 - expected).powi(2) / expected;
+        }
+        assert_eq!(counts[kept..].iter().sum::<usize>(), 0, "{name}: {counts:?}");
+        // Five degrees of freedom at most: 25 is passed once in ten thousand times, and the draws are fixed.
+        assert!(chi_square < 25.0, "{name}: {counts:?}, chi-square {chi_square:.1}");
+        assert_eq!(counts, draw(sampling), "{name}: the same key draws the same");
+    }
+    assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the likeliest");
+});

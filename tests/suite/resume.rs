@@ -1,0 +1,120 @@
+//! Runs that are killed at any moment and go on as if nothing had happened.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fireclay_kernels::RandomKey;
+
+fn fireclay() -> Command {
+    let mut command = Command::new(crate::cli::binary());
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+/// A small run with dropout, forty steps long, a checkpoint every four.
+fn begin(out: &Path) -> Child {
+    let settings = [
+        "d_model=16",
+        "n_layers=1",
+        "n_heads=2",
+        "dropout=0.2",
+        "batch_size=2",
+        "warmup_steps=3",
+        "valid_tokens=300",
+        "final_valid_tokens=0",
+        "valid_every=8",
+        "checkpoint_every=4",
+        "steps=40",
+    ];
+    let mut command = fireclay();
+    command.args(["train", "stories", "--plain", "--backend", crate::backend().as_str(), "--out"]).arg(out);
+    settings.iter().for_each(|setting| {
+        command.args(["--set", setting]);
+    });
+    command.spawn().expect("the program starts")
+}
+
+fn resume(out: &Path) -> Child {
+    let mut command = fireclay();
+    command.args(["train", "--resume", "--plain", "--backend", crate::backend().as_str(), "--out"]).arg(out);
+    command.spawn().expect("the program starts")
+}
+
+fn weights(out: &Path) -> Vec<u8> {
+    std::fs::read(out.join("model.safetensors")).expect("a model")
+}
+
+/// Every file of every checkpoint can be read.
+fn assert_whole(out: &Path) {
+    let checkpoints = std::fs::read_dir(out.join("training")).into_iter().flatten().flatten();
+    for checkpoint in checkpoints.map(|entry| entry.path()).filter(|path| path.extension().is_none()) {
+        for name in ["model.safetensors", "optimizer.safetensors"] {
+            let bytes = std::fs::read(checkpoint.join(name)).expect("a whole checkpoint");
+            safetensors::SafeTensors::deserialize(&bytes).expect("a readable checkpoint");
+        }
+        for name in ["config.json", "tokenizer.json", "state.json"] {
+            let text = std::fs::read_to_string(checkpoint.join(name)).expect("a whole checkpoint");
+            serde_json::from_str::<serde_json::Value>(&text).expect("readable JSON");
+        }
+    }
+}
+
+#[test]
+fn a_killed_run_resumes_to_the_same_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
+    assert!(begin(&straight).wait().expect("it ends").success());
+
+    let mut child = begin(&killed);
+    let begun = Instant::now();
+    while !killed.join("training/step-00000020").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(300), "no checkpoint at step 20");
+        assert!(child.try_wait().expect("its state").is_none_or(|status| status.success()), "it failed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().expect("it can be killed");
+    child.wait().expect("it ends");
+    if !killed.join("training/step-00000040").exists() {
+        assert!(resume(&killed).wait().expect("it ends").success());
+    }
+    assert_eq!(weights(&straight), weights(&killed));
+}
+
+#[test]
+fn twenty_kills_at_random_moments_leave_no_unreadable_checkpoint() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
+    let begun = Instant::now();
+    assert!(begin(&straight).wait().expect("it ends").success());
+    let whole = begun.elapsed();
+
+    let key = RandomKey::new(20);
+    let mut finished = false;
+    for round in 0..20 {
+        let started = killed.join("training").exists()
+            && std::fs::read_dir(killed.join("training")).is_ok_and(|mut entries| {
+                entries.any(|entry| entry.is_ok_and(|entry| entry.path().extension().is_none()))
+            });
+        if !started {
+            let _ = std::fs::remove_dir_all(&killed);
+        }
+        let mut child = if started { resume(&killed) } else { begin(&killed) };
+        // Up to a sixth of a whole run, so that twenty rounds are spread over it.
+        std::thread::sleep(whole.mul_f64(key.uniform(0, round) / 6.0));
+        finished |= child.try_wait().expect("its state").is_some_and(|status| status.success());
+        let _ = child.kill();
+        child.wait().expect("it ends");
+        assert_whole(&killed);
+    }
+    if !killed.join("training/step-00000040").exists() {
+        let has_checkpoint = std::fs::read_dir(killed.join("training"))
+            .is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|entry| entry.path().extension().is_none())));
+        if !has_checkpoint {
+            let _ = std::fs::remove_dir_all(&killed);
+        }
+        let mut child = if has_checkpoint { resume(&killed) } else { begin(&killed) };
+        assert!(child.wait().expect("it ends").success(), "finished before: {finished}");
+    }
+    assert_eq!(weights(&straight), weights(&killed));
+}
