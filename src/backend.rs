@@ -106,11 +106,11 @@ impl BackendName {
         self.devices()?;
         match self {
             #[cfg(feature = "ndarray")]
-            Self::Cpu => work.run::<burn::backend::NdArray>(Default::default()),
+            Self::Cpu => run_on::<burn::backend::NdArray, W>(work),
             #[cfg(feature = "wgpu")]
-            Self::Wgpu | Self::Vulkan => work.run::<burn::backend::Wgpu>(Default::default()),
+            Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
             #[cfg(feature = "cuda")]
-            Self::Cuda => work.run::<burn::backend::Cuda>(Default::default()),
+            Self::Cuda => run_on::<burn::backend::Cuda, W>(work),
             #[allow(unreachable_patterns)]
             _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
         }
@@ -128,4 +128,16 @@ impl BackendName {
             Self::Cpu => "",
         }
     }
+}
+
+/// Does the work on the default device and waits until the device is done with it, failed or not: a driver that is
+/// unloaded while it works may take the process, and its exit code, with it.
+#[cfg(any(feature = "ndarray", feature = "wgpu", feature = "cuda"))]
+fn run_on<B: Backend, W: OnBackend>(work: W) -> Result<W::Output, Failure> {
+    let device = B::Device::default();
+    let result = work.run::<B>(device.clone());
+    let synced = B::sync(&device);
+    let output = result?;
+    synced.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+    Ok(output)
 }

@@ -7,12 +7,19 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 /// The program, which stands beside the tests where they run on another machine.
-pub(crate) fn binary() -> PathBuf {
+fn binary() -> PathBuf {
     std::env::var_os("FIRECLAY_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_fireclay").into(), PathBuf::from)
 }
 
+/// The program as a command; with a folder that Wayland's library, which some drivers load, complains without.
+pub(crate) fn program() -> Command {
+    let mut command = Command::new(binary());
+    command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
+    command
+}
+
 fn fireclay(args: &[&str]) -> Output {
-    Command::new(binary()).args(args).output().expect("the program starts")
+    program().args(args).output().expect("the program starts")
 }
 
 /// `train` on the backend under test.
@@ -199,7 +206,8 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
         crate::backend().as_str(),
         out.display()
     );
-    let output = Command::new("sh").args(["-c", &command]).output().expect("a shell");
+    let output =
+        Command::new("sh").args(["-c", &command]).env("XDG_RUNTIME_DIR", folder.path()).output().expect("a shell");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();

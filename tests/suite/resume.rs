@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fireclay_kernels::RandomKey;
 
 fn fireclay() -> Command {
-    let mut command = Command::new(crate::cli::binary());
+    let mut command = crate::cli::program();
     command.stdout(Stdio::null()).stderr(Stdio::null());
     command
 }
