@@ -187,6 +187,8 @@ fn stop_on_device_panics() {
 fn train(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let Task::Language = args.task;
     let change = |recipe: Recipe| apply(recipe, args);
+    let backend = args.run.backend();
+    backend.devices()?;
     let run = if args.resume {
         let out = match &args.out {
             Some(out) => out.clone(),
@@ -210,7 +212,6 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Failure> {
     };
     let interrupter = Interrupter::new();
     stop_on_ctrl_c(interrupter.clone())?;
-    let backend = args.run.backend();
     let outcome = backend.run(run.with_view(view).with_interrupter(interrupter))?;
     match outcome {
         Outcome::Done(summary) => {

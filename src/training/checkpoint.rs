@@ -253,6 +253,12 @@ impl RunFolder {
         Ok(Tokenizer::load(&self.training().join(format!("step-{:08}", state.step)).join(MODEL_FILES[1]))?)
     }
 
+    /// Removes the folder of a run that came to nothing, unless something else is in it.
+    pub(crate) fn forget_if_empty(&self) {
+        // Only empty folders can be removed so, and one that stays harms nobody.
+        let _ = fs::remove_dir(self.training()).and_then(|()| fs::remove_dir(&self.path));
+    }
+
     /// Removes what a killed run left half written.
     fn forget_partial(&self) {
         for entry in fs::read_dir(self.training()).into_iter().flatten().flatten() {

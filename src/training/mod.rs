@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use burn::train::Interrupter;
+use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
 use serde_json::Value;
 
@@ -25,7 +26,7 @@ pub use trainer::{StepOutput, Trainer, read_steps};
 
 use crate::Failure;
 use crate::backend::OnBackend;
-use crate::training::checkpoint::{RunFolder, RunState};
+use crate::training::checkpoint::{Best, RunFolder, RunState};
 use crate::training::session::Session;
 
 /// A run to begin or to go on with.
@@ -94,23 +95,8 @@ impl OnBackend for TrainingRun {
 
     fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
         let Self { recipe, folder, resumed, view, interrupter, begun } = self;
-        let (corpus, tokenizer) = recipe.corpus()?;
-        let tokenizer = match &resumed {
-            Some(state) => folder.tokenizer(state)?,
-            None => tokenizer,
-        };
-        let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
-        let (trainer, best) = match resumed {
-            Some(state) => {
-                let state = RunState { recipe: recipe.clone(), ..state };
-                (folder.load::<B>(&state, corpus, device.clone())?, state.best)
-            }
-            None => (Trainer::<B>::new(&recipe, corpus, device.clone())?, None),
-        };
-        if trainer.step() >= recipe.training.steps {
-            let (shown, step) = (folder.path().display(), trainer.step());
-            return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
-        }
+        let prepared = prepare::<B>(recipe, &folder, resumed, &device);
+        let (trainer, recipe, tokenizer, best) = prepared.inspect_err(|_| folder.forget_if_empty())?;
         describe(&recipe, &trainer, &folder, view)?;
         let session = Session::new(trainer, recipe, folder.clone(), tokenizer, device, best, begun)?;
         let (session, outcome) = strategy::launch(session, view, interrupter);
@@ -118,6 +104,28 @@ impl OnBackend for TrainingRun {
         chart::draw(folder.path())?;
         Ok(if finished { Outcome::Done(session.summary()) } else { Outcome::Interrupted(session.trainer.step()) })
     }
+}
+
+/// Reads data and, where there is one, the last checkpoint.
+fn prepare<B: Backend>(
+    recipe: Recipe,
+    folder: &RunFolder,
+    resumed: Option<RunState>,
+    device: &B::Device,
+) -> Result<(Trainer<B>, Recipe, Tokenizer, Option<Best>), Failure> {
+    let Some(state) = resumed else {
+        let (corpus, tokenizer) = recipe.corpus()?;
+        let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
+        return Ok((Trainer::new(&recipe, corpus, device.clone())?, recipe, tokenizer, None));
+    };
+    if state.step >= recipe.training.steps {
+        let (shown, step) = (folder.path().display(), state.step);
+        return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
+    }
+    let tokenizer = folder.tokenizer(&state)?;
+    let corpus = recipe.corpus_with(&tokenizer)?;
+    let trainer = folder.load::<B>(&state, corpus, device.clone())?;
+    Ok((trainer, recipe, tokenizer, state.best))
 }
 
 /// Says what is about to happen.

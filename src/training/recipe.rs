@@ -1,6 +1,6 @@
 //! Recipes: what to train, on what, and how, as TOML.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fireclay_datasets::{Corpus, StoryCorpus, TextCorpus, Tokenizer, TokenizerKind, read_text};
 use fireclay_model::TransformerConfig;
@@ -342,33 +342,45 @@ impl Recipe {
         Ok(config)
     }
 
-    /// Reads the data and makes the tokenizer; the recipe's vocabulary is theirs from then on.
+    /// Reads the data and makes the tokenizer; give its size to [`for_vocabulary`](Self::for_vocabulary).
     ///
     /// # Errors
     /// If the data is missing, empty, not text, or too short.
     pub fn corpus(&self) -> Result<(Corpus, Tokenizer), Failure> {
-        let training = &self.training;
         if self.data.source == "stories" {
-            let corpus = StoryCorpus::new(training.seq_length);
-            let tokenizer = corpus.tokenizer()?;
-            return Ok((Corpus::Stories(corpus), tokenizer));
+            let tokenizer = StoryCorpus::new(self.training.seq_length).tokenizer()?;
+            return Ok((self.corpus_with(&tokenizer)?, tokenizer));
         }
+        let tokenizer = match self.data.tokenizer.as_str() {
+            "byte" => Tokenizer::train(TokenizerKind::Byte, "")?,
+            "char" => Tokenizer::train(TokenizerKind::Char, &self.text()?)?,
+            "bpe" => Tokenizer::train(TokenizerKind::Bpe(self.data.bpe_size), &self.text()?)?,
+            file => Tokenizer::load(Path::new(file))?,
+        };
+        Ok((self.corpus_with(&tokenizer)?, tokenizer))
+    }
+
+    /// Reads the data as tokens of a given tokenizer.
+    ///
+    /// # Errors
+    /// As [`corpus`](Self::corpus), and if the tokenizer lacks something in the text.
+    pub fn corpus_with(&self, tokenizer: &Tokenizer) -> Result<Corpus, Failure> {
+        let seq_length = self.training.seq_length;
+        if self.data.source == "stories" {
+            return Ok(Corpus::Stories(StoryCorpus::new(seq_length)));
+        }
+        let tokens = tokenizer.encode(&self.text()?)?;
+        let corpus = TextCorpus::new(tokens, seq_length, self.data.holdout)
+            .map_err(|error| Failure::new(format!("{}: {error}", self.data.source)))?;
+        Ok(Corpus::Text(corpus))
+    }
+
+    fn text(&self) -> Result<String, Failure> {
         if self.data.source.is_empty() {
             let name = &self.name;
             return Err(Failure::usage(format!("recipe {name} needs text to learn from: give it with --data PATH")));
         }
-        let path = PathBuf::from(&self.data.source);
-        let text = read_text(&path)?;
-        let tokenizer = match self.data.tokenizer.as_str() {
-            "byte" => Tokenizer::train(TokenizerKind::Byte, &text)?,
-            "char" => Tokenizer::train(TokenizerKind::Char, &text)?,
-            "bpe" => Tokenizer::train(TokenizerKind::Bpe(self.data.bpe_size), &text)?,
-            file => Tokenizer::load(Path::new(file))?,
-        };
-        let tokens = tokenizer.encode(&text)?;
-        let corpus = TextCorpus::new(tokens, training.seq_length, self.data.holdout)
-            .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
-        Ok((Corpus::Text(corpus), tokenizer))
+        Ok(read_text(Path::new(&self.data.source))?)
     }
 
     /// For a vocabulary of this size.

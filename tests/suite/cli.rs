@@ -82,6 +82,8 @@ fn training_prints_json_lines_and_a_done_line_only() {
     for name in ["config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl", "loss.svg", "training"] {
         assert!(out.join(name).exists(), "{name}");
     }
+    let checkpoints = fs::read_dir(out.join("training")).expect("checkpoints").count();
+    assert_eq!(checkpoints, 2, "steps 2 and 4 were saved, and two are kept");
     let svg = fs::read_to_string(out.join("loss.svg")).expect("a chart");
     assert!(svg.starts_with("<svg") && svg.contains("validation"));
 }
@@ -144,6 +146,7 @@ fn text_that_cannot_be_learnt_from_is_refused() {
     fs::create_dir(path("folder")).expect("a writable folder");
     refused(&path("folder"), &["folder", "no text"]);
     assert_refused(&train(&["shakespeare-char-cpu", "--plain", "--out", text(&out)]), 2, &["--data"]);
+    assert!(!out.exists(), "nothing was written");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! That training learns, and learns the same however its batch is cut.
 
 use burn::module::AutodiffModule;
+use burn::tensor::DType;
 use fireclay::training::{Recipe, Trainer, read_steps};
 use fireclay_datasets::{Corpus, TextCorpus, TokenBatch, Tokenizer, TokenizerKind};
 use fireclay_kernels::{Backend, RandomKey};
@@ -107,4 +108,24 @@ backend_test!(stories_are_learnt_faster_than_word_frequencies_explain::<B>(devic
     let after = trainer.validate(2000)?;
     // ln 394 is 5.98; the entropy of single words is about 4.5 nats.
     assert!(before > 5.5 && after < 3.5, "from {before} to {after}");
+});
+
+backend_test!(bf16_learns_as_f32_does_or_is_refused::<B>(device) {
+    let recipe = |precision: &str| recipe(&[("precision", precision), ("init_deviation", "0.1"), ("steps", "30")]);
+    let (corpus, tokenizer) = recipe("bf16").corpus()?;
+    let half = recipe("bf16").for_vocabulary(tokenizer.vocab_size());
+    match Trainer::<B>::new(&half, corpus, device.clone()) {
+        Err(refusal) => {
+            assert!(!B::supports_dtype(&device, DType::BF16));
+            assert!(refusal.to_string().contains("--precision f32"), "{refusal}");
+        }
+        Ok(mut half) => {
+            let mut full = trainer::<B>(&recipe("f32"), &device);
+            for _ in 0..30 {
+                (half.train_step(), full.train_step());
+            }
+            let (half, full) = (half.validate(2000)?, full.validate(2000)?);
+            assert!((half / full - 1.0).abs() < 0.03, "bf16 {half}, f32 {full}");
+        }
+    }
 });

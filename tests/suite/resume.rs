@@ -14,6 +14,10 @@ fn fireclay() -> Command {
 
 /// A small run with dropout, forty steps long, a checkpoint every four.
 fn begin(out: &Path) -> Child {
+    begin_command(out).spawn().expect("the program starts")
+}
+
+fn begin_command(out: &Path) -> Command {
     let settings = [
         "d_model=16",
         "n_layers=1",
@@ -32,7 +36,7 @@ fn begin(out: &Path) -> Child {
     settings.iter().for_each(|setting| {
         command.args(["--set", setting]);
     });
-    command.spawn().expect("the program starts")
+    command
 }
 
 fn resume(out: &Path) -> Child {
@@ -79,6 +83,35 @@ fn a_killed_run_resumes_to_the_same_bytes() {
         assert!(resume(&killed).wait().expect("it ends").success());
     }
     assert_eq!(weights(&straight), weights(&killed));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_saves_and_says_how_to_go_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (straight, stopped) = (folder.path().join("straight"), folder.path().join("stopped"));
+    assert!(begin(&straight).wait().expect("it ends").success());
+
+    let mut command = begin_command(&stopped);
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
+    let begun = Instant::now();
+    while !stopped.join("training/step-00000004").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(300), "no checkpoint at step 4");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+    let mut told = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().expect("its stderr"), &mut told).expect("text");
+    let status = child.wait().expect("it ends");
+    // So short a run may be over before the signal arrives; then there is nothing to go on with.
+    if !status.success() {
+        assert_eq!(status.code(), Some(130), "{told}");
+        let last = told.lines().last().unwrap_or("");
+        assert!(last.contains("stopped and saved at step") && last.contains("--resume --out"), "{told}");
+        assert!(resume(&stopped).wait().expect("it ends").success());
+    }
+    assert_eq!(weights(&straight), weights(&stopped));
 }
 
 #[test]

@@ -48,7 +48,8 @@ pub fn head_loss_forward<B: Backend>(
         if smoothing > 0.0 {
             nats = nats - logits.mean_dim(1).mul_scalar(smoothing);
         }
-        loss = loss + (nats * weighed.clone()).sum();
+        // Along a dimension: a sum over all may add in any order, and would not come out the same twice.
+        loss = loss + (nats * weighed.clone()).sum_dim(0).squeeze_dim::<1>(0);
 
         if gradients {
             let shape = [size, vocabulary];
