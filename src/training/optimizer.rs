@@ -30,18 +30,22 @@ impl<B: Backend> ParameterGradients<B> {
         Self(taker.taken)
     }
 
-    /// The sum of two passes' gradients.
-    pub fn add(self, other: Self) -> Self {
+    /// One for each parameter.
+    pub fn into_inner(self) -> Vec<Option<Tensor<B, 1>>> {
+        self.0
+    }
+}
+
+/// The sum of two passes' gradients.
+impl<B: Backend> std::ops::Add for ParameterGradients<B> {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
         let sum = |pair| match pair {
             (Some(a), Some(b)) => Some(a + b),
             (a, b) => a.or(b),
         };
         Self(self.0.into_iter().zip(other.0).map(sum).collect())
-    }
-
-    /// One for each parameter.
-    pub fn into_inner(self) -> Vec<Option<Tensor<B, 1>>> {
-        self.0
     }
 }
 

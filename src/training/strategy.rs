@@ -36,11 +36,7 @@ type Components<B> = LearningComponentsMarker<Autodiff<B>, f64, StandIn<Autodiff
 ///
 /// # Errors
 /// Whatever the session runs into.
-pub(crate) fn launch<B: Backend>(
-    session: Session<B>,
-    view: View,
-    interrupter: Interrupter,
-) -> (Session<B>, Result<bool, Failure>) {
+pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: Interrupter) -> State<B> {
     let (steps, device) = (session.steps(), session.device().clone());
     let epochs_done = session.epochs_done();
     let state = (session, Ok(false));
@@ -71,8 +67,11 @@ pub(crate) fn launch<B: Backend>(
 }
 
 struct Strategy<B: Backend> {
-    state: RefCell<Option<(Session<B>, Result<bool, Failure>)>>,
+    state: RefCell<Option<State<B>>>,
 }
+
+/// A session, and how it ended.
+type State<B> = (Session<B>, Result<bool, Failure>);
 
 impl<B: Backend> SupervisedLearningStrategy<Components<B>> for Strategy<B> {
     fn fit(

@@ -150,7 +150,7 @@ impl<B: Backend> Trainer<B> {
             let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
             let part_loss = part_loss.inner();
             gradients = Some(match gradients {
-                Some(sum) => sum.add(part_gradients),
+                Some(sum) => sum + part_gradients,
                 None => part_gradients,
             });
             loss = Some(match loss {
