@@ -217,9 +217,7 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Failure> {
         Outcome::Done(summary) => {
             if !args.run.json {
                 tell(&summary);
-                // A story ends with its line; other texts have paragraphs.
-                let end = if summary["source_entropy"].is_null() { "\n\n" } else { "\n" };
-                show_sample(&folder, backend, end)?;
+                show_sample(&folder, backend)?;
             } else {
                 println!("{summary}");
             }
@@ -312,12 +310,12 @@ fn tell(summary: &serde_json::Value) {
 }
 
 /// Lets the new model write a little.
-fn show_sample(folder: &Path, backend: BackendName, end: &str) -> Result<(), Failure> {
+fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
     let out = folder.display();
     eprintln!("\nIt writes:\n");
     let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
     let prompt = if tokenizer.encode("\n").is_ok() { "\n" } else { " " };
-    let options = GenerationOptions { temperature: 0.7, stop: vec![end.into()], ..Default::default() };
+    let options = GenerationOptions { temperature: 0.7, stop: vec!["\n\n".into()], ..Default::default() };
     let run = GenerationRun {
         model: folder.to_path_buf(),
         prompts: vec![prompt.to_string()],

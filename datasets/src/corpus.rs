@@ -45,6 +45,14 @@ impl Corpus {
         }
     }
 
+    /// The token that ends a text of this corpus, where there is one.
+    pub fn end_token(&self) -> Option<u32> {
+        match self {
+            Self::Text(_) => None,
+            Self::Stories(stories) => Some(stories.line_break),
+        }
+    }
+
     /// Entropy of the source in nats a token, where it is known exactly.
     pub fn source_entropy(&self) -> Option<f64> {
         match self {

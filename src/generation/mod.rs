@@ -96,6 +96,8 @@ impl Generated {
 pub struct Generator<B: Backend> {
     model: Transformer<B>,
     tokenizer: Tokenizer,
+    /// Tokens that end a text.
+    ends: Vec<u32>,
     device: B::Device,
 }
 
@@ -125,7 +127,9 @@ impl<B: Backend> Generator<B> {
         if model.config().attention == fireclay_model::AttentionDirection::Bidirectional {
             return Err(Failure::new(format!("{}: an encoder, which cannot write text", folder.display())));
         }
-        Ok(Self { model, tokenizer, device })
+        let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
+        let ends = named.chain(configured_ends(folder)?).collect();
+        Ok(Self { model, tokenizer, ends, device })
     }
 
     /// A prompt as tokens, and how many may follow.
@@ -162,7 +166,6 @@ impl<B: Backend> Generator<B> {
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
         let Prepared { tokens: prompt_tokens, max_tokens: wanted } = prompt;
-        let ends: Vec<u32> = END_TOKENS.iter().filter_map(|end| self.tokenizer.token_id(end)).collect();
         let key = RandomKey::new(options.seed);
         let sampling = |step: usize| {
             Sampling::greedy()
@@ -181,18 +184,35 @@ impl<B: Backend> Generator<B> {
         let mut tokens = vec![read(&next)?];
         let prefill = begun.elapsed();
         let decoding = Instant::now();
-        let mut stopped = ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
+        let mut stopped = self.ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
         while !stopped && tokens.len() < *wanted {
             let hidden = self.model.forward(next.reshape([1, 1]), Some(&mut cache));
             next = self.model.sample(hidden, &sampling(tokens.len()));
             let token = read(&next)?;
             tokens.push(token);
-            stopped = ends.contains(&token) || writer.push(token, &mut show)?;
+            stopped = self.ends.contains(&token) || writer.push(token, &mut show)?;
         }
         let decode = decoding.elapsed();
         let text = writer.finish(&mut show);
         Ok(Generated { text, tokens, prompt_tokens: prompt_tokens.len(), prefill, decode })
     }
+}
+
+/// `eos_token_id` of a folder's `generation_config.json`, one or several, where there is such a file.
+fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
+    let file = folder.join("generation_config.json");
+    let text = match std::fs::read_to_string(&file) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Failure::io(&file)(error)),
+    };
+    let config: serde_json::Value = serde_json::from_str(&text)
+        .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", file.display())))?;
+    let ends = match &config["eos_token_id"] {
+        serde_json::Value::Array(ends) => ends.clone(),
+        end => vec![end.clone()],
+    };
+    Ok(ends.iter().filter_map(|end| end.as_u64().map(|end| end as u32)).collect())
 }
 
 fn read<B: Backend>(token: &Tensor<B, 1, Int>) -> Result<u32, Failure> {

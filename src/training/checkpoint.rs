@@ -25,7 +25,10 @@ use crate::training::optimizer::Optimizer;
 use crate::training::recipe::Recipe;
 use crate::training::trainer::Trainer;
 
-const MODEL_FILES: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
+const TOKENIZER: &str = "tokenizer.json";
+const WEIGHTS: &str = "model.safetensors";
+/// What a model folder holds; the last one only where texts have an end token.
+const MODEL_FILES: [&str; 4] = ["config.json", TOKENIZER, WEIGHTS, "generation_config.json"];
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 
@@ -69,7 +72,7 @@ impl RunFolder {
                  choose another --out"
             )));
         }
-        if path.join(MODEL_FILES[2]).exists() {
+        if path.join(WEIGHTS).exists() {
             return Err(Failure::new(format!("{shown} already holds a model: choose another --out")));
         }
         let training = folder.training();
@@ -168,7 +171,13 @@ impl RunFolder {
         }
         fs::create_dir_all(folder).map_err(Failure::io(folder))?;
         ModelFolder::new(folder).save(&trainer.model().valid())?;
-        tokenizer.save(&folder.join(MODEL_FILES[1]))?;
+        tokenizer.save(&folder.join(TOKENIZER))?;
+
+        if let Some(end) = trainer.corpus().end_token() {
+            let file = folder.join(MODEL_FILES[3]);
+            let text = serde_json::json!({ "eos_token_id": end }).to_string();
+            fs::write(&file, text).and_then(|()| File::open(&file)?.sync_all()).map_err(Failure::io(&file))?;
+        }
 
         let mut tensors = Vec::new();
         for (name, first, second) in trainer.optimizer().moments() {
@@ -195,7 +204,7 @@ impl RunFolder {
 
     /// Makes a checkpoint's model the folder's own, each file in one move.
     fn publish(&self, checkpoint: &Path) -> Result<(), Failure> {
-        for name in MODEL_FILES {
+        for name in MODEL_FILES.into_iter().filter(|name| checkpoint.join(name).exists()) {
             let (from, to) = (checkpoint.join(name), self.path.join(name));
             let beside = self.path.join(format!("{name}.partial"));
             // It may be left from a run that was killed here.
@@ -250,7 +259,7 @@ impl RunFolder {
     /// # Errors
     /// If it cannot be read.
     pub fn tokenizer(&self, state: &RunState) -> Result<Tokenizer, Failure> {
-        Ok(Tokenizer::load(&self.training().join(format!("step-{:08}", state.step)).join(MODEL_FILES[1]))?)
+        Ok(Tokenizer::load(&self.training().join(format!("step-{:08}", state.step)).join(TOKENIZER))?)
     }
 
     /// Removes the folder of a run that came to nothing, unless something else is in it.

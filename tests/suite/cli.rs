@@ -79,7 +79,8 @@ fn training_prints_json_lines_and_a_done_line_only() {
     for key in ["steps", "train_loss", "valid_loss", "tokens_per_second", "first_step_seconds", "source_entropy"] {
         assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
     }
-    for name in ["config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl", "loss.svg", "training"] {
+    let model = ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"];
+    for name in model.into_iter().chain(["metrics.jsonl", "loss.svg", "training"]) {
         assert!(out.join(name).exists(), "{name}");
     }
     let checkpoints = fs::read_dir(out.join("training")).expect("checkpoints").count();
@@ -104,7 +105,7 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
         let streamed: String = lines.iter().filter_map(|line| line["text"].as_str()).collect();
         assert_eq!(done["text"].as_str(), Some(streamed.as_str()), "streamed and final text agree");
         assert_eq!((done["event"].as_str(), done["prompt_tokens"].as_u64()), (Some("done"), Some(3)));
-        assert_eq!(done["tokens"].as_array().map(Vec::len), Some(12));
+        assert!(done["tokens"].as_array().is_some_and(|tokens| (1..=12).contains(&tokens.len())), "{done}");
         done["text"].as_str().map(str::to_string)
     };
     let seed = |seed| generate(&["--temperature", "1", "--seed", seed]);
