@@ -204,13 +204,3 @@ pub trait Backend: burn::tensor::backend::Backend {
         optimizer::reference::optimizer_step(parameters, adamw)
     }
 }
-
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-impl<R, F, I, BT> Backend for burn_cubecl::CubeBackend<R, F, I, BT>
-where
-    R: burn_cubecl::CubeRuntime,
-    F: burn_cubecl::FloatElement,
-    I: burn_cubecl::IntElement,
-    BT: burn_cubecl::element::BoolElement,
-{
-}

@@ -27,6 +27,10 @@ mod activation;
 mod attention;
 mod autodiff;
 mod backend;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod cube;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod cube_backend;
 pub mod devices;
 mod dropout;
 mod embed;

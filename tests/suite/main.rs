@@ -3,12 +3,12 @@
 //! A backend that is not built in or not present fails the tests: nothing is skipped.
 
 mod cli;
+#[path = "../../kernels/tests/parity/compare.rs"]
 mod compare;
 mod families;
 mod golden;
 mod gradients;
 mod learning;
-mod parity;
 mod resume;
 
 use std::sync::{Mutex, PoisonError};

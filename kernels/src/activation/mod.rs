@@ -1,6 +1,8 @@
 //! The nonlinearity between the two products of a feed-forward layer, plain or gated.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;
@@ -11,7 +13,7 @@ use crate::Backend;
 use crate::autodiff::as_rows;
 
 /// A nonlinearity of one number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActivationKind {
     /// `x * Phi(x)`, exact (Hendrycks and Gimpel, 2016); BERT's.
     GeluErf,

@@ -1,6 +1,8 @@
 //! Dropout whose mask is a pure function of a key, recomputed in the backward pass and never stored.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

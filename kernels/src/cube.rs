@@ -1,0 +1,59 @@
+//! What the CubeCL kernels share: how tensors become launch arguments.
+//!
+//! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+/// The most cubes along one axis of a grid that every device takes.
+const MAX_CUBES: u32 = 65_535;
+
+/// An uninitialised tensor on the device of another, its rows without padding between them.
+pub(crate) fn empty<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype)
+}
+
+/// The tensor with its elements one after another, copied only if they are not.
+pub(crate) fn contiguous<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    burn_cubecl::kernel::into_contiguous(x)
+}
+
+/// A matrix with its columns one after another, and the distance between its rows: copied only if they are not.
+pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
+    let columns = x.meta.shape()[1];
+    let x = if columns == 1 || x.meta.strides()[1] == 1 { x } else { contiguous(x) };
+    let stride = if x.meta.shape()[0] == 1 { columns } else { x.meta.strides()[0] };
+    (x, stride)
+}
+
+/// The tensor's buffer as a kernel's argument.
+pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
+    x.clone().into_array_arg()
+}
+
+/// How many elements a kernel may read or write at once: the widest vector of the device, of elements as large as the
+/// largest of `tensors`, that divides each of `lengths` (widths and strides) and at which every tensor begins.
+pub(crate) fn vector_width<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[usize]) -> usize {
+    let size = tensors.iter().map(|x| x.dtype.size()).max().unwrap_or(4);
+    let fits = |width: usize| {
+        lengths.iter().all(|length| length.is_multiple_of(width))
+            && tensors.iter().all(|x| {
+                let offset = x.handle.offset_start.unwrap_or(0) as usize;
+                offset.is_multiple_of(width * x.dtype.size())
+            })
+    };
+    tensors[0].client.io_optimized_vector_sizes(size).find(|width| fits(*width)).unwrap_or(1)
+}
+
+/// A grid of at least this many cubes; a kernel checks `CUBE_POS` or `ABSOLUTE_POS` against its own end.
+pub(crate) fn grid(cubes: usize) -> CubeCount {
+    let cubes = u32::try_from(cubes).expect("fewer than 2^32 cubes").max(1);
+    if cubes <= MAX_CUBES {
+        return CubeCount::Static(cubes, 1, 1);
+    }
+    let y = cubes.div_ceil(MAX_CUBES);
+    CubeCount::Static(cubes.div_ceil(y), y, 1)
+}
