@@ -13,7 +13,7 @@ use crate::dropout::{self, Dropout};
 use crate::head_loss::{self, HeadLossOptions};
 use crate::linear;
 use crate::norm::{self, Norm};
-use crate::rotary::{self, RotaryTable};
+use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::{Backend, RandomKey};
 
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
@@ -31,6 +31,25 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
 
     fn linear(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
         linear::backward::linear(x, weight, bias)
+    }
+
+    fn linear_add(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        dropout: Option<Dropout>,
+        residual: Tensor<Self, 2>,
+    ) -> Tensor<Self, 2> {
+        linear::backward::linear_add(x, weight, bias, dropout, residual)
+    }
+
+    fn linear_activate(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> Tensor<Self, 2> {
+        linear::backward::linear_activate(x, weight, bias, activation)
     }
 
     fn activate(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
@@ -54,6 +73,15 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         options: AttentionOptions,
     ) -> Tensor<Self, 4> {
         attention::backward::attention(query, key, value, mask, options)
+    }
+
+    fn qkv_attention(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 4> {
+        attention::backward::qkv_attention(qkv, heads, mask, options)
     }
 
     fn head_loss(

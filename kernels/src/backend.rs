@@ -8,11 +8,11 @@ use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::head_sample::{self, Sampling};
-use crate::linear::{self, LinearGradients};
+use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random::{self, RandomKey};
-use crate::rotary::{self, RotaryTable};
+use crate::rotary::{self, PackedHeads, RotaryTable};
 
 /// A Burn backend with the fused operations of a transformer.
 ///
@@ -92,7 +92,27 @@ pub trait Backend: burn::tensor::backend::Backend {
         dropout: Option<Dropout>,
         residual: Tensor<Self, 2>,
     ) -> Tensor<Self, 2> {
-        linear::reference::linear_add(x, weight, bias, dropout, residual)
+        Self::linear_add_forward(x, weight, bias, dropout, residual)
+    }
+    /// Forward of [`linear_add`](crate::linear_add).
+    fn linear_add_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        dropout: Option<Dropout>,
+        residual: Tensor<Self, 2>,
+    ) -> Tensor<Self, 2> {
+        linear::reference::linear_add_forward(x, weight, bias, dropout, residual)
+    }
+    /// Backward of [`linear_add`](crate::linear_add); the residual's gradient is `grad` as it came.
+    fn linear_add_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        has_bias: bool,
+        dropout: Option<Dropout>,
+    ) -> LinearGradients<Self> {
+        linear::reference::linear_add_backward(grad, x, weight, has_bias, dropout)
     }
 
     /// Body of [`norm_gate_up`](crate::norm_gate_up).
@@ -104,6 +124,35 @@ pub trait Backend: burn::tensor::backend::Backend {
         activation: Activation,
     ) -> Tensor<Self, 2> {
         linear::reference::norm_gate_up(x, norm, weight, bias, activation)
+    }
+    /// A projection and the activation behind it.
+    fn linear_activate(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> Tensor<Self, 2> {
+        Self::linear_activate_forward(x, weight, bias, activation).output
+    }
+    /// Forward of [`linear_activate`](Self::linear_activate).
+    fn linear_activate_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> LinearActivateOutput<Self> {
+        linear::reference::linear_activate_forward(x, weight, bias, activation)
+    }
+    /// Backward of [`linear_activate`](Self::linear_activate), from what the same backend's forward saved.
+    fn linear_activate_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        saved: Tensor<Self, 2>,
+        activation: Activation,
+    ) -> LinearGradients<Self> {
+        linear::reference::linear_activate_backward(grad, x, weight, bias, saved, activation)
     }
 
     /// Body of [`activate`](crate::activate) over `[rows, width]`.
@@ -160,6 +209,39 @@ pub trait Backend: burn::tensor::backend::Backend {
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
         attention::reference::attention_backward(grad, query, key, value, saved, mask, options)
+    }
+
+    /// Body of [`qkv_attention`](crate::qkv_attention): `[batch_size, seq_length, n_heads, head_dim]`.
+    fn qkv_attention(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 4> {
+        Self::qkv_attention_forward(qkv, heads, mask, options).output
+    }
+    /// Forward of [`qkv_attention`](crate::qkv_attention).
+    fn qkv_attention_forward(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let [query, key, value] = heads.split(qkv);
+        Self::attention_forward(query, key, value, mask, options)
+    }
+    /// Backward of [`qkv_attention`](crate::qkv_attention): one gradient, packed like its input.
+    fn qkv_attention_backward(
+        grad: Tensor<Self, 4>,
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        saved: AttentionOutput<Self>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 3> {
+        let [query, key, value] = heads.split(qkv);
+        let gradients = Self::attention_backward(grad, query, key, value, saved, mask, options);
+        heads.join([gradients.query, gradients.key, gradients.value])
     }
 
     /// Body of [`head_loss`](crate::head_loss).

@@ -2,6 +2,8 @@
 //!
 //! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
 
+pub(crate) mod product;
+
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
@@ -56,4 +58,46 @@ pub(crate) fn grid(cubes: usize) -> CubeCount {
     }
     let y = cubes.div_ceil(MAX_CUBES);
     CubeCount::Static(cubes.div_ceil(y), y, 1)
+}
+
+/// The tensor in another dtype, or as it is.
+pub(crate) fn cast<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    if x.dtype == dtype { x } else { burn_cubecl::kernel::cast(x, dtype) }
+}
+
+/// The sum of `[pieces, m, n]` over its pieces, in their order, as `[m, n]` f32.
+pub(crate) fn sum_pieces<R: CubeRuntime>(x: CubeTensor<R>, shape: [usize; 2]) -> CubeTensor<R> {
+    let out = empty(&x, shape, DType::F32);
+    let size = shape[0] * shape[1];
+    let vector = vector_width(&[&x, &out], &[size]);
+    let units = size / vector;
+    // SAFETY: each unit below `units` writes its own vector and reads the same one of every piece.
+    unsafe {
+        sum_pieces_kernel::launch_unchecked(
+            &x.client,
+            grid(units.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(&x),
+            array(&out),
+            units as u32,
+            x.meta.shape()[0] as u32,
+        );
+    }
+    out
+}
+
+const UNITS: u32 = 256;
+
+#[cube(launch_unchecked)]
+fn sum_pieces_kernel<N: Size>(x: &Array<Vector<f32, N>>, out: &mut Array<Vector<f32, N>>, units: u32, pieces: u32) {
+    let at = ABSOLUTE_POS as u32;
+    if at >= units {
+        terminate!();
+    }
+    let mut sum = Vector::<f32, N>::new(0.0);
+    for piece in 0..pieces {
+        sum += x[(piece * units + at) as usize];
+    }
+    out[at as usize] = sum;
 }

@@ -9,6 +9,7 @@ use crate::activation::{self, Activation};
 use crate::autodiff::{float, primitive};
 use crate::cube::contiguous;
 use crate::dropout::{self, Dropout};
+use crate::linear::{self, LinearGradients};
 use crate::{Backend, RandomKey};
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
@@ -25,6 +26,28 @@ where
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
         float(dropout::cube::dropout(primitive(x), dropout))
+    }
+
+    fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        let product = float(linear::cube::project(primitive(x), primitive(weight)));
+        match bias {
+            Some(bias) => {
+                let dtype = product.dtype();
+                product + bias.cast(dtype).unsqueeze()
+            }
+            None => product,
+        }
+    }
+
+    fn linear_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        has_bias: bool,
+    ) -> LinearGradients<Self> {
+        let bias = has_bias.then(|| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
+        let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
+        LinearGradients { x: float(x), weight: float(weight), bias }
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {

@@ -48,17 +48,17 @@ mod rotary;
 mod ndarray;
 
 pub use activation::{Activation, ActivationKind, activate};
-pub use attention::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention};
+pub use attention::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, qkv_attention};
 pub use backend::Backend;
 pub use dropout::{Dropout, dropout};
 pub use embed::embed;
 pub use head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
 pub use head_sample::{Sampling, head_sample};
-pub use linear::{LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
+pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
 pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use random::{RandomKey, random_bits};
-pub use rotary::{RotaryTable, rotary};
+pub use rotary::{PackedHeads, RotaryTable, rotary};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///

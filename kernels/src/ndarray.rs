@@ -53,6 +53,19 @@ impl Backend for NdArray {
         linear::ndarray::linear_backward(grad, x, weight, has_bias)
     }
 
+    fn linear_add_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        dropout: Option<Dropout>,
+        residual: Tensor<Self, 2>,
+    ) -> Tensor<Self, 2> {
+        match dropout {
+            None => linear::ndarray::linear_add_forward(x, weight, bias, residual),
+            dropout => linear::reference::linear_add_forward(x, weight, bias, dropout, residual),
+        }
+    }
+
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
         activation::ndarray::activate(x, activation)
     }

@@ -3,7 +3,9 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{AttentionOptions, Backend, Norm, attention, norm, norm_linear, rotary};
+use fireclay_kernels::{
+    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, rotary,
+};
 
 use crate::cache::LayerCache;
 use crate::config::TransformerConfig;
@@ -57,24 +59,21 @@ impl<B: Backend> Attention<B> {
         layer: usize,
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 3> {
-        let [batch_size, seq_length, _] = x.dims();
         let bias = self.qkv_bias.as_ref().map(Param::val);
         let qkv = norm_linear(x, pre_norm, self.qkv.val(), bias);
         let head_dim = qkv.dims()[2] / (self.n_heads + 2 * self.n_kv_heads);
-        let heads = |first: usize, count: usize| {
-            qkv.clone()
-                .narrow(2, first * head_dim, count * head_dim)
-                .reshape([batch_size, seq_length, count, head_dim])
-                .swap_dims(1, 2)
-        };
-        let query = self.place(heads(0, self.n_heads), self.query_norm.as_ref(), pass);
-        let key = self.place(heads(self.n_heads, self.n_kv_heads), self.key_norm.as_ref(), pass);
-        let value = heads(self.n_heads + self.n_kv_heads, self.n_kv_heads);
+        let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
+        let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
+        if cache.is_none() && self.query_norm.is_none() && pass.rotary.is_none() {
+            return qkv_attention(qkv, heads, &pass.mask, options);
+        }
+        let [query, key, value] = heads.split(qkv);
+        let query = self.place(query, self.query_norm.as_ref(), pass);
+        let key = self.place(key, self.key_norm.as_ref(), pass);
         let (key, value) = match cache {
             Some(cache) => cache.append(key, value),
             None => (key, value),
         };
-        let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
         attention(query, key, value, &pass.mask, options)
     }
 

@@ -7,7 +7,7 @@ pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor};
 
-use crate::{Backend, Dropout};
+use crate::{Backend, Dropout, PackedHeads};
 
 /// Which keys a query sees.
 #[derive(Clone, Debug)]
@@ -98,4 +98,27 @@ pub fn attention<B: Backend>(
         "attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
     );
     <B as Backend>::attention(query, key, value, mask, options).reshape([batch_size, seq_length, n_heads * head_dim])
+}
+
+/// [`attention`] of queries, keys and values that lie in one tensor, as their joint projection leaves them.
+///
+/// `qkv` is `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) * head_dim]`; the result is
+/// `[batch_size, seq_length, n_heads * head_dim]` in its dtype. The gradient comes back packed, too.
+///
+/// # Panics
+/// If `qkv` is of another width than `heads`, or `n_kv_heads` does not divide `n_heads`.
+pub fn qkv_attention<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 3> {
+    let [batch_size, seq_length, width] = qkv.dims();
+    assert_eq!(width, heads.width(), "qkv_attention: the input's width and that of {heads:?} differ");
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    assert!(
+        n_heads.is_multiple_of(n_kv_heads),
+        "qkv_attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
+    );
+    B::qkv_attention(qkv, heads, mask, options).reshape([batch_size, seq_length, n_heads * head_dim])
 }

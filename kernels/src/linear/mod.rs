@@ -1,9 +1,11 @@
 //! Projections, alone and with what stands before and after them in a transformer.
 //!
 //! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
-//! another one is cast, and its gradient comes back in its own.
+//! another one is cast, and parameter gradients are f32.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;
@@ -18,10 +20,19 @@ use crate::{Activation, Backend, Dropout, Norm};
 pub struct LinearGradients<B: Backend> {
     /// `[rows, d_input]`, of the input's dtype.
     pub x: Tensor<B, 2>,
-    /// `[d_output, d_input]`, of the weight's dtype.
+    /// `[d_output, d_input]`, f32.
     pub weight: Tensor<B, 2>,
-    /// `[d_output]`, f32 or the weight's dtype, where there is a bias.
+    /// `[d_output]` f32, where there is a bias.
     pub bias: Option<Tensor<B, 1>>,
+}
+
+/// What the forward pass of a projection with an activation gives.
+#[derive(Clone, Debug)]
+pub struct LinearActivateOutput<B: Backend> {
+    /// `[rows, width]` behind the activation, of the input's dtype.
+    pub output: Tensor<B, 2>,
+    /// `[rows, d_output]` before it, with the bias or without as the backend's backward needs it.
+    pub saved: Tensor<B, 2>,
 }
 
 /// `x * weight^T + bias`: `x` `[.., d_input]`, `weight` `[d_output, d_input]`, `bias` `[d_output]`, the result

@@ -26,6 +26,31 @@ pub(crate) fn linear_forward(
     tensor(out, [rows, d_output])
 }
 
+/// `residual + x * weight^T + bias`, the product added to the residual in place of a zeroed output.
+pub(crate) fn linear_add_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    residual: Tensor<NdArray, 2>,
+) -> Tensor<NdArray, 2> {
+    let [rows, d_input] = x.dims();
+    let [d_output, _] = weight.dims();
+    let (x, weight, residual) = (Values::rows(x), Values::rows(weight), Values::rows(residual));
+    let mut out = residual.to_vec();
+    if let Some(bias) = bias {
+        let bias = Values::rows(bias);
+        for row in out.chunks_exact_mut(d_output) {
+            row.iter_mut().zip(bias.iter()).for_each(|(out, bias)| *out += bias);
+        }
+    }
+    // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
+    unsafe {
+        let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
+        product([rows, d_input, d_output], Matrix::of_mut(&mut out, d_output), a, b, true, true);
+    }
+    tensor(out, [rows, d_output])
+}
+
 pub(crate) fn linear_backward(
     grad: Tensor<NdArray, 2>,
     x: Tensor<NdArray, 2>,

@@ -5,8 +5,8 @@ use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, RandomKey, RotaryTable, Sampling, activate, attention, dropout, head_loss, head_sample,
-    linear, norm, optimizer_step, random_bits, reference, rotary,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, head_loss,
+    head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, random_bits, reference, rotary,
 };
 
 use crate::backend_test;
@@ -323,4 +323,65 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
         assert_eq!(counts, draw(sampling), "{name}: the same key draws the same");
     }
     assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the likeliest");
+});
+
+backend_test!(fused_projections_match_the_reference::<B>(device) {
+    let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
+    for [rows, d_input, d_output] in [[1, 1, 2], [2, 3, 4], [65, 63, 64], [130, 17, 34], [600, 64, 66]] {
+        let x = random::<B, 2>(1, [rows, d_input], &device);
+        let weight = random::<B, 2>(2, [d_output, d_input], &device);
+        let bias = random::<B, 2>(3, [1, d_output], &device);
+        let residual = random::<B, 2>(4, [rows, d_output], &device);
+        let shape = format!("{rows}x{d_input}x{d_output}");
+        for dropout in [None, Some(kept)] {
+            for biased in [false, true] {
+                let inputs = [strided(x.clone()), weight.clone(), residual.clone(), bias.clone()];
+                assert_parity(
+                    &format!("linear_add {shape}, dropout {dropout:?}, bias {biased}"),
+                    &inputs[..if biased { 4 } else { 3 }],
+                    |i| linear_add(i[0].clone(), i[1].clone(), i.get(3).map(vector), dropout, i[2].clone()),
+                    |i| {
+                        let product = reference::linear_forward(i[0].clone(), i[1].clone(), i.get(3).map(vector));
+                        i[2].clone() + dropout.map_or(product.clone(), |dropout| reference::dropout(product, dropout))
+                    },
+                );
+            }
+        }
+        for activation in [Activation::plain(ActivationKind::GeluTanh), Activation::gated(ActivationKind::Silu)] {
+            for biased in [false, true] {
+                let inputs = [strided(x.clone()), weight.clone(), bias.clone()];
+                assert_parity(
+                    &format!("norm_gate_up {shape}, {activation:?}, bias {biased}"),
+                    &inputs[..if biased { 3 } else { 2 }],
+                    |i| norm_gate_up(i[0].clone(), None, i[1].clone(), i.get(2).map(vector), activation),
+                    |i| {
+                        let product = reference::linear_forward(i[0].clone(), i[1].clone(), i.get(2).map(vector));
+                        reference::activate(product, activation)
+                    },
+                );
+            }
+        }
+    }
+});
+
+backend_test!(packed_attention_is_attention::<B>(device) {
+    for (heads, batch_size, seq_length) in [
+        (PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 2 }, 1, 1),
+        (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 }, 2, 65),
+        (PackedHeads { n_heads: 3, n_kv_heads: 3, head_dim: 32 }, 2, 64),
+    ] {
+        let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device) * 2.0;
+        let options = AttentionOptions::new(heads.head_dim);
+        let mask = AttentionMask::Causal { window: None };
+        assert_parity(
+            &format!("{heads:?} {batch_size}x{seq_length}"),
+            &[qkv],
+            |qkv| qkv_attention(qkv[0].clone(), heads, &mask, options),
+            |qkv| {
+                let [query, key, value] = heads.split(qkv[0].clone());
+                let output = reference::attention_forward(query, key, value, &mask, options).output;
+                output.reshape([batch_size, seq_length, heads.n_heads * heads.head_dim])
+            },
+        );
+    }
 });
