@@ -103,7 +103,7 @@ impl BackendName {
     /// # Errors
     /// If the backend is not there, and whatever the work runs into.
     pub fn run<W: OnBackend>(self, work: W) -> Result<W::Output, Failure> {
-        self.devices()?;
+        self.keep_compiled_kernels(&self.devices()?);
         match self {
             #[cfg(feature = "ndarray")]
             Self::Cpu => run_on::<burn::backend::NdArray, W>(work),
@@ -113,6 +113,15 @@ impl BackendName {
             Self::Cuda => run_on::<burn::backend::Cuda, W>(work),
             #[allow(unreachable_patterns)]
             _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
+        }
+    }
+
+    /// Keeps compiled kernels in the user's cache folder, where there is one.
+    #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), expect(unused_variables))]
+    fn keep_compiled_kernels(self, devices: &[DeviceInfo]) {
+        #[cfg(any(feature = "wgpu", feature = "cuda"))]
+        if let (true, Some(folder), Some(device)) = (self != Self::Cpu, dirs::cache_dir(), devices.first()) {
+            devices::keep_compiled_kernels(&folder.join("fireclay"), &format!("{} {}", self.as_str(), device.name));
         }
     }
 

@@ -9,7 +9,7 @@ use crate::activation::{self, Activation};
 use crate::autodiff::{float, primitive};
 use crate::cube::contiguous;
 use crate::dropout::{self, Dropout};
-use crate::linear::{self, LinearGradients};
+use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::{Backend, RandomKey};
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
@@ -48,6 +48,31 @@ where
         let bias = has_bias.then(|| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
         let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
+    }
+
+    fn linear_activate_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> LinearActivateOutput<Self> {
+        let product = linear::cube::project(primitive(x), primitive(weight));
+        let output = activation::cube::activate(product.clone(), bias.map(primitive), activation);
+        LinearActivateOutput { output: float(output), saved: float(product) }
+    }
+
+    fn linear_activate_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        saved: Tensor<Self, 2>,
+        activation: Activation,
+    ) -> LinearGradients<Self> {
+        let has_bias = bias.is_some();
+        let bias = bias.map(primitive);
+        let grad = activation::cube::activate_backward(primitive(grad), primitive(saved), bias, activation);
+        Self::linear_backward(float(grad), x, weight, has_bias)
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {

@@ -105,3 +105,24 @@ fn probe_headers() -> Result<(), String> {
         None => Ok(()),
     }
 }
+
+/// Keeps compiled kernels under `folder` for the next process, apart for each `device` and each version of the kernels'
+/// sources: CubeCL's own cache knows neither. Where the folder cannot be written, nothing is kept.
+///
+/// Call it before any device is used. A second call in one process changes nothing.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub fn keep_compiled_kernels(folder: &std::path::Path, device: &str) {
+    use cubecl::config::cache::CacheConfig;
+    use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+        let device: String = device.chars().map(plain).collect();
+        let folder = folder.join(format!("{}-{device}", env!("FIRECLAY_KERNEL_SOURCES")));
+        let mut config = CubeClRuntimeConfig::default().override_from_env();
+        config.compilation.cache = Some(CacheConfig::File(folder.clone()));
+        config.autotune.cache = CacheConfig::File(folder);
+        CubeClRuntimeConfig::set(config);
+    });
+}
