@@ -11,6 +11,7 @@ use fireclay::backend::{BACKENDS, BackendName};
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
 use fireclay::training::{Outcome, Precision, Recipe, TrainingRun, View};
 use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
+use fireclay_kernels::{Kernels, use_kernels};
 use serde_json::json;
 
 /// Exit code of a run that Ctrl-C ended, as shells have it.
@@ -121,7 +122,7 @@ struct RunArgs {
     /// What to run on [default: the fastest that is built in and present]
     #[arg(long)]
     backend: Option<BackendName>,
-    /// Change a value of the recipe
+    /// Change a value of the recipe; kernels=reference runs without fused kernels
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// One JSON object a line on stdout, nothing else there
@@ -132,6 +133,22 @@ struct RunArgs {
 impl RunArgs {
     fn backend(&self) -> BackendName {
         self.backend.unwrap_or_else(BackendName::best)
+    }
+
+    /// Takes `kernels=fused` or `kernels=reference` out of the settings, and obeys it.
+    fn select_kernels(&mut self) -> Result<(), Failure> {
+        let (kernels, others) = std::mem::take(&mut self.set)
+            .into_iter()
+            .partition(|setting| setting.split('=').next().is_some_and(|key| key.trim() == "kernels"));
+        self.set = others;
+        let kernels: Vec<String> = kernels;
+        let Some(setting) = kernels.last() else { return Ok(()) };
+        match setting.split_once('=').map(|(_, value)| value.trim()) {
+            Some("fused") => use_kernels(Kernels::Fused),
+            Some("reference") => use_kernels(Kernels::Reference),
+            _ => return Err(Failure::usage(format!("--set {setting}: kernels are fused or reference"))),
+        }
+        Ok(())
     }
 }
 
@@ -154,7 +171,7 @@ enum TokenizerCommand {
 pub(crate) fn main() -> ExitCode {
     stop_on_device_panics();
     let result = match Cli::parse().command {
-        Command::Train(args) => train(&args),
+        Command::Train(args) => train(args),
         Command::Generate(args) => generate(args),
         Command::Tokenizer(TokenizerCommand::Train { data, vocab_size, out }) => {
             train_tokenizer(&data, vocab_size, &out)
@@ -184,8 +201,10 @@ fn stop_on_device_panics() {
     }));
 }
 
-fn train(args: &TrainArgs) -> Result<ExitCode, Failure> {
+fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     let Task::Language = args.task;
+    args.run.select_kernels()?;
+    let args = &args;
     let change = |recipe: Recipe| apply(recipe, args);
     let backend = args.run.backend();
     backend.devices()?;
@@ -341,7 +360,8 @@ fn print_text(text: &str) {
     }
 }
 
-fn generate(args: GenerateArgs) -> Result<ExitCode, Failure> {
+fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
     if let Some(setting) = args.run.set.first() {
         return Err(Failure::usage(format!("--set {setting}: generate has no recipe to change")));
     }

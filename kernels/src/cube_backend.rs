@@ -10,6 +10,8 @@ use crate::autodiff::{float, primitive};
 use crate::cube::contiguous;
 use crate::dropout::{self, Dropout};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::random;
+use crate::selection::reference_only;
 use crate::{Backend, RandomKey};
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
@@ -20,15 +22,24 @@ where
     BT: BoolElement,
 {
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
+        if reference_only() {
+            return random::reference::random_bits(rows, columns, key, device);
+        }
         let bits = Tensor::<Self, 2, Int>::empty([rows, columns], (device, DType::I32)).into_primitive();
         Tensor::from_primitive(dropout::cube::random_bits(contiguous(bits), key))
     }
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
+        if reference_only() {
+            return dropout::reference::dropout(x, dropout);
+        }
         float(dropout::cube::dropout(primitive(x), dropout))
     }
 
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return linear::reference::linear_forward(x, weight, bias);
+        }
         let product = float(linear::cube::project(primitive(x), primitive(weight)));
         match bias {
             Some(bias) => {
@@ -45,6 +56,9 @@ where
         weight: Tensor<Self, 2>,
         has_bias: bool,
     ) -> LinearGradients<Self> {
+        if reference_only() {
+            return linear::reference::linear_backward(grad, x, weight, has_bias);
+        }
         let bias = has_bias.then(|| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
         let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
@@ -56,6 +70,9 @@ where
         bias: Option<Tensor<Self, 1>>,
         activation: Activation,
     ) -> LinearActivateOutput<Self> {
+        if reference_only() {
+            return linear::reference::linear_activate_forward(x, weight, bias, activation);
+        }
         let product = linear::cube::project(primitive(x), primitive(weight));
         let output = activation::cube::activate(product.clone(), bias.map(primitive), activation);
         LinearActivateOutput { output: float(output), saved: float(product) }
@@ -69,6 +86,9 @@ where
         saved: Tensor<Self, 2>,
         activation: Activation,
     ) -> LinearGradients<Self> {
+        if reference_only() {
+            return linear::reference::linear_activate_backward(grad, x, weight, bias, saved, activation);
+        }
         let has_bias = bias.is_some();
         let bias = bias.map(primitive);
         let grad = activation::cube::activate_backward(primitive(grad), primitive(saved), bias, activation);
@@ -76,10 +96,16 @@ where
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        if reference_only() {
+            return activation::reference::activate(x, activation);
+        }
         float(activation::cube::activate(primitive(x), None, activation))
     }
 
     fn activate_backward(grad: Tensor<Self, 2>, x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        if reference_only() {
+            return activation::reference::activate_backward(grad, x, activation);
+        }
         float(activation::cube::activate_backward(primitive(grad), primitive(x), None, activation))
     }
 }

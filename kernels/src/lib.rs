@@ -43,6 +43,7 @@ mod norm;
 mod optimizer;
 mod random;
 mod rotary;
+mod selection;
 
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -59,10 +60,11 @@ pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use random::{RandomKey, random_bits};
 pub use rotary::{PackedHeads, RotaryTable, rotary};
+pub use selection::{Kernels, use_kernels};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
-/// Parity tests compare kernels with these; `--set kernels=reference` will run them alone.
+/// Parity tests compare kernels with these; `--set kernels=reference` runs them alone.
 pub mod reference {
     pub use crate::activation::reference::{activate, activate_backward};
     pub use crate::attention::reference::{attention_backward, attention_forward};

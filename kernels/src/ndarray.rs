@@ -13,21 +13,32 @@ use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::linear::{self, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::random;
 use crate::rotary::{self, RotaryTable};
+use crate::selection::reference_only;
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
+        if reference_only() {
+            return random::reference::random_bits(rows, columns, key, device);
+        }
         let at = |index: usize| i64::from(key.bits((index / columns) as u32, (index % columns) as u32));
         let bits: Vec<i64> = (0..rows * columns).map(at).collect();
         Tensor::from_data(TensorData::new(bits, [rows, columns]), device)
     }
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
+        if reference_only() {
+            return dropout::reference::dropout(x, dropout);
+        }
         dropout::ndarray::dropout(x, dropout)
     }
 
     fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
+        if reference_only() {
+            return norm::reference::norm_forward(x, norm);
+        }
         norm::ndarray::norm_forward(x, norm)
     }
 
@@ -37,10 +48,16 @@ impl Backend for NdArray {
         saved: NormOutput<Self>,
         norm: &Norm<Self>,
     ) -> NormGradients<Self> {
+        if reference_only() {
+            return norm::reference::norm_backward(grad, x, saved, norm);
+        }
         norm::ndarray::norm_backward(grad, x, saved, norm)
     }
 
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return linear::reference::linear_forward(x, weight, bias);
+        }
         linear::ndarray::linear_forward(x, weight, bias)
     }
 
@@ -50,6 +67,9 @@ impl Backend for NdArray {
         weight: Tensor<Self, 2>,
         has_bias: bool,
     ) -> LinearGradients<Self> {
+        if reference_only() {
+            return linear::reference::linear_backward(grad, x, weight, has_bias);
+        }
         linear::ndarray::linear_backward(grad, x, weight, has_bias)
     }
 
@@ -60,6 +80,9 @@ impl Backend for NdArray {
         dropout: Option<Dropout>,
         residual: Tensor<Self, 2>,
     ) -> Tensor<Self, 2> {
+        if reference_only() {
+            return linear::reference::linear_add_forward(x, weight, bias, dropout, residual);
+        }
         match dropout {
             None => linear::ndarray::linear_add_forward(x, weight, bias, residual),
             dropout => linear::reference::linear_add_forward(x, weight, bias, dropout, residual),
@@ -67,10 +90,16 @@ impl Backend for NdArray {
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        if reference_only() {
+            return activation::reference::activate(x, activation);
+        }
         activation::ndarray::activate(x, activation)
     }
 
     fn activate_backward(grad: Tensor<Self, 2>, x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
+        if reference_only() {
+            return activation::reference::activate_backward(grad, x, activation);
+        }
         activation::ndarray::activate_backward(grad, x, activation)
     }
 
@@ -80,6 +109,9 @@ impl Backend for NdArray {
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 4> {
+        if reference_only() {
+            return rotary::reference::rotary(x, table, positions, inverse);
+        }
         rotary::ndarray::rotary(x, table, positions, inverse)
     }
 
@@ -90,6 +122,9 @@ impl Backend for NdArray {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
+        if reference_only() {
+            return attention::reference::attention_forward(query, key, value, mask, options);
+        }
         attention::ndarray::attention_forward(query, key, value, mask, options)
     }
 
@@ -102,6 +137,9 @@ impl Backend for NdArray {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
+        if reference_only() {
+            return attention::reference::attention_backward(grad, query, key, value, saved, mask, options);
+        }
         attention::ndarray::attention_backward(grad, query, key, value, saved, mask, options)
     }
 
@@ -112,6 +150,9 @@ impl Backend for NdArray {
         options: HeadLossOptions,
         gradients: bool,
     ) -> HeadLossOutput<Self> {
+        if reference_only() {
+            return head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients);
+        }
         head_loss::ndarray::head_loss_forward(hidden, weight, targets, options, gradients)
     }
 
@@ -119,6 +160,9 @@ impl Backend for NdArray {
         parameters: Vec<AdamWParameter<Self>>,
         adamw: &AdamW,
     ) -> (Vec<AdamWParameter<Self>>, Tensor<Self, 1>) {
+        if reference_only() {
+            return optimizer::reference::optimizer_step(parameters, adamw);
+        }
         optimizer::ndarray::optimizer_step(parameters, adamw)
     }
 }
