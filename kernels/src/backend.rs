@@ -239,9 +239,7 @@ pub trait Backend: burn::tensor::backend::Backend {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> Tensor<Self, 3> {
-        let [query, key, value] = heads.split(qkv);
-        let gradients = Self::attention_backward(grad, query, key, value, saved, mask, options);
-        heads.join([gradients.query, gradients.key, gradients.value])
+        attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
     }
 
     /// Body of [`head_loss`](crate::head_loss).

@@ -14,7 +14,7 @@ use crate::linear::{self, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random;
-use crate::rotary::{self, RotaryTable};
+use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::selection::reference_only;
 use crate::{Backend, RandomKey};
 
@@ -141,6 +141,20 @@ impl Backend for NdArray {
             return attention::reference::attention_backward(grad, query, key, value, saved, mask, options);
         }
         attention::ndarray::attention_backward(grad, query, key, value, saved, mask, options)
+    }
+
+    fn qkv_attention_backward(
+        grad: Tensor<Self, 4>,
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        saved: AttentionOutput<Self>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 3> {
+        if reference_only() {
+            return attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options);
+        }
+        attention::ndarray::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
     }
 
     fn head_loss_forward(

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::PackedHeads;
 use crate::host::{Matrix, Values, exp, integers, max_of, product, sum_of, tensor, vectorised};
 
 /// Queries worked on together.
@@ -227,18 +228,57 @@ pub(crate) fn attention_backward(
 ) -> AttentionGradients<NdArray> {
     let plan = Plan::new(&query, &key, mask, options);
     let Plan { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = plan;
-    let [query, key, value] = [query, key, value].map(Values::strided);
+    let mut d_query = vec![0.0; batch_size * seq_length * n_heads * head_dim];
+    let mut d_key = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
+    let mut d_value = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
+    let into = [
+        Heads::of_tokens(&mut d_query, [seq_length, n_heads, head_dim]),
+        Heads::of_tokens(&mut d_key, [keys, n_kv_heads, head_dim]),
+        Heads::of_tokens(&mut d_value, [keys, n_kv_heads, head_dim]),
+    ];
+    gradients_into(into, grad, [query, key, value], saved, &plan);
+    AttentionGradients {
+        query: tensor(d_query, [batch_size, seq_length, n_heads, head_dim]).swap_dims(1, 2),
+        key: tensor(d_key, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
+        value: tensor(d_value, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
+    }
+}
+
+pub(crate) fn qkv_attention_backward(
+    grad: Tensor<NdArray, 4>,
+    qkv: Tensor<NdArray, 3>,
+    heads: PackedHeads,
+    saved: AttentionOutput<NdArray>,
+    mask: &AttentionMask<NdArray>,
+    options: AttentionOptions,
+) -> Tensor<NdArray, 3> {
+    let shape = qkv.dims();
+    let [query, key, value] = heads.split(qkv);
+    let plan = Plan::new(&query, &key, mask, options);
+    let mut packed = vec![0.0; shape.iter().product()];
+    let token = heads.width() as isize;
+    let strides = [shape[1] as isize * token, heads.head_dim as isize, token, 1];
+    let firsts = [0, heads.n_heads, heads.n_heads + heads.n_kv_heads];
+    let into = firsts.map(|head| Heads { pointer: packed[head * heads.head_dim..].as_mut_ptr(), strides });
+    gradients_into(into, grad, [query, key, value], saved, &plan);
+    tensor(packed, shape)
+}
+
+/// Adds the gradients of queries, keys and values to zeroed heads.
+fn gradients_into(
+    [dq, dk, dv]: [Heads; 3],
+    grad: Tensor<NdArray, 4>,
+    inputs: [Tensor<NdArray, 4>; 3],
+    saved: AttentionOutput<NdArray>,
+    plan: &Plan,
+) {
+    let Plan { n_heads, seq_length, head_dim, options, .. } = *plan;
+    let [query, key, value] = inputs.map(Values::strided);
     let grad = Values::rows(grad);
     let output = Values::rows(saved.output);
     let [q, k, v] = [&query, &key, &value].map(Heads::of);
     let grad_heads = Heads { strides: token_strides(seq_length, n_heads, head_dim), pointer: grad.as_ptr().cast_mut() };
     let log_sum_exp = Values::rows(saved.log_sum_exp);
-    let mut d_query = vec![0.0; batch_size * seq_length * n_heads * head_dim];
-    let mut d_key = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
-    let mut d_value = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
-    let dq = Heads::of_tokens(&mut d_query, [seq_length, n_heads, head_dim]);
-    let dk = Heads::of_tokens(&mut d_key, [keys, n_kv_heads, head_dim]);
-    let dv = Heads::of_tokens(&mut d_value, [keys, n_kv_heads, head_dim]);
     let scale = options.scale as f32;
 
     plan.for_groups(|batch, kv| {
@@ -310,11 +350,6 @@ pub(crate) fn attention_backward(
             }
         }
     });
-    AttentionGradients {
-        query: tensor(d_query, [batch_size, seq_length, n_heads, head_dim]).swap_dims(1, 2),
-        key: tensor(d_key, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
-        value: tensor(d_value, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
-    }
 }
 
 fn token_strides(tokens: usize, heads: usize, head_dim: usize) -> [isize; 4] {

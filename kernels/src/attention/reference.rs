@@ -3,8 +3,8 @@
 use burn::tensor::{Bool, DType, Int, Tensor};
 
 use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
-use crate::Backend;
 use crate::dropout::reference::dropped;
+use crate::{Backend, PackedHeads};
 
 /// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
 const HIDDEN: f32 = -1e30;
@@ -60,6 +60,20 @@ pub fn attention_backward<B: Backend>(
         key: d_scores.transpose().matmul(grouped(query, n_kv_heads)),
         value: dropped.transpose().matmul(grad),
     }
+}
+
+/// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
+pub(crate) fn qkv_attention_backward<B: Backend>(
+    grad: Tensor<B, 4>,
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    saved: AttentionOutput<B>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 3> {
+    let [query, key, value] = heads.split(qkv);
+    let gradients = B::attention_backward(grad, query, key, value, saved, mask, options);
+    heads.join([gradients.query, gradients.key, gradients.value])
 }
 
 /// `[batch_size, n_heads, rows, columns]` with the heads of a group one under the other:
