@@ -146,11 +146,18 @@ struct Place {
     row: u32,
 }
 
+/// The rows of a head.
+#[derive(CubeType, Clone, Copy)]
+struct Rows {
+    at: u32,
+    stride: u32,
+    end: u32,
+}
+
 #[cube]
 impl Place {
-    /// Index of a head's first vector.
-    fn head_at(&self, batch: u32, head: u32) -> u32 {
-        self.first + batch * self.batch + head * self.head
+    fn rows(&self, batch: u32, head: u32, end: u32) -> Rows {
+        Rows { at: self.first + batch * self.batch + head * self.head, stride: self.row, end }
     }
 }
 

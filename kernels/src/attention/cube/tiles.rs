@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::mask::{HIDDEN, Sizes, keys_of, last_key, queries_of, sees};
-use super::{CubeMask, Dims, Heads, Place, Plan, rounds, sizes, width};
+use super::{CubeMask, Dims, Heads, Place, Plan, Rows, rounds, sizes, width};
 use crate::attention::AttentionOptions;
 use crate::cube::{array, empty, grid};
 use crate::random::cube::{Rounds, column_bits, row_bits};
@@ -202,6 +202,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     let side = comptime!(plan.side as u32);
     let tile = comptime!(plan.tile() as u32);
     let slices = comptime!(plan.slices());
+    let count = comptime!(slices as u32);
     let mask = comptime!(plan.mask);
     let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
     if batch >= sizes.batch_size {
@@ -210,9 +211,9 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     // Under a causal mask later queries see more keys: the longest work goes first.
     let first = (sizes.queries.div_ceil(tile) - 1 - number) * tile;
     let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
-    let query_at = query_place.head_at(batch, head);
-    let key_at = key_place.head_at(batch, kv_head);
-    let value_at = value_place.head_at(batch, kv_head);
+    let queries = query_place.rows(batch, head, sizes.queries);
+    let keys = key_place.rows(batch, kv_head, sizes.keys);
+    let values = value_place.rows(batch, kv_head, sizes.keys);
     let line = (batch * sizes.n_heads + head) * sizes.queries;
 
     let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
@@ -238,19 +239,18 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     let mut maximum = Quad::new(OUTSIDE);
     let mut total = Quad::new(0.0f32);
     if comptime!(slices == 1) {
-        load::<F, N>(query, query_at, query_place.row, first, sizes.queries, &mut rows, 0usize, false, plan);
+        load::<F, N>(query, &queries, first, &mut rows, 0u32, false, plan);
     }
     let (start, end) = keys_of::<I>(ints, batch, first, sizes, tile, mask);
     for at in start / tile..end.div_ceil(tile) {
         let first_key = at * tile;
         clear(&mut scores);
-        #[unroll]
-        for slice in 0..slices {
+        for slice in 0..count {
             sync_cube();
             if comptime!(slices > 1) {
-                load::<F, N>(query, query_at, query_place.row, first, sizes.queries, &mut rows, slice, false, plan);
+                load::<F, N>(query, &queries, first, &mut rows, slice, false, plan);
             }
-            load::<F, N>(key, key_at, key_place.row, first_key, sizes.keys, &mut columns, slice, true, plan);
+            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, plan);
             sync_cube();
             dots(&rows, &columns, &mut scores, slice, plan);
         }
@@ -303,7 +303,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             if comptime!(slice > 0) {
                 sync_cube();
             }
-            load::<F, N>(value, value_at, value_place.row, first_key, sizes.keys, &mut columns, slice, true, plan);
+            load::<F, N>(value, &values, first_key, &mut columns, comptime!(slice as u32), true, plan);
             sync_cube();
             accumulate(&scores_tile, &columns, &mut sums, slice, plan);
         }
@@ -330,7 +330,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             }
         }
     }
-    store::<F, N>(output, output_place.head_at(batch, head), output_place.row, first, sizes.queries, &sums, plan);
+    store::<F, N>(output, &output_place.rows(batch, head, sizes.queries), first, &sums, plan);
 }
 
 #[cube(launch_unchecked)]
@@ -356,8 +356,10 @@ fn row_statistics_kernel<F: Float, O: Float, N: Size>(
         let query = row % queries;
         let head = row / queries % n_heads;
         let batch = row / queries / n_heads;
-        let grad_at = grad_place.head_at(batch, head) + query * grad_place.row;
-        let output_at = output_place.head_at(batch, head) + query * output_place.row;
+        let grads = grad_place.rows(batch, head, queries);
+        let outputs = output_place.rows(batch, head, queries);
+        let grad_at = grads.at + query * grads.stride;
+        let output_at = outputs.at + query * outputs.stride;
         for at in range_stepped(UNIT_POS % UNITS_OF_ROW, vectors, UNITS_OF_ROW) {
             let product = Vector::<f32, N>::cast_from(grad[(grad_at + at) as usize])
                 * Vector::<f32, N>::cast_from(output[(output_at + at) as usize]);
@@ -408,6 +410,7 @@ fn backward_keys_kernel<F: Float, I: Int, N: Size>(
     let side = comptime!(plan.side as u32);
     let tile = comptime!(plan.tile() as u32);
     let slices = comptime!(plan.slices());
+    let count = comptime!(slices as u32);
     let mask = comptime!(plan.mask);
     let (number, kv_head, batch) = cube_place(sizes.keys, sizes.n_kv_heads, sizes, tile);
     if batch >= sizes.batch_size {
@@ -415,8 +418,8 @@ fn backward_keys_kernel<F: Float, I: Int, N: Size>(
     }
     let first = number * tile;
     let group = sizes.n_heads / sizes.n_kv_heads;
-    let key_at = key_place.head_at(batch, kv_head);
-    let value_at = value_place.head_at(batch, kv_head);
+    let keys = key_place.rows(batch, kv_head, sizes.keys);
+    let values = value_place.rows(batch, kv_head, sizes.keys);
 
     let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
     let mut columns = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
@@ -430,46 +433,24 @@ fn backward_keys_kernel<F: Float, I: Int, N: Size>(
     let mut value_sums = zeroed(slices);
     let (start, end) = queries_of::<I>(ints, batch, first, sizes, tile, mask);
     for head in kv_head * group..(kv_head + 1) * group {
-        let query_at = query_place.head_at(batch, head);
-        let grad_at = grad_place.head_at(batch, head);
+        let queries = query_place.rows(batch, head, sizes.queries);
+        let grads = grad_place.rows(batch, head, sizes.queries);
         let line = (batch * sizes.n_heads + head) * sizes.queries;
         for at in start / tile..end.div_ceil(tile) {
             let first_query = at * tile;
             clear(&mut scores);
             clear(&mut d_scores);
-            #[unroll]
-            for slice in 0..slices {
+            for slice in 0..count {
                 sync_cube();
-                load::<F, N>(key, key_at, key_place.row, first, sizes.keys, &mut rows, slice, false, plan);
-                load::<F, N>(
-                    query,
-                    query_at,
-                    query_place.row,
-                    first_query,
-                    sizes.queries,
-                    &mut columns,
-                    slice,
-                    true,
-                    plan,
-                );
+                load::<F, N>(key, &keys, first, &mut rows, slice, false, plan);
+                load::<F, N>(query, &queries, first_query, &mut columns, slice, true, plan);
                 sync_cube();
                 dots(&rows, &columns, &mut scores, slice, plan);
             }
-            #[unroll]
-            for slice in 0..slices {
+            for slice in 0..count {
                 sync_cube();
-                load::<F, N>(value, value_at, value_place.row, first, sizes.keys, &mut rows, slice, false, plan);
-                load::<F, N>(
-                    grad,
-                    grad_at,
-                    grad_place.row,
-                    first_query,
-                    sizes.queries,
-                    &mut columns,
-                    slice,
-                    true,
-                    plan,
-                );
+                load::<F, N>(value, &values, first, &mut rows, slice, false, plan);
+                load::<F, N>(grad, &grads, first_query, &mut columns, slice, true, plan);
                 sync_cube();
                 dots(&rows, &columns, &mut d_scores, slice, plan);
             }
@@ -512,17 +493,7 @@ fn backward_keys_kernel<F: Float, I: Int, N: Size>(
             for slice in 0..slices {
                 if comptime!(slices > 1) {
                     sync_cube();
-                    load::<F, N>(
-                        grad,
-                        grad_at,
-                        grad_place.row,
-                        first_query,
-                        sizes.queries,
-                        &mut columns,
-                        slice,
-                        true,
-                        plan,
-                    );
+                    load::<F, N>(grad, &grads, first_query, &mut columns, comptime!(slice as u32), true, plan);
                 }
                 sync_cube();
                 accumulate(&scores_tile, &columns, &mut value_sums, slice, plan);
@@ -534,26 +505,14 @@ fn backward_keys_kernel<F: Float, I: Int, N: Size>(
                 if comptime!(slice > 0) {
                     sync_cube();
                 }
-                load::<F, N>(
-                    query,
-                    query_at,
-                    query_place.row,
-                    first_query,
-                    sizes.queries,
-                    &mut columns,
-                    slice,
-                    true,
-                    plan,
-                );
+                load::<F, N>(query, &queries, first_query, &mut columns, comptime!(slice as u32), true, plan);
                 sync_cube();
                 accumulate(&scores_tile, &columns, &mut key_sums, slice, plan);
             }
         }
     }
-    let d_key_at = d_key_place.head_at(batch, kv_head);
-    let d_value_at = d_value_place.head_at(batch, kv_head);
-    store::<F, N>(d_key, d_key_at, d_key_place.row, first, sizes.keys, &key_sums, plan);
-    store::<F, N>(d_value, d_value_at, d_value_place.row, first, sizes.keys, &value_sums, plan);
+    store::<F, N>(d_key, &d_key_place.rows(batch, kv_head, sizes.keys), first, &key_sums, plan);
+    store::<F, N>(d_value, &d_value_place.rows(batch, kv_head, sizes.keys), first, &value_sums, plan);
 }
 
 /// Gradients of the queries of a tile, from all keys that any of them sees.
@@ -581,6 +540,7 @@ fn backward_queries_kernel<F: Float, I: Int, N: Size>(
     let side = comptime!(plan.side as u32);
     let tile = comptime!(plan.tile() as u32);
     let slices = comptime!(plan.slices());
+    let count = comptime!(slices as u32);
     let mask = comptime!(plan.mask);
     let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
     if batch >= sizes.batch_size {
@@ -588,10 +548,10 @@ fn backward_queries_kernel<F: Float, I: Int, N: Size>(
     }
     let first = (sizes.queries.div_ceil(tile) - 1 - number) * tile;
     let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
-    let query_at = query_place.head_at(batch, head);
-    let grad_at = grad_place.head_at(batch, head);
-    let key_at = key_place.head_at(batch, kv_head);
-    let value_at = value_place.head_at(batch, kv_head);
+    let queries = query_place.rows(batch, head, sizes.queries);
+    let grads = grad_place.rows(batch, head, sizes.queries);
+    let keys = key_place.rows(batch, kv_head, sizes.keys);
+    let values = value_place.rows(batch, kv_head, sizes.keys);
     let line = (batch * sizes.n_heads + head) * sizes.queries;
 
     let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
@@ -624,19 +584,17 @@ fn backward_queries_kernel<F: Float, I: Int, N: Size>(
         let first_key = at * tile;
         clear(&mut scores);
         clear(&mut d_scores);
-        #[unroll]
-        for slice in 0..slices {
+        for slice in 0..count {
             sync_cube();
-            load::<F, N>(grad, grad_at, grad_place.row, first, sizes.queries, &mut rows, slice, false, plan);
-            load::<F, N>(value, value_at, value_place.row, first_key, sizes.keys, &mut columns, slice, true, plan);
+            load::<F, N>(grad, &grads, first, &mut rows, slice, false, plan);
+            load::<F, N>(value, &values, first_key, &mut columns, slice, true, plan);
             sync_cube();
             dots(&rows, &columns, &mut d_scores, slice, plan);
         }
-        #[unroll]
-        for slice in 0..slices {
+        for slice in 0..count {
             sync_cube();
-            load::<F, N>(query, query_at, query_place.row, first, sizes.queries, &mut rows, slice, false, plan);
-            load::<F, N>(key, key_at, key_place.row, first_key, sizes.keys, &mut columns, slice, true, plan);
+            load::<F, N>(query, &queries, first, &mut rows, slice, false, plan);
+            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, plan);
             sync_cube();
             dots(&rows, &columns, &mut scores, slice, plan);
         }
@@ -667,14 +625,13 @@ fn backward_queries_kernel<F: Float, I: Int, N: Size>(
         for slice in 0..slices {
             if comptime!(slices > 1) {
                 sync_cube();
-                load::<F, N>(key, key_at, key_place.row, first_key, sizes.keys, &mut columns, slice, true, plan);
+                load::<F, N>(key, &keys, first_key, &mut columns, comptime!(slice as u32), true, plan);
             }
             sync_cube();
             accumulate(&scores_tile, &columns, &mut sums, slice, plan);
         }
     }
-    let d_query_at = d_query_place.head_at(batch, head);
-    store::<F, N>(d_query, d_query_at, d_query_place.row, first, sizes.queries, &sums, plan);
+    store::<F, N>(d_query, &d_query_place.rows(batch, head, sizes.queries), first, &sums, plan);
 }
 
 /// Number of the cube's tile among those of `rows`, its head and its batch: heads of one tile are neighbours.
@@ -750,17 +707,15 @@ fn slot(row: u32, #[comptime] spread: bool, #[comptime] plan: Plan) -> u32 {
     if spread { (row % 4 * side + row / 4) * (side + 1) } else { row * (side + 1) }
 }
 
-/// Loads a slice of a tile's rows, from row `first` on, with zeros from row `end` on and after the head's last element.
+/// Loads a slice of a tile's rows, from row `first` on, with zeros after the last row and the head's last element.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn load<F: Float, N: Size>(
     from: &Array<Vector<F, N>>,
-    head_at: u32,
-    stride: u32,
+    rows: &Rows,
     first: u32,
-    end: u32,
     to: &mut SharedMemory<Quad>,
-    #[comptime] slice: usize,
+    slice: u32,
     #[comptime] spread: bool,
     #[comptime] plan: Plan,
 ) {
@@ -770,13 +725,13 @@ fn load<F: Float, N: Size>(
     let width = comptime!(lanes as u32);
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
-    let column = comptime!(slice as u32) * comptime!(4 * side) + x * 4;
+    let column = slice * comptime!(4 * side) + x * 4;
     #[unroll]
     for step in 0..4u32 {
         let row = y + step * side;
         let mut quad = Quad::new(0.0f32);
-        if first + row < end {
-            let at = head_at + (first + row) * stride + column / width;
+        if first + row < rows.end {
+            let at = rows.at + (first + row) * rows.stride + column / width;
             #[unroll]
             for part in 0..comptime!(4 / width) {
                 if column + part * width < head_dim {
@@ -792,14 +747,12 @@ fn load<F: Float, N: Size>(
     }
 }
 
-/// Stores a tile's accumulators in its rows before `end`, from row `first` on.
+/// Stores a tile's accumulators in its rows, from row `first` on.
 #[cube]
 fn store<F: Float, N: Size>(
     to: &mut Array<Vector<F, N>>,
-    head_at: u32,
-    stride: u32,
+    rows: &Rows,
     first: u32,
-    end: u32,
     sums: &Array<Quad>,
     #[comptime] plan: Plan,
 ) {
@@ -812,11 +765,11 @@ fn store<F: Float, N: Size>(
     #[unroll]
     for i in 0..4u32 {
         let row = first + y * 4 + i;
-        if row < end {
+        if row < rows.end {
             #[unroll]
             for slice in 0..comptime!(plan.slices() as u32) {
                 let column = slice * comptime!(4 * side) + x * 4;
-                let at = head_at + row * stride + column / width;
+                let at = rows.at + row * rows.stride + column / width;
                 let quad = sums[comptime!((slice * 4 + i) as usize)];
                 #[unroll]
                 for part in 0..comptime!(4 / width) {
@@ -840,11 +793,11 @@ fn dots(
     rows: &SharedMemory<Quad>,
     columns: &SharedMemory<Quad>,
     scores: &mut Array<f32>,
-    #[comptime] slice: usize,
+    slice: u32,
     #[comptime] plan: Plan,
 ) {
     let side = comptime!(plan.side as u32);
-    let depth = comptime!((plan.head_dim - slice * plan.tile()).min(plan.tile()).div_ceil(4) as u32);
+    let depth = min(comptime!(plan.head_dim.div_ceil(4) as u32) - slice * side, side);
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
     let mut right = Array::<Quad>::new(4usize);
