@@ -1,6 +1,8 @@
 //! Scaled dot-product attention: causal, windowed or padded, grouped-query, with dropout.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

@@ -1,0 +1,132 @@
+//! Which keys a query sees, inside the kernels, and which tiles have any that is seen.
+
+use cubecl::prelude::*;
+
+/// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
+pub(super) const HIDDEN: f32 = -1e30;
+
+/// The window of a mask without one: longer than any sequence, and far from overflow.
+pub(super) const NO_WINDOW: i32 = 1 << 30;
+
+/// [`AttentionMask`](crate::AttentionMask) without its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum MaskKind {
+    None,
+    Causal,
+    Positions,
+    Lengths,
+}
+
+/// The numbers of an attention that may differ from launch to launch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) batch_size: u32,
+    pub(super) n_heads: u32,
+    pub(super) n_kv_heads: u32,
+    pub(super) queries: u32,
+    pub(super) keys: u32,
+    pub(super) window: i32,
+    pub(super) scale: f32,
+    /// Random bits below this are dropped.
+    pub(super) threshold: u32,
+    /// The factor on probabilities that are kept.
+    pub(super) kept: f32,
+}
+
+/// The last key that a query may see; the window before it ends there. `ints` are the mask's positions or lengths.
+#[cube]
+pub(super) fn last_key<I: Int>(
+    ints: &Array<I>,
+    batch: u32,
+    query: u32,
+    sizes: &Sizes,
+    #[comptime] mask: MaskKind,
+) -> i32 {
+    match mask {
+        MaskKind::None => i32::cast_from(sizes.keys) - 1,
+        MaskKind::Causal => i32::cast_from(query + sizes.keys) - i32::cast_from(sizes.queries),
+        MaskKind::Positions => i32::cast_from(ints[(batch * sizes.queries + query) as usize]),
+        MaskKind::Lengths => i32::cast_from(ints[batch as usize]) - 1,
+    }
+}
+
+/// Whether a query whose last key is `last` sees `key`.
+#[cube]
+pub(super) fn sees(key: u32, last: i32, sizes: &Sizes) -> bool {
+    let key = i32::cast_from(key);
+    key <= last && key > last - sizes.window
+}
+
+/// The keys, from the first up to before the second, that any of the queries `first .. first + count` needs. A query
+/// that sees none needs them all, since its probabilities are then alike.
+#[cube]
+pub(super) fn keys_of<I: Int>(
+    ints: &Array<I>,
+    batch: u32,
+    first: u32,
+    sizes: &Sizes,
+    #[comptime] count: u32,
+    #[comptime] mask: MaskKind,
+) -> (u32, u32) {
+    let keys = i32::cast_from(sizes.keys);
+    let after = min(first + count, sizes.queries);
+    let mut start = keys;
+    let mut end = 0i32;
+    if mask == MaskKind::Positions {
+        for query in first..after {
+            let last = last_key::<I>(ints, batch, query, sizes, mask);
+            let (row_start, row_end) = needed(last, last, sizes);
+            start = min(start, row_start);
+            end = max(end, row_end);
+        }
+    } else {
+        // The last key grows with the query: where both ends of the tile see a key, so does all between.
+        let low = last_key::<I>(ints, batch, first, sizes, mask);
+        let high = last_key::<I>(ints, batch, after - 1, sizes, mask);
+        let (tile_start, tile_end) = needed(low, high, sizes);
+        start = tile_start;
+        end = tile_end;
+    }
+    (u32::cast_from(start), u32::cast_from(end))
+}
+
+/// The keys that queries need whose last keys lie in `low ..= high`.
+#[cube]
+fn needed(low: i32, high: i32, sizes: &Sizes) -> (i32, i32) {
+    let keys = i32::cast_from(sizes.keys);
+    let start = max(low - sizes.window + 1, 0i32);
+    let blind = low < 0 || sizes.window <= 0 || high - sizes.window >= keys - 1;
+    (select(blind, 0i32, start), select(blind, keys, min(high + 1, keys)))
+}
+
+/// The queries, from the first up to before the second, that need any of the keys `first .. first + count`.
+#[cube]
+pub(super) fn queries_of<I: Int>(
+    ints: &Array<I>,
+    batch: u32,
+    first: u32,
+    sizes: &Sizes,
+    #[comptime] count: u32,
+    #[comptime] mask: MaskKind,
+) -> (u32, u32) {
+    let keys = i32::cast_from(sizes.keys);
+    let queries = i32::cast_from(sizes.queries);
+    let start = i32::cast_from(first);
+    let after = i32::cast_from(min(first + count, sizes.keys));
+    match mask {
+        MaskKind::Causal => {
+            let ahead = keys - queries;
+            // Some query may see no key at all.
+            let blind = ahead < 0 || sizes.window <= 0;
+            let low = select(blind, 0i32, max(start - ahead, 0i32));
+            let high = select(blind, queries, min(after - 1 + sizes.window - ahead, queries));
+            (u32::cast_from(low), u32::cast_from(max(low, high)))
+        }
+        MaskKind::Lengths => {
+            let length = i32::cast_from(ints[batch as usize]);
+            let hidden = length > 0 && start >= length;
+            (0u32.runtime(), select(hidden, 0u32, sizes.queries))
+        }
+        MaskKind::None | MaskKind::Positions => (0u32.runtime(), sizes.queries),
+    }
+}
