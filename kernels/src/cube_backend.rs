@@ -18,6 +18,12 @@ where
     I: IntElement,
     BT: BoolElement,
 {
+    #[cfg(feature = "cuda")]
+    fn probe(device: &Self::Device) -> Option<Box<dyn crate::recorder::Probe>> {
+        let cuda = R::name(&R::client(device)) == "cuda";
+        cuda.then(|| Box::new(crate::recorder::cupti::CuptiProbe::<R>::new(device)) as _)
+    }
+
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         let bits = Tensor::<Self, 2, Int>::empty([rows, columns], (device, DType::I32)).into_primitive();
         Tensor::from_primitive(dropout::cube::random_bits(contiguous(bits), key))

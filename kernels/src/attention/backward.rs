@@ -10,6 +10,7 @@ use burn::tensor::Tensor;
 use super::{AttentionMask, AttentionOptions, AttentionOutput};
 use crate::Backend;
 use crate::autodiff::{float, inner, inner_int, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct AttentionNode;
@@ -30,6 +31,9 @@ impl<B: Backend> Backward<B, 3> for AttentionNode {
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { query, key, value, saved, mask, options } = ops.state;
+        let _op = recorder::op("attention backward", || {
+            vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
+        });
         let gradients = B::attention_backward(grad, query, key, value, saved, &mask, options);
         let gradients = [gradients.query, gradients.key, gradients.value];
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {

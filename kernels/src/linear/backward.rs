@@ -10,6 +10,7 @@ use burn::tensor::Tensor;
 use super::LinearGradients;
 use crate::Backend;
 use crate::autodiff::{float, inner, primitive};
+use crate::recorder;
 
 /// The node of a projection: its parents are `[x, weight]` or `[x, weight, bias]`.
 #[derive(Debug)]
@@ -21,6 +22,7 @@ impl LinearNode {
     fn gradients<B: Backend, const N: usize>(ops: &Ops<State<B>, N>, grads: &mut Gradients) -> LinearGradients<B> {
         let grad = float(grads.consume::<B>(&ops.node));
         let (x, weight) = ops.state.clone();
+        let _op = recorder::op("linear backward", || vec![recorder::operand(&x), recorder::operand(&weight)]);
         B::linear_backward(grad, x, weight, N == 3)
     }
 }
