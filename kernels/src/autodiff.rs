@@ -13,10 +13,15 @@ use crate::dropout::{self, Dropout};
 use crate::head_loss::{self, HeadLossOptions};
 use crate::linear;
 use crate::norm::{self, Norm};
+use crate::recorder::Probe;
 use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::{Backend, RandomKey};
 
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
+    fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
+        B::probe(device)
+    }
+
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         from_inner_int(B::random_bits(rows, columns, key, device))
     }

@@ -12,6 +12,7 @@ use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random::{self, RandomKey};
+use crate::recorder::Probe;
 use crate::rotary::{self, PackedHeads, RotaryTable};
 
 /// A Burn backend with the fused operations of a transformer.
@@ -23,6 +24,12 @@ use crate::rotary::{self, PackedHeads, RotaryTable};
 ///
 /// Call the functions of this crate's root, which check shapes, rather than these methods.
 pub trait Backend: burn::tensor::backend::Backend {
+    /// What shows a [`Recording`](crate::recorder::Recording) the work of `device`; none where calls are all that is
+    /// known.
+    fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
+        None
+    }
+
     /// Body of [`random_bits`](crate::random_bits).
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         random::reference::random_bits(rows, columns, key, device)

@@ -23,6 +23,12 @@ where
     I: IntElement,
     BT: BoolElement,
 {
+    #[cfg(feature = "cuda")]
+    fn probe(device: &Self::Device) -> Option<Box<dyn crate::recorder::Probe>> {
+        let cuda = R::name(&R::client(device)) == "cuda";
+        cuda.then(|| Box::new(crate::recorder::cupti::CuptiProbe::<R>::new(device)) as _)
+    }
+
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         if reference_only() {
             return random::reference::random_bits(rows, columns, key, device);
@@ -118,6 +124,9 @@ where
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
+        if reference_only() {
+            return attention::reference::attention_forward(query, key, value, mask, options);
+        }
         let dims = Dims::new(query.dims(), key.dims());
         let [query, key, value] = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
         let (output, log_sum_exp) =
@@ -134,6 +143,9 @@ where
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
+        if reference_only() {
+            return attention::reference::attention_backward(grad, query, key, value, saved, mask, options);
+        }
         let dims = Dims::new(query.dims(), key.dims());
         let inputs = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
         let gradients = inputs.each_ref().map(|heads| heads.empty_like());
@@ -149,6 +161,60 @@ where
         let [query, key, value] = gradients.map(|heads| float::<Self, 4>(heads.tensor).swap_dims(1, 2));
         AttentionGradients { query, key, value }
     }
+
+    fn qkv_attention_forward(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        if reference_only() {
+            let [query, key, value] = heads.split(qkv);
+            return attention::reference::attention_forward(query, key, value, mask, options);
+        }
+        let (dims, qkv) = (packed_dims(&qkv, heads), primitive(qkv));
+        let inputs = packed(&qkv, heads);
+        let (output, log_sum_exp) =
+            attention::cube::attention_forward(inputs.each_ref(), dims, &cube_mask(mask), options);
+        AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) }
+    }
+
+    fn qkv_attention_backward(
+        grad: Tensor<Self, 4>,
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        saved: AttentionOutput<Self>,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> Tensor<Self, 3> {
+        if reference_only() {
+            return attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options);
+        }
+        let (shape, dims, qkv) = (qkv.dims(), packed_dims(&qkv, heads), primitive(qkv));
+        let gradient = empty(&qkv, shape, qkv.dtype);
+        attention::cube::attention_backward(
+            primitive(grad),
+            packed(&qkv, heads).each_ref(),
+            [primitive(saved.output), primitive(saved.log_sum_exp)],
+            dims,
+            &cube_mask(mask),
+            options,
+            packed(&gradient, heads).each_ref(),
+        );
+        float(gradient)
+    }
+}
+
+/// The sizes of an attention over packed heads.
+fn packed_dims<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads) -> attention::cube::Dims {
+    let [batch_size, seq_length, _] = qkv.dims();
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    attention::cube::Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: seq_length, head_dim }
+}
+
+/// Queries, keys and values in a packed tensor.
+fn packed<R: CubeRuntime>(qkv: &CubeTensor<R>, heads: PackedHeads) -> [Heads<R>; 3] {
+    [0, heads.n_heads, heads.n_heads + heads.n_kv_heads].map(|first| Heads::packed(qkv, first, heads.head_dim))
 }
 
 /// The mask's tensors as the kernels take them.

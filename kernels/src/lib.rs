@@ -42,6 +42,7 @@ mod linear;
 mod norm;
 mod optimizer;
 mod random;
+pub mod recorder;
 mod rotary;
 mod selection;
 

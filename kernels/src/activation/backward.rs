@@ -10,6 +10,7 @@ use burn::tensor::Tensor;
 use super::Activation;
 use crate::Backend;
 use crate::autodiff::{float, inner, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct ActivateNode;
@@ -19,6 +20,7 @@ impl<B: Backend> Backward<B, 1> for ActivateNode {
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (x, activation) = ops.state;
+        let _op = recorder::op("activate backward", || vec![recorder::operand(&x)]);
         unary::<B, _>(ops.parents, ops.node, grads, |grad| primitive(B::activate_backward(float(grad), x, activation)));
     }
 }

@@ -11,6 +11,7 @@ use burn::tensor::Tensor;
 
 use crate::Backend;
 use crate::autodiff::as_rows;
+use crate::recorder;
 
 /// A nonlinearity of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,6 +58,7 @@ impl Activation {
 /// # Panics
 /// If it gates and `width` is odd.
 pub fn activate<B: Backend, const D: usize>(x: Tensor<B, D>, activation: Activation) -> Tensor<B, D> {
+    let _op = recorder::op("activate", || vec![recorder::operand(&x)]);
     let mut dims = x.dims();
     assert!(!activation.gated || dims[D - 1].is_multiple_of(2), "activate: a gated activation needs an even width");
     dims[D - 1] = activation.output_width(dims[D - 1]);

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 
 use super::{AttentionMask, AttentionOptions, AttentionOutput};
 use crate::autodiff::{float, inner, inner_int, primitive};
-use crate::{Backend, PackedHeads};
+use crate::{Backend, PackedHeads, recorder};
 
 #[derive(Debug)]
 struct AttentionNode;
@@ -30,6 +30,9 @@ impl<B: Backend> Backward<B, 3> for AttentionNode {
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { query, key, value, saved, mask, options } = ops.state;
+        let _op = recorder::op("attention backward", || {
+            vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
+        });
         let gradients = B::attention_backward(grad, query, key, value, saved, &mask, options);
         let gradients = [gradients.query, gradients.key, gradients.value];
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {

@@ -9,7 +9,7 @@ pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor};
 
-use crate::{Backend, Dropout, PackedHeads};
+use crate::{Backend, Dropout, PackedHeads, recorder};
 
 /// Which keys a query sees.
 #[derive(Clone, Debug)]
@@ -93,6 +93,9 @@ pub fn attention<B: Backend>(
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 3> {
+    let _op = recorder::op("attention", || {
+        vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
+    });
     let [batch_size, n_heads, seq_length, head_dim] = query.dims();
     let n_kv_heads = key.dims()[1];
     assert!(

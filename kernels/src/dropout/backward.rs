@@ -10,6 +10,7 @@ use burn::tensor::Tensor;
 use super::Dropout;
 use crate::Backend;
 use crate::autodiff::{float, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct DropoutNode;
@@ -19,7 +20,11 @@ impl<B: Backend> Backward<B, 1> for DropoutNode {
 
     fn backward(self, ops: Ops<Dropout, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let dropout = ops.state;
-        unary::<B, _>(ops.parents, ops.node, grads, |grad| primitive(B::dropout(float(grad), dropout)));
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            let grad = float(grad);
+            let _op = recorder::op("dropout backward", || vec![recorder::operand(&grad)]);
+            primitive(B::dropout(grad, dropout))
+        });
     }
 }
 

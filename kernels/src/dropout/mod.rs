@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 
 use crate::autodiff::as_rows;
 use crate::random::RANGE;
-use crate::{Backend, RandomKey};
+use crate::{Backend, RandomKey, recorder};
 
 /// Which elements to drop: each with `probability`, as the bits of `key` say.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,6 +43,7 @@ pub fn dropout<B: Backend, const D: usize>(x: Tensor<B, D>, dropout: Dropout) ->
     if dropout.probability == 0.0 {
         return x;
     }
+    let _op = recorder::op("dropout", || vec![recorder::operand(&x)]);
     let dims = x.dims();
     B::dropout(as_rows(x), dropout).reshape(dims)
 }

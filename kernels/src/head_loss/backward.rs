@@ -10,6 +10,7 @@ use burn::tensor::{Int, Tensor};
 use super::HeadLossOptions;
 use crate::Backend;
 use crate::autodiff::{float, inner, inner_int, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct HeadLossNode;
@@ -20,6 +21,8 @@ impl<B: Backend> Backward<B, 2> for HeadLossNode {
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let Some((d_hidden, d_weight)) = ops.state else { return };
+        let _op =
+            recorder::op("head_loss backward", || vec![recorder::operand(&d_hidden), recorder::operand(&d_weight)]);
         let (d_hidden, d_weight) = B::head_loss_backward(grad, d_hidden, d_weight);
         for (parent, gradient) in ops.parents.into_iter().zip([d_hidden, d_weight]) {
             if let Some(node) = parent {

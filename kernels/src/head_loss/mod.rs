@@ -9,6 +9,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::Backend;
 use crate::autodiff::as_rows;
+use crate::recorder;
 
 /// The target of a position that does not count, as PyTorch has it.
 pub const IGNORED_TARGET: i32 = -100;
@@ -71,6 +72,7 @@ pub fn head_loss<B: Backend, const D: usize, const T: usize>(
     targets: Tensor<B, T, Int>,
     options: HeadLossOptions,
 ) -> Tensor<B, 1> {
+    let _op = recorder::op("head_loss", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
     let hidden = as_rows(hidden);
     let targets = targets.flatten::<1>(0, T - 1);
     assert_eq!(hidden.dims()[0], targets.dims()[0], "head_loss: as many targets as rows are needed");

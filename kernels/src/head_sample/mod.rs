@@ -4,7 +4,7 @@ pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor};
 
-use crate::{Backend, RandomKey};
+use crate::{Backend, RandomKey, recorder};
 
 /// How a token is chosen from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,5 +50,6 @@ impl Sampling {
 /// top-k is applied first, then top-p to what it leaves. The draw is Gumbel's (the arg max of logits plus noise), and
 /// the noise at (row, word) a pure function of [`Sampling::key`].
 pub fn head_sample<B: Backend>(hidden: Tensor<B, 2>, weight: Tensor<B, 2>, sampling: &Sampling) -> Tensor<B, 1, Int> {
+    let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
     B::head_sample(hidden, weight, sampling)
 }

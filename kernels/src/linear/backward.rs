@@ -11,7 +11,7 @@ use burn::tensor::ops::FloatTensor;
 
 use super::LinearGradients;
 use crate::autodiff::{float, inner, primitive};
-use crate::{Activation, Backend, Dropout};
+use crate::{Activation, Backend, Dropout, recorder};
 
 /// Parents `[x, weight, bias]`.
 #[derive(Debug)]
@@ -39,6 +39,7 @@ impl<B: Backend> Backward<B, 3> for LinearNode {
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { x, weight, more: has_bias } = ops.state;
+        let _op = recorder::op("linear backward", || vec![recorder::operand(&x), recorder::operand(&weight)]);
         let parents = ops.parents.map(|parent| parent.map(|node| node.id));
         register(parents, B::linear_backward(grad, x, weight, has_bias), grads);
     }
@@ -50,6 +51,7 @@ impl<B: Backend> Backward<B, 4> for LinearAddNode {
     fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
         let State { x, weight, more: (has_bias, dropout) } = ops.state;
+        let _op = recorder::op("linear_add backward", || vec![recorder::operand(&x), recorder::operand(&weight)]);
         let [x_node, weight_node, bias, residual] = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(node) = residual {
             grads.register::<B>(node, grad.clone());
@@ -66,6 +68,7 @@ impl<B: Backend> Backward<B, 3> for LinearActivateNode {
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { x, weight, more: (bias, saved, activation) } = ops.state;
+        let _op = recorder::op("norm_gate_up backward", || vec![recorder::operand(&x), recorder::operand(&weight)]);
         let gradients = B::linear_activate_backward(grad, x, weight, bias, saved, activation);
         register(ops.parents.map(|parent| parent.map(|node| node.id)), gradients, grads);
     }

@@ -13,7 +13,7 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::autodiff::as_rows;
-use crate::{Activation, Backend, Dropout, Norm};
+use crate::{Activation, Backend, Dropout, Norm, recorder};
 
 /// What the backward pass of a projection gives.
 #[derive(Clone, Debug)]
@@ -45,6 +45,7 @@ pub fn linear<B: Backend, const D: usize>(
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
 ) -> Tensor<B, D> {
+    let _op = recorder::op("linear", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "linear");
     <B as Backend>::linear(as_rows(x), weight, bias).reshape(dims)
 }
@@ -61,6 +62,7 @@ pub fn norm_linear<B: Backend, const D: usize>(
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
 ) -> Tensor<B, D> {
+    let _op = recorder::op("norm_linear", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "norm_linear");
     B::norm_linear(as_rows(x), norm, weight, bias).reshape(dims)
 }
@@ -77,6 +79,7 @@ pub fn linear_add<B: Backend, const D: usize>(
     dropout: Option<Dropout>,
     residual: Tensor<B, D>,
 ) -> Tensor<B, D> {
+    let _op = recorder::op("linear_add", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "linear_add");
     let dropout = dropout.filter(|dropout| dropout.probability > 0.0);
     B::linear_add(as_rows(x), weight, bias, dropout, as_rows(residual)).reshape(dims)
@@ -94,6 +97,7 @@ pub fn norm_gate_up<B: Backend, const D: usize>(
     bias: Option<Tensor<B, 1>>,
     activation: Activation,
 ) -> Tensor<B, D> {
+    let _op = recorder::op("norm_gate_up", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let mut dims = output_dims(&x, &weight, "norm_gate_up");
     dims[D - 1] = activation.output_width(dims[D - 1]);
     B::norm_gate_up(as_rows(x), norm, weight, bias, activation).reshape(dims)

@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 
 use crate::Backend;
 use crate::autodiff::as_rows;
+use crate::recorder;
 
 /// Which statistics a norm divides by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +72,7 @@ pub struct NormGradients<B: Backend> {
 /// # Panics
 /// If the last dimension and the norm's weights differ in size.
 pub fn norm<B: Backend, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tensor<B, D> {
+    let _op = recorder::op("norm", || vec![recorder::operand(&x)]);
     let dims = x.dims();
     assert_eq!(dims[D - 1], norm.gamma.dims()[0], "norm: the input's last dimension and the weights differ");
     B::norm(as_rows(x), norm).reshape(dims)

@@ -4,6 +4,7 @@
 
 mod compare;
 mod operations;
+mod recorder;
 
 use std::sync::{Mutex, PoisonError};
 

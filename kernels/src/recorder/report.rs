@@ -1,0 +1,448 @@
+//! What a recording found, as fields, as a table and as JSON.
+
+use std::fmt::{self, Display, Formatter, Write};
+use std::ops::AddAssign;
+use std::time::Duration;
+
+use burn::tensor::DType;
+
+/// How many kernels the table names; the fields and the JSON hold all.
+const KERNELS_SHOWN: usize = 12;
+
+/// Where the figures of a report come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Calls alone: what the device did is unknown.
+    Calls,
+    /// Calls, and what CUPTI recorded of the driver and of the device.
+    Cupti,
+}
+
+/// Shape and dtype of one input of an operation.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Operand {
+    /// Its dimensions.
+    pub dims: Vec<usize>,
+    /// Its dtype.
+    pub dtype: DType,
+}
+
+/// Copies or fills, together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copies {
+    /// How many.
+    pub count: u64,
+    /// Bytes written.
+    pub bytes: u64,
+    /// Time that the device took, where it is known.
+    pub time: Option<Duration>,
+}
+
+/// What was done for an operation, or for a whole region. `None` is unknown, never zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Kernels launched.
+    pub launches: Option<u64>,
+    /// Device time of these kernels.
+    pub kernel_time: Option<Duration>,
+    /// Copies from the host to the device.
+    pub to_device: Option<Copies>,
+    /// Copies from the device to the host.
+    pub to_host: Option<Copies>,
+    /// Copies within the device.
+    pub on_device: Option<Copies>,
+    /// Copies between this device and another.
+    pub between_devices: Option<Copies>,
+    /// Fills of device memory.
+    pub memsets: Option<Copies>,
+    /// Calls that wait for the device: for a stream, an event or all of it.
+    pub synchronisations: Option<u64>,
+    /// Allocations of device memory that reached the driver.
+    pub allocations: Option<u64>,
+    /// Releases of device memory that reached the driver.
+    pub frees: Option<u64>,
+    /// Allocations of pinned host memory that reached the driver.
+    pub host_allocations: Option<u64>,
+}
+
+/// The calls of one operation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpReport {
+    /// Its name.
+    pub name: &'static str,
+    /// How often it was called.
+    pub calls: u64,
+    /// How often with which inputs, in the order of the first such call.
+    pub shapes: Vec<(Vec<Operand>, u64)>,
+    /// What was done within it, and not within another operation that it called.
+    pub work: Work,
+}
+
+/// The launches of one kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelReport {
+    /// Its name, as the driver has it.
+    pub name: String,
+    /// How often it ran.
+    pub launches: u64,
+    /// Its device time, all launches together.
+    pub time: Option<Duration>,
+}
+
+/// Calls of an operation that had no kernel and ran the reference on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fallback {
+    /// The operation.
+    pub op: &'static str,
+    /// The device.
+    pub device: String,
+    /// Why.
+    pub reason: String,
+    /// How often.
+    pub count: u64,
+}
+
+/// What a recording found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Where the figures come from.
+    pub source: Source,
+    /// The device.
+    pub device: String,
+    /// From the end of the wait before the region to the end of the wait after it, by the host's clock.
+    pub elapsed: Duration,
+    /// Operations, in the order of their first calls, on whichever device they ran.
+    pub ops: Vec<OpReport>,
+    /// What was done on the device outside any operation.
+    pub outside: Work,
+    /// All that was done on the device, counted without regard to operations.
+    pub total: Work,
+    /// Kernels by device time, longest first, where they are known.
+    pub kernels: Option<Vec<KernelReport>>,
+    /// References run for want of a kernel.
+    pub fallbacks: Vec<Fallback>,
+    /// What callers of [`uploaded`](super::uploaded) told; whatever was uploaded elsewhere is not in it.
+    pub uploaded: Copies,
+    /// What callers of [`read_back`](super::read_back) told; whatever was read elsewhere is not in it.
+    pub read_back: Copies,
+}
+
+impl Operand {
+    /// From dimensions and dtype.
+    pub fn new(dims: impl Into<Vec<usize>>, dtype: DType) -> Self {
+        Self { dims: dims.into(), dtype }
+    }
+}
+
+impl Work {
+    /// Nothing done, and known to be so.
+    pub fn none() -> Self {
+        let copies = Some(Copies { time: Some(Duration::ZERO), ..Copies::default() });
+        Self {
+            launches: Some(0),
+            kernel_time: Some(Duration::ZERO),
+            to_device: copies,
+            to_host: copies,
+            on_device: copies,
+            between_devices: copies,
+            memsets: copies,
+            synchronisations: Some(0),
+            allocations: Some(0),
+            frees: Some(0),
+            host_allocations: Some(0),
+        }
+    }
+
+    /// Time of the device on kernels, copies and fills, where all of it is known. Kernels of several streams may run
+    /// at once, so that it can exceed the time elapsed.
+    pub fn device_time(&self) -> Option<Duration> {
+        let copies = [self.to_device, self.to_host, self.on_device, self.between_devices, self.memsets];
+        copies.into_iter().try_fold(self.kernel_time?, |sum, copies| Some(sum + copies?.time?))
+    }
+}
+
+impl AddAssign for Copies {
+    fn add_assign(&mut self, other: Self) {
+        self.count += other.count;
+        self.bytes += other.bytes;
+        self.time = self.time.zip(other.time).map(|(a, b)| a + b);
+    }
+}
+
+impl AddAssign for Work {
+    fn add_assign(&mut self, other: Self) {
+        fn add<T: AddAssign>(a: &mut Option<T>, b: Option<T>) {
+            *a = a.take().zip(b).map(|(mut a, b)| {
+                a += b;
+                a
+            });
+        }
+        add(&mut self.launches, other.launches);
+        add(&mut self.kernel_time, other.kernel_time);
+        add(&mut self.to_device, other.to_device);
+        add(&mut self.to_host, other.to_host);
+        add(&mut self.on_device, other.on_device);
+        add(&mut self.between_devices, other.between_devices);
+        add(&mut self.memsets, other.memsets);
+        add(&mut self.synchronisations, other.synchronisations);
+        add(&mut self.allocations, other.allocations);
+        add(&mut self.frees, other.frees);
+        add(&mut self.host_allocations, other.host_allocations);
+    }
+}
+
+impl Report {
+    /// The operation of this name, if it was called.
+    pub fn op(&self, name: &str) -> Option<&OpReport> {
+        self.ops.iter().find(|op| op.name == name)
+    }
+
+    /// The report as one JSON object: times in nanoseconds, `null` where unknown.
+    pub fn to_json(&self) -> String {
+        let source = match self.source {
+            Source::Calls => "calls",
+            Source::Cupti => "cupti",
+        };
+        let kernel = |kernel: &KernelReport| {
+            let (name, time) = (text(&kernel.name), optional(kernel.time.map(|time| time.as_nanos())));
+            format!(r#"{{"name":{name},"launches":{},"time_ns":{time}}}"#, kernel.launches)
+        };
+        let fallback = |fallback: &Fallback| {
+            let [op, device, reason] = [fallback.op, &fallback.device, &fallback.reason].map(text);
+            format!(r#"{{"op":{op},"device":{device},"reason":{reason},"count":{}}}"#, fallback.count)
+        };
+        format!(
+            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploaded":{},"read_back":{}}}"#,
+            text(&self.device),
+            self.elapsed.as_nanos(),
+            list(&self.ops, OpReport::to_json),
+            self.outside.to_json(),
+            self.total.to_json(),
+            optional(self.kernels.as_ref().map(|kernels| list(kernels, kernel))),
+            list(&self.fallbacks, fallback),
+            self.uploaded.to_json(),
+            self.read_back.to_json(),
+        )
+    }
+}
+
+impl OpReport {
+    fn to_json(&self) -> String {
+        let operand = |operand: &Operand| {
+            format!(r#"{{"dims":{},"dtype":"{}"}}"#, list(&operand.dims, usize::to_string), operand.dtype.name())
+        };
+        let shape = |(operands, calls): &(Vec<Operand>, u64)| {
+            format!(r#"{{"inputs":{},"calls":{calls}}}"#, list(operands, operand))
+        };
+        let (shapes, work) = (list(&self.shapes, shape), self.work.to_json());
+        format!(r#"{{"name":{},"calls":{},"shapes":{shapes},"work":{work}}}"#, text(self.name), self.calls)
+    }
+}
+
+impl Copies {
+    fn to_json(&self) -> String {
+        let time = optional(self.time.map(|time| time.as_nanos()));
+        format!(r#"{{"count":{},"bytes":{},"time_ns":{time}}}"#, self.count, self.bytes)
+    }
+}
+
+impl Work {
+    fn to_json(&self) -> String {
+        let copies = |copies: Option<Copies>| optional(copies.map(|copies| copies.to_json()));
+        let fields = [
+            ("launches", optional(self.launches)),
+            ("kernel_time_ns", optional(self.kernel_time.map(|time| time.as_nanos()))),
+            ("to_device", copies(self.to_device)),
+            ("to_host", copies(self.to_host)),
+            ("on_device", copies(self.on_device)),
+            ("between_devices", copies(self.between_devices)),
+            ("memsets", copies(self.memsets)),
+            ("synchronisations", optional(self.synchronisations)),
+            ("allocations", optional(self.allocations)),
+            ("frees", optional(self.frees)),
+            ("host_allocations", optional(self.host_allocations)),
+        ];
+        format!("{{{}}}", fields.map(|(name, value)| format!(r#""{name}":{value}"#)).join(","))
+    }
+}
+
+fn optional(value: Option<impl Display>) -> String {
+    value.map_or("null".into(), |value| value.to_string())
+}
+
+fn list<T>(items: &[T], json: impl Fn(&T) -> String) -> String {
+    format!("[{}]", items.iter().map(json).collect::<Vec<_>>().join(","))
+}
+
+/// A JSON string.
+fn text(value: &str) -> String {
+    let mut json = String::from('"');
+    for c in value.chars() {
+        match c {
+            '"' | '\\' => json.extend(['\\', c]),
+            c if c < ' ' => write!(json, "\\u{:04x}", u32::from(c)).expect("strings take all"),
+            c => json.push(c),
+        }
+    }
+    json + "\""
+}
+
+impl Display for Source {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Calls => "calls alone",
+            Self::Cupti => "CUPTI",
+        })
+    }
+}
+
+impl Display for Operand {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {}", self.dims, self.dtype.name())
+    }
+}
+
+impl Display for Copies {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {}", self.count, bytes(self.bytes))?;
+        self.time.map_or(Ok(()), |time| write!(f, ", {}", milliseconds(time)))
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} on {}, from {}", milliseconds(self.elapsed), self.device, self.source)?;
+        let name_width = self.ops.iter().map(|op| op.name.len()).max().unwrap_or(0).max("outside any op".len());
+        let row = |f: &mut Formatter<'_>, name: &str, cells: [&str; 5]| {
+            let [calls, launches, time, up, down] = cells;
+            writeln!(f, "{name:name_width$} {calls:>7} {launches:>9} {time:>12} {up:>10} {down:>10}")
+        };
+        let work = |f: &mut Formatter<'_>, name: &str, calls: &str, work: &Work| {
+            let count = |copies: Option<Copies>| known(copies.map(|copies| copies.count));
+            let (launches, time) = (known(work.launches), known(work.device_time().map(milliseconds)));
+            row(f, name, [calls, &launches, &time, &count(work.to_device), &count(work.to_host)])
+        };
+        row(f, "op", ["calls", "launches", "device time", "to device", "to host"])?;
+        for op in &self.ops {
+            work(f, op.name, &op.calls.to_string(), &op.work)?;
+        }
+        work(f, "outside any op", "", &self.outside)?;
+        work(f, "total", &self.ops.iter().map(|op| op.calls).sum::<u64>().to_string(), &self.total)?;
+
+        writeln!(f, "\nhost to device: {}", known(self.total.to_device))?;
+        writeln!(f, "device to host: {}", known(self.total.to_host))?;
+        writeln!(f, "within the device: {}", known(self.total.on_device))?;
+        writeln!(f, "between devices: {}", known(self.total.between_devices))?;
+        writeln!(f, "fills: {}", known(self.total.memsets))?;
+        writeln!(f, "synchronisations: {}", known(self.total.synchronisations))?;
+        let (allocations, frees) = (known(self.total.allocations), known(self.total.frees));
+        writeln!(
+            f,
+            "driver allocations: {allocations}, frees: {frees}, pinned: {}",
+            known(self.total.host_allocations)
+        )?;
+        if self.uploaded.count + self.read_back.count > 0 {
+            writeln!(f, "told of: uploads {}; reads {}", self.uploaded, self.read_back)?;
+        }
+
+        if !self.ops.is_empty() {
+            writeln!(f, "\ncalls by shape")?;
+        }
+        for op in &self.ops {
+            for (operands, calls) in &op.shapes {
+                let operands: Vec<String> = operands.iter().map(Operand::to_string).collect();
+                writeln!(f, "{:name_width$} {calls:>7} x {}", op.name, operands.join(", "))?;
+            }
+        }
+        match &self.kernels {
+            None => writeln!(f, "\nkernels: unknown")?,
+            Some(kernels) => {
+                writeln!(f, "\nkernels: {}", kernels.len())?;
+                for kernel in kernels.iter().take(KERNELS_SHOWN) {
+                    let time = known(kernel.time.map(milliseconds));
+                    writeln!(f, "{time:>12} {:>7} x {}", kernel.launches, kernel.name)?;
+                }
+                if kernels.len() > KERNELS_SHOWN {
+                    writeln!(f, "and {} more", kernels.len() - KERNELS_SHOWN)?;
+                }
+            }
+        }
+        for Fallback { op, device, reason, count } in &self.fallbacks {
+            writeln!(f, "{op} ran its reference on {device} {count} times: {reason}")?;
+        }
+        Ok(())
+    }
+}
+
+fn known(value: Option<impl Display>) -> String {
+    value.map_or("unknown".into(), |value| value.to_string())
+}
+
+fn milliseconds(time: Duration) -> String {
+    format!("{:.3} ms", time.as_secs_f64() * 1e3)
+}
+
+fn bytes(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..1_048_576 => format!("{:.1} KiB", bytes as f64 / 1024.0),
+        _ => format!("{:.1} MiB", bytes as f64 / 1_048_576.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        let shapes = vec![(vec![Operand::new([2, 3], DType::BF16)], 4)];
+        let copies = Copies { count: 1, bytes: 2048, time: Some(Duration::from_nanos(7)) };
+        let known = Work { to_host: Some(copies), launches: Some(5), ..Work::none() };
+        Report {
+            source: Source::Cupti,
+            device: "Cuda(0)".into(),
+            elapsed: Duration::from_micros(1500),
+            ops: vec![OpReport { name: "norm", calls: 4, shapes, work: Work::default() }],
+            outside: Work::none(),
+            total: known,
+            kernels: Some(vec![KernelReport { name: "k\"1\"".into(), launches: 5, time: None }]),
+            fallbacks: vec![Fallback { op: "rotary", device: "d".into(), reason: "a\nb".into(), count: 2 }],
+            uploaded: Copies::default(),
+            read_back: Copies::default(),
+        }
+    }
+
+    #[test]
+    fn the_table_tells_the_unknown_from_zero() {
+        let table = report().to_string();
+        assert!(table.contains("1.500 ms on Cuda(0), from CUPTI"), "{table}");
+        assert!(table.contains("device to host: 1, 2.0 KiB, 0.000 ms"), "{table}");
+        let norm = table.lines().find(|line| line.starts_with("norm")).expect("a line for norm");
+        assert_eq!(
+            norm.split_whitespace().collect::<Vec<_>>(),
+            ["norm", "4", "unknown", "unknown", "unknown", "unknown"]
+        );
+        let outside = table.lines().find(|line| line.starts_with("outside")).expect("a line for the rest");
+        assert!(outside.contains(" 0 ") && !outside.contains("unknown"), "{outside}");
+        assert!(table.contains("4 x [2, 3] bf16"), "{table}");
+    }
+
+    #[test]
+    fn json_has_null_for_the_unknown_and_escapes_text() {
+        let json = report().to_json();
+        assert!(json.starts_with(r#"{"source":"cupti","device":"Cuda(0)","elapsed_ns":1500000,"ops":[{"name":"norm""#));
+        assert!(json.contains(r#""shapes":[{"inputs":[{"dims":[2,3],"dtype":"bf16"}],"calls":4}]"#), "{json}");
+        assert!(json.contains(r#""work":{"launches":null,"kernel_time_ns":null,"to_device":null"#), "{json}");
+        assert!(json.contains(r#""to_host":{"count":1,"bytes":2048,"time_ns":7}"#), "{json}");
+        assert!(json.contains(r#"{"name":"k\"1\"","launches":5,"time_ns":null}"#), "{json}");
+        assert!(json.contains(r#""reason":"a\u000ab""#), "{json}");
+    }
+
+    #[test]
+    fn what_is_unknown_in_a_part_is_unknown_in_the_sum() {
+        let mut sum = Work { launches: Some(2), ..Work::none() };
+        sum += Work { launches: Some(3), kernel_time: None, ..Work::none() };
+        assert_eq!((sum.launches, sum.kernel_time, sum.device_time()), (Some(5), None, None));
+        assert_eq!(Work::none().device_time(), Some(Duration::ZERO));
+    }
+}

@@ -1,0 +1,344 @@
+//! Ties what the driver and the device did to the operations that asked for it.
+//!
+//! Three things come in: which operation is open on which stream of CubeCL, the calls of the driver with the stream
+//! that each was made for, and the device's records. A call and the records of what it started share a correlation id.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use super::{Copies, KernelReport, Trace, Work};
+
+/// What a device's record tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Activity<'a> {
+    Kernel { name: &'a str },
+    Copy { direction: Direction, bytes: u64 },
+    Memset { bytes: u64 },
+}
+
+/// Where a copy went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    ToDevice,
+    ToHost,
+    OnDevice,
+    BetweenDevices,
+    /// Between host and host, which concerns no device.
+    OnHost,
+    Unknown,
+}
+
+/// What a call of the driver is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    Launch,
+    /// A copy or a fill.
+    Transfer,
+    /// Waits for the device.
+    Wait,
+    Allocation,
+    Free,
+    /// Takes pinned memory of the host.
+    HostAllocation,
+}
+
+impl Call {
+    /// By the driver's name of the function; versions and variants of a function end its name.
+    pub(crate) fn of(function: &str) -> Option<Self> {
+        const CALLS: [(&str, Option<Call>); 15] = [
+            ("cuLaunchHostFunc", None),
+            ("cuLaunch", Some(Call::Launch)),
+            ("cuGraphLaunch", Some(Call::Launch)),
+            ("cuMemcpy", Some(Call::Transfer)),
+            ("cuMemset", Some(Call::Transfer)),
+            ("cuStreamSynchronize", Some(Call::Wait)),
+            ("cuEventSynchronize", Some(Call::Wait)),
+            ("cuCtxSynchronize", Some(Call::Wait)),
+            ("cuMemAllocHost", Some(Call::HostAllocation)),
+            ("cuMemHostAlloc", Some(Call::HostAllocation)),
+            ("cuMemAlloc", Some(Call::Allocation)),
+            ("cuMemCreate", Some(Call::Allocation)),
+            ("cuMemFreeHost", None),
+            ("cuMemFree", Some(Call::Free)),
+            ("cuMemRelease", Some(Call::Free)),
+        ];
+        CALLS.into_iter().find(|(prefix, _)| function.starts_with(prefix))?.1
+    }
+}
+
+/// Figures of one operation, as they come in.
+#[derive(Default)]
+struct Tally {
+    kernels: Timed,
+    copies: [Timed; 4],
+    memsets: Timed,
+    synchronisations: u64,
+    allocations: u64,
+    frees: u64,
+    host_allocations: u64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Timed {
+    count: u64,
+    bytes: u64,
+    time: Duration,
+    /// Without a time.
+    untimed: u64,
+}
+
+struct Launch {
+    op: Option<u32>,
+    recorded: bool,
+}
+
+/// Collects one recording.
+#[derive(Default)]
+pub(crate) struct Tracer {
+    /// Operations open on each stream, innermost last.
+    open: HashMap<u64, Vec<u32>>,
+    /// The operation of each call that gave the device work, by correlation id.
+    calls: HashMap<u32, Option<u32>>,
+    /// Those of them that launch kernels.
+    launches: HashMap<u32, Launch>,
+    ops: HashMap<Option<u32>, Tally>,
+    total: Tally,
+    kernels: HashMap<String, Timed>,
+    unknown_direction: bool,
+}
+
+impl Timed {
+    fn add(&mut self, bytes: u64, time: Option<Duration>) {
+        self.count += 1;
+        self.bytes += bytes;
+        self.time += time.unwrap_or_default();
+        self.untimed += u64::from(time.is_none());
+    }
+
+    fn time(&self) -> Option<Duration> {
+        (self.untimed == 0).then_some(self.time)
+    }
+
+    fn copies(&self) -> Copies {
+        Copies { count: self.count, bytes: self.bytes, time: self.time() }
+    }
+}
+
+impl Tracer {
+    /// From here on, what is called for `stream` is of operation `op`.
+    pub(crate) fn enter(&mut self, stream: u64, op: u32) {
+        self.open.entry(stream).or_default().push(op);
+    }
+
+    /// The innermost operation of `stream` is over.
+    pub(crate) fn leave(&mut self, stream: u64) {
+        self.open.entry(stream).or_default().pop();
+    }
+
+    /// The driver was called for `stream`.
+    pub(crate) fn call(&mut self, stream: u64, call: Call, correlation: u32) {
+        let op = self.open.get(&stream).and_then(|open| open.last().copied());
+        for tally in [&mut self.total, self.ops.entry(op).or_default()] {
+            match call {
+                Call::Launch | Call::Transfer => {}
+                Call::Wait => tally.synchronisations += 1,
+                Call::Allocation => tally.allocations += 1,
+                Call::Free => tally.frees += 1,
+                Call::HostAllocation => tally.host_allocations += 1,
+            }
+        }
+        if matches!(call, Call::Launch | Call::Transfer) {
+            self.calls.insert(correlation, op);
+        }
+        if call == Call::Launch {
+            self.launches.insert(correlation, Launch { op, recorded: false });
+        }
+    }
+
+    /// The device did this for the call of that correlation id.
+    pub(crate) fn activity(&mut self, correlation: u32, activity: Activity<'_>, time: Option<Duration>) {
+        let op = self.calls.get(&correlation).copied().flatten();
+        let (slot, bytes): (fn(&mut Tally) -> &mut Timed, u64) = match activity {
+            Activity::Kernel { name } => {
+                if let Some(launch) = self.launches.get_mut(&correlation) {
+                    launch.recorded = true;
+                }
+                match self.kernels.get_mut(name) {
+                    Some(kernel) => kernel.add(0, time),
+                    None => self.kernels.entry(name.to_string()).or_default().add(0, time),
+                }
+                (|tally| &mut tally.kernels, 0)
+            }
+            Activity::Memset { bytes } => (|tally| &mut tally.memsets, bytes),
+            Activity::Copy { direction, bytes } => {
+                let slot: fn(&mut Tally) -> &mut Timed = match direction {
+                    Direction::ToDevice => |tally| &mut tally.copies[0],
+                    Direction::ToHost => |tally| &mut tally.copies[1],
+                    Direction::OnDevice => |tally| &mut tally.copies[2],
+                    Direction::BetweenDevices => |tally| &mut tally.copies[3],
+                    Direction::OnHost => return,
+                    Direction::Unknown => {
+                        self.unknown_direction = true;
+                        return;
+                    }
+                };
+                (slot, bytes)
+            }
+        };
+        slot(&mut self.total).add(bytes, time);
+        slot(self.ops.entry(op).or_default()).add(bytes, time);
+    }
+
+    /// What was collected. Where CUPTI dropped records, or sent some that cannot be told apart, the figures that they
+    /// belong to are unknown; so is the device time of a launch without a record.
+    pub(crate) fn finish(mut self, dropped: bool) -> Trace {
+        for launch in self.launches.values().filter(|launch| !launch.recorded) {
+            self.total.kernels.add(0, None);
+            self.ops.entry(launch.op).or_default().kernels.add(0, None);
+        }
+        let copies_known = !dropped && !self.unknown_direction;
+        let work = |tally: &Tally| {
+            let [to_device, to_host, on_device, between_devices] =
+                tally.copies.map(|copies| copies_known.then(|| copies.copies()));
+            Work {
+                launches: (!dropped).then_some(tally.kernels.count),
+                kernel_time: tally.kernels.time().filter(|_| !dropped),
+                to_device,
+                to_host,
+                on_device,
+                between_devices,
+                memsets: (!dropped).then(|| tally.memsets.copies()),
+                synchronisations: Some(tally.synchronisations),
+                allocations: Some(tally.allocations),
+                frees: Some(tally.frees),
+                host_allocations: Some(tally.host_allocations),
+            }
+        };
+        let idle = work(&Tally::default());
+        let outside = self.ops.remove(&None).map_or(idle, |tally| work(&tally));
+        let ops = self.ops.iter().filter_map(|(op, tally)| Some(((*op)?, work(tally)))).collect();
+        let total = work(&self.total);
+        let report =
+            |(name, kernel): (String, Timed)| KernelReport { name, launches: kernel.count, time: kernel.time() };
+        let mut kernels: Vec<_> = self.kernels.into_iter().map(report).collect();
+        kernels.sort_by(|a, b| b.time.cmp(&a.time).then_with(|| a.name.cmp(&b.name)));
+        Trace { ops, idle, outside, total, kernels: (!dropped).then_some(kernels) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NORM: u32 = 0;
+    const LINEAR: u32 = 1;
+
+    fn kernel(name: &str) -> Activity<'_> {
+        Activity::Kernel { name }
+    }
+
+    fn nanoseconds(time: u64) -> Option<Duration> {
+        Some(Duration::from_nanos(time))
+    }
+
+    fn call(tracer: &mut Tracer, stream: u64, function: &str, correlation: u32) {
+        if let Some(call) = Call::of(function) {
+            tracer.call(stream, call, correlation);
+        }
+    }
+
+    #[test]
+    fn work_is_of_the_innermost_operation_of_its_stream() {
+        let mut tracer = Tracer::default();
+        call(&mut tracer, 7, "cuLaunchKernel", 1);
+        tracer.enter(7, NORM);
+        call(&mut tracer, 7, "cuLaunchKernel", 2);
+        tracer.enter(7, LINEAR);
+        call(&mut tracer, 7, "cuLaunchKernelEx", 3);
+        // Another thread is in no operation.
+        call(&mut tracer, 8, "cuLaunchKernel", 4);
+        tracer.leave(7);
+        call(&mut tracer, 7, "cuMemcpyHtoDAsync_v2", 5);
+        call(&mut tracer, 7, "cuMemAllocAsync", 6);
+        tracer.leave(7);
+        call(&mut tracer, 7, "cuEventSynchronize", 7);
+        // Records come in any order.
+        for (correlation, time) in [(3, 30), (1, 10), (4, 40), (2, 20)] {
+            tracer.activity(correlation, kernel(if correlation == 3 { "product" } else { "sum" }), nanoseconds(time));
+        }
+        let copy = Activity::Copy { direction: Direction::ToDevice, bytes: 64 };
+        tracer.activity(5, copy, nanoseconds(5));
+        let trace = tracer.finish(false);
+
+        let [norm, linear] = [NORM, LINEAR].map(|op| trace.ops[&op]);
+        assert_eq!((norm.launches, norm.kernel_time, norm.allocations), (Some(1), nanoseconds(20), Some(1)));
+        assert_eq!(norm.to_device, Some(Copies { count: 1, bytes: 64, time: nanoseconds(5) }));
+        assert_eq!((linear.launches, linear.kernel_time, linear.allocations), (Some(1), nanoseconds(30), Some(0)));
+        assert_eq!((trace.outside.launches, trace.outside.kernel_time), (Some(2), nanoseconds(50)));
+        assert_eq!(trace.outside.synchronisations, Some(1));
+        assert_eq!(trace.total.device_time(), nanoseconds(105));
+        let mut sum = trace.outside;
+        trace.ops.values().for_each(|op| sum += *op);
+        assert_eq!(sum, trace.total);
+        let names: Vec<_> = trace.kernels.iter().flatten().map(|kernel| (&*kernel.name, kernel.launches)).collect();
+        assert_eq!(names, [("sum", 3), ("product", 1)]);
+    }
+
+    #[test]
+    fn copies_and_fills_are_told_apart() {
+        let mut tracer = Tracer::default();
+        let directions = [Direction::ToDevice, Direction::ToHost, Direction::OnDevice, Direction::BetweenDevices];
+        for (bytes, direction) in (1..).zip(directions) {
+            tracer.activity(0, Activity::Copy { direction, bytes }, nanoseconds(1));
+        }
+        tracer.activity(0, Activity::Memset { bytes: 5 }, None);
+        let Work { to_device, to_host, on_device, between_devices, memsets, .. } = tracer.finish(false).total;
+        let copies = [to_device, to_host, on_device, between_devices, memsets].map(|copies| copies.expect("known"));
+        assert_eq!(copies.map(|copies| copies.bytes), [1, 2, 3, 4, 5]);
+        assert_eq!(
+            copies.map(|copies| copies.time),
+            [nanoseconds(1), nanoseconds(1), nanoseconds(1), nanoseconds(1), None]
+        );
+    }
+
+    #[test]
+    fn host_memory_and_host_functions_are_no_device_work() {
+        let mut tracer = Tracer::default();
+        for name in ["cuMemAllocHost_v2", "cuMemFreeHost", "cuMemFree_v2", "cuMemFreeAsync", "cuLaunchHostFunc"] {
+            call(&mut tracer, 1, name, 1);
+        }
+        tracer.activity(1, Activity::Copy { direction: Direction::OnHost, bytes: 8 }, None);
+        let total = tracer.finish(false).total;
+        assert_eq!((total.allocations, total.frees, total.host_allocations), (Some(0), Some(2), Some(1)));
+        assert_eq!((total.launches, total.device_time()), (Some(0), nanoseconds(0)));
+    }
+
+    #[test]
+    fn a_launch_without_a_record_has_no_known_time() {
+        let mut tracer = Tracer::default();
+        tracer.enter(1, NORM);
+        call(&mut tracer, 1, "cuLaunchKernel", 1);
+        tracer.leave(1);
+        call(&mut tracer, 1, "cuLaunchKernel", 2);
+        tracer.activity(2, kernel("k"), nanoseconds(3));
+        let trace = tracer.finish(false);
+        assert_eq!((trace.ops[&NORM].launches, trace.ops[&NORM].kernel_time), (Some(1), None));
+        assert_eq!((trace.outside.launches, trace.outside.kernel_time), (Some(1), nanoseconds(3)));
+        assert_eq!((trace.total.launches, trace.total.kernel_time), (Some(2), None));
+    }
+
+    #[test]
+    fn dropped_and_odd_records_leave_their_figures_unknown() {
+        let mut tracer = Tracer::default();
+        call(&mut tracer, 1, "cuLaunchKernel", 1);
+        call(&mut tracer, 1, "cuStreamSynchronize", 2);
+        let trace = tracer.finish(true);
+        assert_eq!((trace.total.launches, trace.total.to_host, trace.kernels), (None, None, None));
+        assert_eq!((trace.idle.launches, trace.total.synchronisations), (None, Some(1)));
+
+        let mut tracer = Tracer::default();
+        tracer.activity(1, Activity::Copy { direction: Direction::Unknown, bytes: 8 }, None);
+        let trace = tracer.finish(false);
+        assert_eq!((trace.total.to_host, trace.idle.to_device, trace.total.launches), (None, None, Some(0)));
+    }
+}
