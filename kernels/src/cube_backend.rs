@@ -3,18 +3,19 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
+use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use crate::activation::{self, Activation};
 use crate::attention::cube::{CubeMask, Dims, Heads};
 use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
 use crate::autodiff::{float, primitive};
-use crate::cube::contiguous;
+use crate::cube::{contiguous, empty};
 use crate::dropout::{self, Dropout};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::random;
 use crate::selection::reference_only;
-use crate::{Backend, RandomKey};
+use crate::{Backend, PackedHeads, RandomKey};
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
 where
@@ -206,10 +207,10 @@ where
 }
 
 /// The sizes of an attention over packed heads.
-fn packed_dims<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads) -> attention::cube::Dims {
+fn packed_dims<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads) -> Dims {
     let [batch_size, seq_length, _] = qkv.dims();
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-    attention::cube::Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: seq_length, head_dim }
+    Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: seq_length, head_dim }
 }
 
 /// Queries, keys and values in a packed tensor.
