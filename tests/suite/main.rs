@@ -10,6 +10,7 @@ mod golden;
 mod gradients;
 mod learning;
 mod resume;
+mod traffic;
 
 use std::sync::{Mutex, PoisonError};
 

@@ -214,7 +214,8 @@ fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector
 #[cube]
 fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0);
-    one / (one + (-x).exp())
+    // CUDA has no minus sign for vectors.
+    one / (one + (Vector::new(0.0f32) - x).exp())
 }
 
 /// `(1 + tanh(z)) / 2`, which is `sigmoid(2 z)`, of the approximation's `z`.
