@@ -5,15 +5,16 @@
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::tensor::{BasicOps, Int, Tensor, TensorKind, TensorPrimitive};
+use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorKind, TensorPrimitive};
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionMask, AttentionOptions};
 use crate::dropout::{self, Dropout};
+use crate::embed;
 use crate::head_loss::{self, HeadLossOptions};
 use crate::linear;
 use crate::norm::{self, Norm};
-use crate::rotary::{self, RotaryTable};
+use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::{Backend, RandomKey};
 
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
@@ -23,6 +24,10 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
         dropout::backward::dropout(x, dropout)
+    }
+
+    fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        embed::backward::embed(table, tokens, dtype)
     }
 
     fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
@@ -44,6 +49,16 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         inverse: bool,
     ) -> Tensor<Self, 4> {
         rotary::backward::rotary(x, table, positions, inverse)
+    }
+
+    fn qkv_rotary(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 3> {
+        rotary::backward::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     fn attention(
