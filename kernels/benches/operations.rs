@@ -163,10 +163,9 @@ fn rows<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
             B::norm_backward(grad.clone(), x.clone(), saved.clone(), &norm, None)
         });
     }
-    for (name, activation) in [
-        ("gelu", Activation::plain(ActivationKind::GeluTanh)),
-        ("swiglu", Activation::gated(ActivationKind::Silu)),
-    ] {
+    for (name, activation) in
+        [("gelu", Activation::plain(ActivationKind::GeluTanh)), ("swiglu", Activation::gated(ActivationKind::Silu))]
+    {
         let out = activation.output_width(2 * once) / 2;
         bench.measure(name, once + out, 0.0, || B::activate_forward(x.clone(), activation));
         let grad = grad.clone().narrow(1, 0, activation.output_width(width));
@@ -218,9 +217,7 @@ fn heads<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let table = RotaryTable::<B>::new(seq_length, &frequencies, 1.0, &bench.device);
     let positions = Tensor::<B, 1, Int>::arange(0..seq_length as i64, &bench.device);
     let positions = positions.reshape([1, seq_length]).expand([sequences, seq_length]);
-    bench.measure("qkv_rotary", 6 * once, 0.0, || {
-        B::qkv_rotary(qkv.clone(), packed, &table, positions.clone(), false)
-    });
+    bench.measure("qkv_rotary", 6 * once, 0.0, || B::qkv_rotary(qkv.clone(), packed, &table, positions.clone(), false));
 
     let (mask, options) = (AttentionMask::Causal { window: None }, AttentionOptions::new(64));
     // Half of the scores are hidden.

@@ -5,11 +5,12 @@
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::tensor::{BasicOps, Int, Tensor, TensorKind, TensorPrimitive};
+use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorKind, TensorPrimitive};
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionMask, AttentionOptions};
 use crate::dropout::{self, Dropout};
+use crate::embed;
 use crate::head_loss::{self, HeadLossOptions};
 use crate::linear;
 use crate::norm::{self, Norm};
@@ -28,6 +29,10 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
         dropout::backward::dropout(x, dropout)
+    }
+
+    fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        embed::backward::embed(table, tokens, dtype)
     }
 
     fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
@@ -68,6 +73,16 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         inverse: bool,
     ) -> Tensor<Self, 4> {
         rotary::backward::rotary(x, table, positions, inverse)
+    }
+
+    fn qkv_rotary(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 3> {
+        rotary::backward::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     fn attention(

@@ -42,7 +42,21 @@ pub trait Backend: burn::tensor::backend::Backend {
 
     /// Body of [`embed`](crate::embed).
     fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        Self::embed_forward(table, tokens, dtype)
+    }
+    /// Forward of [`embed`](crate::embed).
+    fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         embed::reference::embed(table, tokens, dtype)
+    }
+    /// Backward of [`embed`](crate::embed): the gradient of the table, in its dtype, from that of `[rows, d_model]` and
+    /// the tokens of the rows.
+    fn embed_backward(
+        grad: Tensor<Self, 2>,
+        tokens: Tensor<Self, 1, Int>,
+        vocabulary: usize,
+        dtype: FloatDType,
+    ) -> Tensor<Self, 2> {
+        embed::reference::embed_backward(grad, tokens, vocabulary, dtype)
     }
 
     /// Body of [`norm`](crate::norm) over `[rows, d_model]`.
@@ -183,6 +197,17 @@ pub trait Backend: burn::tensor::backend::Backend {
         inverse: bool,
     ) -> Tensor<Self, 4> {
         rotary::reference::rotary(x, table, positions, inverse)
+    }
+
+    /// Body of [`qkv_rotary`](crate::qkv_rotary); `inverse` as in [`rotary`](Self::rotary).
+    fn qkv_rotary(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 3> {
+        rotary::reference::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     /// Body of [`attention`](crate::attention).

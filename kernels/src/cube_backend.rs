@@ -1,7 +1,7 @@
 //! [`Backend`] for CubeCL's runtimes, CUDA and WGPU: kernels written once. The bodies stand beside their operations,
 //! in `cube.rs`.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
@@ -12,10 +12,14 @@ use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions
 use crate::autodiff::{float, primitive};
 use crate::cube::{contiguous, empty};
 use crate::dropout::{self, Dropout};
+use crate::embed;
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random;
+use crate::rotary::cube::Turn;
+use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::selection::reference_only;
-use crate::{Backend, PackedHeads, RandomKey};
+use crate::{Backend, RandomKey};
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
 where
@@ -203,6 +207,45 @@ where
             packed(&gradient, heads).each_ref(),
         );
         float(gradient)
+    }
+
+    fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype.into()))
+    }
+
+    fn embed_backward(
+        grad: Tensor<Self, 2>,
+        tokens: Tensor<Self, 1, Int>,
+        vocabulary: usize,
+        dtype: FloatDType,
+    ) -> Tensor<Self, 2> {
+        float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary, dtype.into()))
+    }
+
+    fn rotary(
+        x: Tensor<Self, 4>,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 4> {
+        float(rotary::cube::rotary(primitive(x), Turn::new(table, positions, inverse)))
+    }
+
+    fn qkv_rotary(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 3> {
+        float(rotary::cube::qkv_rotary(primitive(qkv), heads, Turn::new(table, positions, inverse)))
+    }
+
+    fn optimizer_step(
+        parameters: Vec<AdamWParameter<Self>>,
+        adamw: &AdamW,
+    ) -> (Vec<AdamWParameter<Self>>, Tensor<Self, 1>) {
+        optimizer::cube::optimizer_step(parameters, adamw)
     }
 }
 

@@ -60,7 +60,7 @@ pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm
 pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use random::{RandomKey, random_bits};
-pub use rotary::{PackedHeads, RotaryTable, rotary};
+pub use rotary::{PackedHeads, RotaryTable, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
@@ -70,10 +70,11 @@ pub mod reference {
     pub use crate::activation::reference::{activate, activate_backward};
     pub use crate::attention::reference::{attention_backward, attention_forward};
     pub use crate::dropout::reference::dropout;
+    pub use crate::embed::reference::{embed, embed_backward};
     pub use crate::head_loss::reference::head_loss_forward;
     pub use crate::linear::reference::{linear_backward, linear_forward};
     pub use crate::norm::reference::{norm_backward, norm_forward};
     pub use crate::optimizer::reference::optimizer_step;
     pub use crate::random::reference::random_bits;
-    pub use crate::rotary::reference::rotary;
+    pub use crate::rotary::reference::{qkv_rotary, rotary};
 }

@@ -3,12 +3,13 @@
 //!
 //! Sums are cut into pieces of a fixed size, never by the number of threads, so that results do not depend on it.
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use burn_ndarray::NdArray;
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
 use crate::dropout::{self, Dropout};
+use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::linear::{self, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
@@ -33,6 +34,15 @@ impl Backend for NdArray {
             return dropout::reference::dropout(x, dropout);
         }
         dropout::ndarray::dropout(x, dropout)
+    }
+
+    fn embed_backward(
+        grad: Tensor<Self, 2>,
+        tokens: Tensor<Self, 1, Int>,
+        vocabulary: usize,
+        _dtype: FloatDType,
+    ) -> Tensor<Self, 2> {
+        embed::ndarray::embed_backward(grad, tokens, vocabulary)
     }
 
     fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
@@ -113,6 +123,16 @@ impl Backend for NdArray {
             return rotary::reference::rotary(x, table, positions, inverse);
         }
         rotary::ndarray::rotary(x, table, positions, inverse)
+    }
+
+    fn qkv_rotary(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        table: &RotaryTable<Self>,
+        positions: Tensor<Self, 2, Int>,
+        inverse: bool,
+    ) -> Tensor<Self, 3> {
+        rotary::ndarray::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     fn attention_forward(

@@ -63,10 +63,10 @@ impl<B: Backend> Optimizer<B> {
     pub fn new(model: &Transformer<Autodiff<B>>) -> Self {
         let mut optimizer = Self { names: Vec::new(), decays: Vec::new(), moments: Vec::new(), steps: 0 };
         for (name, _, shape, value) in named_parameters(model) {
-            let zeros = value.inner().zeros_like();
+            let value = value.inner();
             optimizer.names.push(name);
             optimizer.decays.push(shape.len() > 1);
-            optimizer.moments.push((zeros.clone(), zeros));
+            optimizer.moments.push((value.zeros_like(), value.zeros_like()));
         }
         optimizer
     }
@@ -97,15 +97,25 @@ impl<B: Backend> Optimizer<B> {
     /// `adamw.step` is counted here.
     pub fn step(
         &mut self,
-        model: Transformer<Autodiff<B>>,
+        mut model: Transformer<Autodiff<B>>,
         gradients: ParameterGradients<B>,
         adamw: AdamW,
     ) -> (Transformer<Autodiff<B>>, Tensor<B, 1>) {
+        let norm = self.update(&mut model, gradients, adamw);
+        (model, norm)
+    }
+
+    /// [`step`](Self::step) of a model in its place.
+    pub(crate) fn update(
+        &mut self,
+        model: &mut Transformer<Autodiff<B>>,
+        gradients: ParameterGradients<B>,
+        adamw: AdamW,
+    ) -> Tensor<B, 1> {
         self.steps += 1;
-        let parameters = named_parameters(&model).into_iter().zip(gradients.into_inner());
+        let parameters = take_values(model).into_iter().zip(gradients.into_inner());
         let parameters = parameters.zip(std::mem::take(&mut self.moments)).zip(&self.decays);
-        let parameters = parameters.map(|((((.., value), gradient), (first_moment, second_moment)), decays)| {
-            let value = value.inner();
+        let parameters = parameters.map(|(((value, gradient), (first_moment, second_moment)), decays)| {
             let gradient = gradient.unwrap_or_else(|| value.zeros_like());
             AdamWParameter { value, gradient, first_moment, second_moment, decays: *decays }
         });
@@ -115,14 +125,36 @@ impl<B: Backend> Optimizer<B> {
             values.push(parameter.value);
             self.moments.push((parameter.first_moment, parameter.second_moment));
         }
-        (write_back(model, values), norm)
+        put_values(model, values);
+        norm
     }
 }
 
-/// The model with new values of its parameters, in their order.
-fn write_back<B: Backend>(model: Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>) -> Transformer<Autodiff<B>> {
-    struct Writer<B: Backend>(std::vec::IntoIter<Tensor<B, 1>>);
-    impl<B: Backend> ModuleMapper<Autodiff<B>> for Writer<B> {
+/// Moves the values out of a model's parameters, in their order, so that a kernel may overwrite them: what nothing else
+/// holds need not be copied. The model keeps their shapes, and no values.
+fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> Vec<Tensor<B, 1>> {
+    struct Taker<B: Backend>(Vec<Tensor<B, 1>>);
+    impl<B: Backend> ModuleMapper<Autodiff<B>> for Taker<B> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
+            param.map(|value| {
+                let value = value.inner();
+                // One element seen as many.
+                let nothing = Tensor::empty([1; D], &value.device()).expand(value.shape());
+                self.0.push(value.flatten(0, D - 1));
+                Tensor::from_inner(nothing)
+            })
+        }
+    }
+    let mut taker = Taker(Vec::new());
+    // The other model goes here, and with it the last other holder of the values.
+    *model = model.clone().map(&mut taker);
+    taker.0
+}
+
+/// Gives a model new values of its parameters, in their order.
+fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>) {
+    struct Putter<B: Backend>(std::vec::IntoIter<Tensor<B, 1>>);
+    impl<B: Backend> ModuleMapper<Autodiff<B>> for Putter<B> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
             let value = self.0.next();
             param.map(|old| match value {
@@ -131,5 +163,5 @@ fn write_back<B: Backend>(model: Transformer<Autodiff<B>>, values: Vec<Tensor<B,
             })
         }
     }
-    model.map(&mut Writer(values.into_iter()))
+    *model = model.clone().map(&mut Putter(values.into_iter()));
 }

@@ -172,11 +172,7 @@ impl<B: Backend> Trainer<B> {
         };
         let zero = || Tensor::zeros([1], &self.device);
         let gradient_norm = match gradients {
-            Some(gradients) => {
-                let (model, norm) = self.optimizer.step(self.model.clone(), gradients, adamw);
-                self.model = model;
-                norm
-            }
+            Some(gradients) => self.optimizer.update(&mut self.model, gradients, adamw),
             None => zero(),
         };
         self.step += 1;

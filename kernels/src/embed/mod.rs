@@ -1,5 +1,10 @@
 //! Rows of a table, looked up by token.
 
+pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::tensor::{FloatDType, Int, Tensor};
@@ -9,7 +14,8 @@ use crate::Backend;
 /// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
 ///
-/// Tokens must lie in `0..vocabulary`: they are not checked on the device.
+/// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table adds up in its own
+/// dtype, in the order of the tokens on the CPU and in one fixed order wherever there is a kernel.
 pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     B::embed(table, tokens, dtype)
 }

@@ -1,5 +1,7 @@
 //! AdamW with global-norm clipping over all parameters at once, without a read from the host.
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

@@ -7,7 +7,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{Int, Tensor};
 
-use super::RotaryTable;
+use super::{PackedHeads, RotaryTable};
 use crate::Backend;
 use crate::autodiff::{float, inner, inner_int, primitive};
 
@@ -25,6 +25,20 @@ impl<B: Backend> Backward<B, 1> for RotaryNode {
     }
 }
 
+#[derive(Debug)]
+struct QkvRotaryNode;
+
+impl<B: Backend> Backward<B, 1> for QkvRotaryNode {
+    type State = (PackedHeads, RotaryTable<B>, Tensor<B, 2, Int>, bool);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let (heads, table, positions, inverse) = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            primitive(B::qkv_rotary(float(grad), heads, &table, positions, !inverse))
+        });
+    }
+}
+
 pub(crate) fn rotary<B: Backend, C: CheckpointStrategy>(
     x: Tensor<Autodiff<B, C>, 4>,
     table: &RotaryTable<Autodiff<B, C>>,
@@ -36,6 +50,24 @@ pub(crate) fn rotary<B: Backend, C: CheckpointStrategy>(
     let output = primitive(B::rotary(inner(&x), &table, positions.clone(), inverse));
     float(match RotaryNode.prepare::<C>([primitive(x).node]).compute_bound().stateful() {
         OpsKind::Tracked(node) => node.finish((table, positions, inverse), output),
+        OpsKind::UnTracked(node) => node.finish(output),
+    })
+}
+
+pub(crate) fn qkv_rotary<B: Backend, C: CheckpointStrategy>(
+    qkv: Tensor<Autodiff<B, C>, 3>,
+    heads: PackedHeads,
+    table: &RotaryTable<Autodiff<B, C>>,
+    positions: Tensor<Autodiff<B, C>, 2, Int>,
+    inverse: bool,
+) -> Tensor<Autodiff<B, C>, 3> {
+    let table = RotaryTable { cos: inner(&table.cos), sin: inner(&table.sin) };
+    let positions = inner_int(positions);
+    // Moved, not cloned: the rotation may then take place where the heads lie.
+    let qkv = primitive(qkv);
+    let output = primitive(B::qkv_rotary(float(qkv.primitive), heads, &table, positions.clone(), inverse));
+    float(match QkvRotaryNode.prepare::<C>([qkv.node]).compute_bound().stateful() {
+        OpsKind::Tracked(node) => node.finish((heads, table, positions, inverse), output),
         OpsKind::UnTracked(node) => node.finish(output),
     })
 }

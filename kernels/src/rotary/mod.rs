@@ -1,6 +1,8 @@
 //! Rotary position embedding.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;
@@ -85,4 +87,20 @@ pub fn rotary<B: Backend>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Te
     let head_dim = x.dims()[3];
     assert_eq!(head_dim, 2 * table.cos.dims()[1], "rotary: the table is made for another head_dim");
     B::rotary(x, table, positions, false)
+}
+
+/// [`rotary`] of the query and key heads of `qkv` `[batch_size, seq_length, width]`, where a projection left them; the
+/// value heads stay as they are.
+///
+/// # Panics
+/// If `width` is not that of `heads`, or the table is not of `head_dim / 2` columns.
+pub fn qkv_rotary<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    table: &RotaryTable<B>,
+    positions: Tensor<B, 2, Int>,
+) -> Tensor<B, 3> {
+    assert_eq!(qkv.dims()[2], heads.width(), "qkv_rotary: the tensor is not of these heads");
+    assert_eq!(heads.head_dim, 2 * table.cos.dims()[1], "qkv_rotary: the table is made for another head_dim");
+    B::qkv_rotary(qkv, heads, table, positions, false)
 }

@@ -3,7 +3,7 @@
 use burn::tensor::{Int, Tensor};
 use burn_ndarray::NdArray;
 
-use super::RotaryTable;
+use super::{PackedHeads, RotaryTable};
 use crate::host::{Values, for_rows, integers, tensor};
 
 pub(crate) fn rotary(
@@ -26,15 +26,52 @@ pub(crate) fn rotary(
             let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
             let x = &x[token * heads * head_dim..][..heads * head_dim];
             for (x, out) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
-                let (x_first, x_second) = x.split_at(half);
-                let (out_first, out_second) = out.split_at_mut(half);
-                for i in 0..half {
-                    let sin = sign * sin[i];
-                    out_first[i] = x_first[i] * cos[i] - x_second[i] * sin;
-                    out_second[i] = x_second[i] * cos[i] + x_first[i] * sin;
-                }
+                turn(x, out, cos, sin, sign);
             }
         }
     });
     tensor(out, [batch_size, seq_length, heads, head_dim]).swap_dims(1, 2)
+}
+
+pub(crate) fn qkv_rotary(
+    qkv: Tensor<NdArray, 3>,
+    heads: PackedHeads,
+    table: &RotaryTable<NdArray>,
+    positions: Tensor<NdArray, 2, Int>,
+    inverse: bool,
+) -> Tensor<NdArray, 3> {
+    let shape = qkv.dims();
+    let [width, head_dim] = [heads.width(), heads.head_dim];
+    let half = head_dim / 2;
+    let rotated = (heads.n_heads + heads.n_kv_heads) * head_dim;
+    let qkv = Values::rows(qkv);
+    let (cos, sin) = (Values::rows(table.cos.clone()), Values::rows(table.sin.clone()));
+    let positions = integers(positions);
+    let sign = if inverse { -1.0 } else { 1.0 };
+    let mut out = vec![0.0; qkv.len()];
+    for_rows(&mut out, width, |first, out| {
+        for (token, out) in (first..).zip(out.chunks_exact_mut(width)) {
+            let at = positions[token] as usize * half;
+            let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
+            let (turned, values) = qkv[token * width..][..width].split_at(rotated);
+            for (x, out) in turned.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                turn(x, out, cos, sin, sign);
+            }
+            out[rotated..].copy_from_slice(values);
+        }
+    });
+    tensor(out, shape)
+}
+
+/// Rotates one head.
+#[inline(always)]
+fn turn(x: &[f32], out: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+    let half = cos.len();
+    let (x_first, x_second) = x.split_at(half);
+    let (out_first, out_second) = out.split_at_mut(half);
+    for i in 0..half {
+        let sin = sign * sin[i];
+        out_first[i] = x_first[i] * cos[i] - x_second[i] * sin;
+        out_second[i] = x_second[i] * cos[i] + x_first[i] * sin;
+    }
 }

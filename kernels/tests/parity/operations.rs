@@ -2,11 +2,12 @@
 //! of the reference's small operations.
 
 use burn::backend::Autodiff;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, head_loss,
-    head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, random_bits, reference, rotary,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, embed,
+    head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
+    random_bits, reference, rotary,
 };
 
 use crate::backend_test;
@@ -69,6 +70,45 @@ backend_test!(dropout_drops_and_scales_as_its_key_says::<B>(device) {
             &[x],
             |x| dropout(x[0].clone(), what),
             |x| reference::dropout(x[0].clone(), what),
+        );
+    }
+});
+
+backend_test!(embed_matches_the_reference::<B>(device) {
+    for [vocabulary, batch_size, seq_length, d_model] in [
+        [1, 1, 1, 1],
+        [2, 3, 5, 2],
+        [63, 1, 700, 33],
+        [65, 4, 500, 64],
+        [1000, 2, 63, 130],
+        [3000, 3, 300, 20],
+        [513, 1, 2000, 3],
+    ] {
+        let name = format!("embed {vocabulary}x{d_model}, {batch_size}x{seq_length}");
+        let table = random::<B, 2>(1, [vocabulary, d_model], &device);
+        // Some tokens often, some never, in no order.
+        let token = |at: usize| (at * at * 31 % 1009 * (at % 3) % vocabulary) as i32;
+        let tokens: Vec<i32> = (0..batch_size * seq_length).map(token).collect();
+        let tokens = TensorData::new(tokens, [batch_size, seq_length]);
+        let tokens = Tensor::<Autodiff<B>, 2, Int>::from_data(tokens, &device);
+        for table in [table.clone(), strided(table)] {
+            let dtype = FloatDType::F32;
+            assert_parity(
+                &name,
+                &[table.clone()],
+                |i| embed(i[0].clone(), tokens.clone(), dtype),
+                |i| reference::embed(i[0].clone(), tokens.clone(), dtype),
+            );
+            let again = || with_gradients(&[table.clone()], |i| embed(i[0].clone(), tokens.clone(), dtype));
+            let [(_, first), (_, second)] = [again(), again()];
+            assert_eq!(values(&first[0]), values(&second[0]), "{name}: the same bits every time");
+        }
+        let across = tokens.clone().transpose();
+        assert_parity(
+            &format!("{name} transposed"),
+            &[random(2, [vocabulary, d_model], &device)],
+            |i| embed(i[0].clone(), across.clone(), FloatDType::F32),
+            |i| reference::embed(i[0].clone(), across.clone(), FloatDType::F32),
         );
     }
 });
@@ -160,6 +200,33 @@ backend_test!(rotary_matches_the_reference::<B>(device) {
             |x| rotary(x[0].clone(), &table, positions.clone()),
             |x| reference::rotary(x[0].clone(), &table, positions.clone(), false),
         );
+    }
+});
+
+backend_test!(qkv_rotary_matches_the_reference::<B>(device) {
+    for [batch_size, seq_length, n_heads, n_kv_heads, head_dim] in
+        [[1, 1, 1, 1, 2], [2, 5, 3, 1, 6], [1, 65, 4, 2, 64], [3, 33, 6, 6, 8]]
+    {
+        let heads = PackedHeads { n_heads, n_kv_heads, head_dim };
+        let name = format!("qkv_rotary {batch_size}x{seq_length}, {heads:?}");
+        let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device);
+        let frequencies: Vec<f64> = (0..head_dim / 2).map(|i| 0.7f64.powi(i as i32)).collect();
+        let table = RotaryTable::<Autodiff<B>>::new(90, &frequencies, 1.1, &device);
+        let positions: Vec<i32> = (0..seq_length).map(|at| (at * 7 % 90) as i32).collect();
+        let positions = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(positions, [1, seq_length]), &device);
+        let positions = positions.expand([batch_size, seq_length]);
+        for qkv in [qkv.clone(), strided(qkv)] {
+            // Once over a tensor that nothing else holds, once over one that the caller keeps.
+            for kept in [false, true] {
+                let ours = |i: &[Tensor<Autodiff<B>, 3>]| {
+                    let qkv = if kept { i[0].clone() } else { i[0].clone() * 1.0 };
+                    qkv_rotary(qkv, heads, &table, positions.clone())
+                };
+                assert_parity(&name, &[qkv.clone()], ours, |i| {
+                    reference::qkv_rotary(i[0].clone(), heads, &table, positions.clone(), false)
+                });
+            }
+        }
     }
 });
 
@@ -284,6 +351,58 @@ backend_test!(optimizer_step_matches_the_reference::<B>(device) {
                 (our.gradient, their.gradient) = (gradient.clone(), gradient);
             }
         }
+    }
+});
+
+backend_test!(optimizer_step_takes_many_parameters_and_leaves_what_others_hold::<B>(device) {
+    let adamw = AdamW {
+        learning_rate: 0.01,
+        beta_1: 0.9,
+        beta_2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        max_grad_norm: Some(1.0),
+        step: 3,
+    };
+    let parameters = || -> Vec<AdamWParameter<B>> {
+        (0..70)
+            .map(|at| {
+                let size = [4, 64, 3, 1000, 2048, 5000, 1][at % 7];
+                AdamWParameter {
+                    value: random(at as u64, [size], &device),
+                    gradient: random(100 + at as u64, [size], &device),
+                    first_moment: random(200 + at as u64, [size], &device) * 0.1,
+                    second_moment: random(300 + at as u64, [size], &device).powi_scalar(2),
+                    decays: at % 3 == 0,
+                }
+            })
+            .collect()
+    };
+    let (theirs, their_norm) = reference::optimizer_step(parameters(), &adamw);
+    let (ours, our_norm) = optimizer_step(parameters(), &adamw);
+    let (before, held) = (parameters(), parameters());
+    let (shared, shared_norm) = optimizer_step(held.clone(), &adamw);
+    assert_close("gradient norm", &our_norm, &their_norm, 1e-5);
+    assert_eq!(values(&our_norm), values(&shared_norm));
+    for at in 0..ours.len() {
+        let fields = |parameter: &AdamWParameter<B>| {
+            [&parameter.value, &parameter.first_moment, &parameter.second_moment].map(Tensor::clone)
+        };
+        let [our, their, shared] = [&ours[at], &theirs[at], &shared[at]].map(fields);
+        let [before, held] = [&before[at], &held[at]].map(fields);
+        for field in 0..3 {
+            assert_close(&format!("field {field} of parameter {at}"), &our[field], &their[field], 1e-5);
+            assert_eq!(values(&our[field]), values(&shared[field]), "field {field} of parameter {at}, shared");
+            assert_eq!(values(&before[field]), values(&held[field]), "field {field} of parameter {at}, as held");
+        }
+    }
+
+    let mut broken = parameters();
+    broken[40].gradient = broken[40].gradient.clone() * f32::NAN;
+    let (broken, norm) = optimizer_step(broken, &adamw);
+    assert!(values(&norm)[0].is_nan());
+    for parameter in &broken {
+        assert!(values(&parameter.value).iter().all(|value| value.is_nan()), "NaN must not vanish");
     }
 });
 
