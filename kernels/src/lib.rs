@@ -43,6 +43,9 @@ mod norm;
 mod optimizer;
 mod random;
 mod rotary;
+mod softmax;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod team;
 
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -59,6 +62,7 @@ pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use random::{RandomKey, random_bits};
 pub use rotary::{RotaryTable, rotary};
+pub use softmax::softmax;
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
@@ -73,4 +77,5 @@ pub mod reference {
     pub use crate::optimizer::reference::optimizer_step;
     pub use crate::random::reference::random_bits;
     pub use crate::rotary::reference::rotary;
+    pub use crate::softmax::reference::{softmax, softmax_backward};
 }

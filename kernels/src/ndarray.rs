@@ -14,6 +14,7 @@ use crate::linear::{self, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::rotary::{self, RotaryTable};
+use crate::softmax;
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
@@ -36,8 +37,17 @@ impl Backend for NdArray {
         x: Tensor<Self, 2>,
         saved: NormOutput<Self>,
         norm: &Norm<Self>,
+        residual: Option<Tensor<Self, 2>>,
     ) -> NormGradients<Self> {
-        norm::ndarray::norm_backward(grad, x, saved, norm)
+        norm::ndarray::norm_backward(grad, x, saved, norm, residual)
+    }
+
+    fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax::ndarray::softmax(x)
+    }
+
+    fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax::ndarray::softmax_backward(grad, output)
     }
 
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {

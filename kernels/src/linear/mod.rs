@@ -4,6 +4,8 @@
 //! another one is cast, and its gradient comes back in its own.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;
