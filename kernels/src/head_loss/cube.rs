@@ -141,12 +141,12 @@ fn mean<R: CubeRuntime>(nats: &CubeTensor<R>, targets: &CubeTensor<R>) -> CubeTe
 fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &CubeTensor<R>, sums: bool) {
     let size = targets.meta.shape()[0];
     let team = Team::new(&targets.client, size, 4, 1024);
-    // SAFETY: the single team reads `size` targets and losses, and one unit of it writes the one number of `out`.
+    // SAFETY: each team of the cube reads `size` targets and losses, and one unit writes the one number of `out`.
     unsafe {
         mean_kernel::launch_unchecked(
             &targets.client,
             CubeCount::Static(1, 1, 1),
-            CubeDim::new_1d(team.units),
+            team.cube_dim(),
             array(targets),
             array(nats),
             array(out),
@@ -249,7 +249,7 @@ fn mean_kernel<I: Int>(
     } else {
         sum = 1.0f32;
     }
-    if UNIT_POS_X == 0 {
+    if UNIT_POS == 0 {
         out[0] = sum / counted;
     }
 }
