@@ -96,7 +96,7 @@ impl<B: Backend> Bench<'_, B> {
     }
 
     fn random<const D: usize>(&self, shape: [usize; D]) -> Tensor<B, D> {
-        Tensor::random(shape, Distribution::Uniform(-1.0, 1.0), &self.device).cast(self.dtype)
+        self.weights(shape).cast(self.dtype)
     }
 
     fn weights<const D: usize>(&self, shape: [usize; D]) -> Tensor<B, D> {
@@ -242,7 +242,7 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     bench.measure("embed", rows * d_model * (4 + size), 0.0, || B::embed_forward(table.clone(), ids.clone(), dtype));
     let grad = bench.random([rows, d_model]);
     bench.measure("embed backward", rows * d_model * size + vocabulary * d_model * 4, 0.0, || {
-        B::embed_backward(grad.clone(), tokens.clone(), vocabulary)
+        B::embed_backward(grad.clone(), tokens.clone(), vocabulary, FloatDType::F32)
     });
 
     let (hidden, weight) = (bench.random([rows, d_model]), bench.random([vocabulary, d_model]));

@@ -5,6 +5,8 @@
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::Ops;
 use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorKind, TensorPrimitive};
 
 use crate::activation::{self, Activation};
@@ -16,6 +18,7 @@ use crate::linear;
 use crate::norm::{self, Norm};
 use crate::recorder::Probe;
 use crate::rotary::{self, PackedHeads, RotaryTable};
+use crate::softmax;
 use crate::{Backend, RandomKey};
 
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
@@ -37,6 +40,10 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
 
     fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
         norm::backward::norm(x, norm)
+    }
+
+    fn softmax(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax::backward::softmax(x)
     }
 
     fn linear(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
@@ -149,12 +156,30 @@ pub(crate) fn from_inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
     Tensor::from_primitive(tensor.into_primitive())
 }
 
-/// `[.., columns]` as `[rows, columns]`.
+/// Takes out the gradient that a parent of an operation has so far, from other uses of it, so that the operation's own
+/// kernel adds the two. `None` where it has none yet. `like` is any tensor of the wrapped backend: gradients are looked
+/// up by a tensor of the graph, of which only the node counts.
+pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
+    ops: &Ops<S, N>,
+    parent: usize,
+    like: &Tensor<B, D>,
+    grads: &mut Gradients,
+) -> Option<Tensor<B, D>> {
+    let node = ops.parents[parent].clone()?;
+    let mut tracked = primitive(Tensor::<Autodiff<B>, D>::from_inner(like.clone()));
+    tracked.node = node;
+    grads.remove::<B>(&tracked).map(float)
+}
+
+/// `[.., columns]` as `[rows, columns]`; a matrix stays the same node of the graph.
 pub(crate) fn as_rows<B, const D: usize, K>(tensor: Tensor<B, D, K>) -> Tensor<B, 2, K>
 where
     B: burn::tensor::backend::Backend,
     K: TensorKind<B> + BasicOps<B>,
 {
+    if D == 2 {
+        return Tensor::from_primitive(tensor.into_primitive());
+    }
     let dims: [usize; D] = tensor.dims();
     let columns = dims[D - 1];
     let rows = dims[..D - 1].iter().product::<usize>();

@@ -14,6 +14,7 @@ use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random::{self, RandomKey};
 use crate::recorder::Probe;
 use crate::rotary::{self, PackedHeads, RotaryTable};
+use crate::softmax;
 
 /// A Burn backend with the fused operations of a transformer.
 ///
@@ -67,14 +68,29 @@ pub trait Backend: burn::tensor::backend::Backend {
     fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
         norm::reference::norm_forward(x, norm)
     }
-    /// Backward of [`norm`](crate::norm): gradients of the input and of the weights.
+    /// Backward of [`norm`](crate::norm): gradients of the input and of the weights. Where `x` also goes around the
+    /// norm, `residual` is the gradient that it has from there, and is added to its gradient from here.
     fn norm_backward(
         grad: Tensor<Self, 2>,
         x: Tensor<Self, 2>,
         saved: NormOutput<Self>,
         norm: &Norm<Self>,
+        residual: Option<Tensor<Self, 2>>,
     ) -> NormGradients<Self> {
-        norm::reference::norm_backward(grad, x, saved, norm)
+        norm::reference::norm_backward(grad, x, saved, norm, residual)
+    }
+
+    /// Body of [`softmax`](crate::softmax) over `[rows, columns]`.
+    fn softmax(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        Self::softmax_forward(x)
+    }
+    /// Forward of [`softmax`](crate::softmax).
+    fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax::reference::softmax(x)
+    }
+    /// Backward of [`softmax`](crate::softmax), from its output.
+    fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax::reference::softmax_backward(grad, output)
     }
 
     /// Body of [`linear`](crate::linear) over `[rows, d_input]`.

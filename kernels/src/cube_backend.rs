@@ -13,13 +13,22 @@ use crate::autodiff::{float, primitive};
 use crate::cube::{contiguous, empty};
 use crate::dropout::{self, Dropout};
 use crate::embed;
+use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::norm::cube::CubeNorm;
+use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random;
+use crate::recorder::fell_back;
 use crate::rotary::cube::Turn;
 use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::selection::reference_only;
+use crate::softmax;
+use crate::team::sum_over_rows;
 use crate::{Backend, RandomKey};
+
+/// Why a norm has no kernel.
+const TOO_WIDE: &str = "its rows are too wide for the units of one cube";
 
 impl<R, F, I, BT> Backend for CubeBackend<R, F, I, BT>
 where
@@ -49,18 +58,59 @@ where
         float(dropout::cube::dropout(primitive(x), dropout))
     }
 
+    fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
+        if reference_only() {
+            return norm::reference::norm_forward(x, norm);
+        }
+        match norm::cube::norm_forward(primitive(x.clone()), cube_norm(norm)) {
+            Some((output, mean, inverse_deviation)) => {
+                NormOutput { output: float(output), mean: mean.map(float), inverse_deviation: float(inverse_deviation) }
+            }
+            None => {
+                fell_back("norm", &<Self as burn::tensor::backend::Backend>::name(&x.device()), TOO_WIDE);
+                norm::reference::norm_forward(x, norm)
+            }
+        }
+    }
+
+    fn norm_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        saved: NormOutput<Self>,
+        norm: &Norm<Self>,
+        residual: Option<Tensor<Self, 2>>,
+    ) -> NormGradients<Self> {
+        if reference_only() {
+            return norm::reference::norm_backward(grad, x, saved, norm, residual);
+        }
+        let residual = residual.map(|residual| residual.cast(x.dtype()));
+        let inputs = [grad.clone().cast(x.dtype()), x.clone()].map(primitive);
+        let mean = saved.mean.clone().map(primitive);
+        let inverse = primitive(saved.inverse_deviation.clone());
+        let [d_y, input] = inputs;
+        let around = residual.clone().map(primitive);
+        match norm::cube::norm_backward(d_y, input, mean, inverse, cube_norm(norm), around) {
+            Some((d_x, d_gamma, d_beta)) => NormGradients {
+                x: float(d_x),
+                gamma: float(d_gamma),
+                beta: norm.beta.as_ref().zip(d_beta).map(|(beta, d_beta)| {
+                    let d_beta: Tensor<Self, 1> = float(d_beta);
+                    d_beta.cast(beta.dtype())
+                }),
+            },
+            None => {
+                fell_back("norm backward", &<Self as burn::tensor::backend::Backend>::name(&x.device()), TOO_WIDE);
+                norm::reference::norm_backward(grad, x, saved, norm, residual)
+            }
+        }
+    }
+
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
         if reference_only() {
             return linear::reference::linear_forward(x, weight, bias);
         }
-        let product = float(linear::cube::project(primitive(x), primitive(weight)));
-        match bias {
-            Some(bias) => {
-                let dtype = product.dtype();
-                product + bias.cast(dtype).unsqueeze()
-            }
-            None => product,
-        }
+        let product = linear::cube::project(primitive(x), primitive(weight));
+        float(linear::cube::bias_add(product, bias.map(primitive), None, None))
     }
 
     fn linear_backward(
@@ -72,7 +122,7 @@ where
         if reference_only() {
             return linear::reference::linear_backward(grad, x, weight, has_bias);
         }
-        let bias = has_bias.then(|| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
+        let bias = has_bias.then(|| float(sum_over_rows(primitive(grad.clone()))));
         let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
     }
@@ -106,6 +156,48 @@ where
         let bias = bias.map(primitive);
         let grad = activation::cube::activate_backward(primitive(grad), primitive(saved), bias, activation);
         Self::linear_backward(float(grad), x, weight, has_bias)
+    }
+
+    fn linear_add_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        dropout: Option<Dropout>,
+        residual: Tensor<Self, 2>,
+    ) -> Tensor<Self, 2> {
+        if reference_only() {
+            return linear::reference::linear_add_forward(x, weight, bias, dropout, residual);
+        }
+        let product = linear::cube::project(primitive(x), primitive(weight));
+        float(linear::cube::bias_add(product, bias.map(primitive), dropout, Some(primitive(residual))))
+    }
+
+    fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return softmax::reference::softmax(x);
+        }
+        float(softmax::cube::softmax(primitive(x)))
+    }
+
+    fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return softmax::reference::softmax_backward(grad, output);
+        }
+        let grad = grad.cast(output.dtype());
+        float(softmax::cube::softmax_backward(primitive(grad), primitive(output)))
+    }
+
+    fn head_loss_forward(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        targets: Tensor<Self, 1, Int>,
+        options: HeadLossOptions,
+        gradients: bool,
+    ) -> HeadLossOutput<Self> {
+        if reference_only() {
+            return head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients);
+        }
+        head_loss::cube::head_loss_forward(hidden, weight, targets, options, gradients)
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
@@ -210,6 +302,9 @@ where
     }
 
     fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        if reference_only() {
+            return embed::reference::embed(table, tokens, dtype);
+        }
         float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype.into()))
     }
 
@@ -219,6 +314,9 @@ where
         vocabulary: usize,
         dtype: FloatDType,
     ) -> Tensor<Self, 2> {
+        if reference_only() {
+            return embed::reference::embed_backward(grad, tokens, vocabulary, dtype);
+        }
         float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary, dtype.into()))
     }
 
@@ -228,6 +326,9 @@ where
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 4> {
+        if reference_only() {
+            return rotary::reference::rotary(x, table, positions, inverse);
+        }
         float(rotary::cube::rotary(primitive(x), Turn::new(table, positions, inverse)))
     }
 
@@ -238,6 +339,9 @@ where
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 3> {
+        if reference_only() {
+            return rotary::reference::qkv_rotary(qkv, heads, table, positions, inverse);
+        }
         float(rotary::cube::qkv_rotary(primitive(qkv), heads, Turn::new(table, positions, inverse)))
     }
 
@@ -245,6 +349,9 @@ where
         parameters: Vec<AdamWParameter<Self>>,
         adamw: &AdamW,
     ) -> (Vec<AdamWParameter<Self>>, Tensor<Self, 1>) {
+        if reference_only() {
+            return optimizer::reference::optimizer_step(parameters, adamw);
+        }
         optimizer::cube::optimizer_step(parameters, adamw)
     }
 }
@@ -276,5 +383,21 @@ where
             CubeMask::Positions { positions: positions.into_primitive(), window }
         }
         AttentionMask::Lengths(lengths) => CubeMask::Lengths(lengths.into_primitive()),
+    }
+}
+
+/// The norm's weights as primitives.
+fn cube_norm<R, F, I, BT>(norm: &Norm<CubeBackend<R, F, I, BT>>) -> CubeNorm<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    CubeNorm {
+        layer: norm.kind == NormKind::Layer,
+        gamma: primitive(norm.gamma.clone()),
+        beta: norm.beta.clone().map(primitive),
+        epsilon: norm.epsilon,
     }
 }

@@ -45,6 +45,9 @@ mod random;
 pub mod recorder;
 mod rotary;
 mod selection;
+mod softmax;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod team;
 
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -62,6 +65,7 @@ pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use random::{RandomKey, random_bits};
 pub use rotary::{PackedHeads, RotaryTable, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
+pub use softmax::softmax;
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
@@ -77,4 +81,5 @@ pub mod reference {
     pub use crate::optimizer::reference::optimizer_step;
     pub use crate::random::reference::random_bits;
     pub use crate::rotary::reference::{qkv_rotary, rotary};
+    pub use crate::softmax::reference::{softmax, softmax_backward};
 }

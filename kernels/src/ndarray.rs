@@ -17,6 +17,7 @@ use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::random;
 use crate::rotary::{self, PackedHeads, RotaryTable};
 use crate::selection::reference_only;
+use crate::softmax;
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
@@ -40,8 +41,11 @@ impl Backend for NdArray {
         grad: Tensor<Self, 2>,
         tokens: Tensor<Self, 1, Int>,
         vocabulary: usize,
-        _dtype: FloatDType,
+        dtype: FloatDType,
     ) -> Tensor<Self, 2> {
+        if reference_only() {
+            return embed::reference::embed_backward(grad, tokens, vocabulary, dtype);
+        }
         embed::ndarray::embed_backward(grad, tokens, vocabulary)
     }
 
@@ -57,11 +61,26 @@ impl Backend for NdArray {
         x: Tensor<Self, 2>,
         saved: NormOutput<Self>,
         norm: &Norm<Self>,
+        residual: Option<Tensor<Self, 2>>,
     ) -> NormGradients<Self> {
         if reference_only() {
-            return norm::reference::norm_backward(grad, x, saved, norm);
+            return norm::reference::norm_backward(grad, x, saved, norm, residual);
         }
-        norm::ndarray::norm_backward(grad, x, saved, norm)
+        norm::ndarray::norm_backward(grad, x, saved, norm, residual)
+    }
+
+    fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return softmax::reference::softmax(x);
+        }
+        softmax::ndarray::softmax(x)
+    }
+
+    fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if reference_only() {
+            return softmax::reference::softmax_backward(grad, output);
+        }
+        softmax::ndarray::softmax_backward(grad, output)
     }
 
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
@@ -132,6 +151,9 @@ impl Backend for NdArray {
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 3> {
+        if reference_only() {
+            return rotary::reference::qkv_rotary(qkv, heads, table, positions, inverse);
+        }
         rotary::ndarray::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, rotary,
+    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, qkv_rotary, rotary,
 };
 
 use crate::cache::LayerCache;
@@ -64,7 +64,11 @@ impl<B: Backend> Attention<B> {
         let head_dim = qkv.dims()[2] / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
         let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
-        if cache.is_none() && self.query_norm.is_none() && pass.rotary.is_none() {
+        if cache.is_none() && self.query_norm.is_none() && self.key_norm.is_none() {
+            let qkv = match &pass.rotary {
+                Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
+                None => qkv,
+            };
             return qkv_attention(qkv, heads, &pass.mask, options);
         }
         let [query, key, value] = heads.split(qkv);

@@ -61,6 +61,7 @@ impl<B: Backend> Backward<B, 1> for QkvAttentionNode {
 
     fn backward(self, ops: Ops<PackedState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let PackedState { qkv, heads, saved, mask, options } = ops.state;
+        let _op = recorder::op("qkv_attention backward", || vec![recorder::operand(&qkv)]);
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             primitive(B::qkv_attention_backward(float(grad), qkv, heads, saved, &mask, options))
         });

@@ -118,6 +118,7 @@ pub fn qkv_attention<B: Backend>(
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 3> {
+    let _op = recorder::op("qkv_attention", || vec![recorder::operand(&qkv)]);
     let [batch_size, seq_length, width] = qkv.dims();
     assert_eq!(width, heads.width(), "qkv_attention: the input's width and that of {heads:?} differ");
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;

@@ -9,6 +9,7 @@ use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::Backend;
 use crate::autodiff::{float, inner, inner_int, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct EmbedNode;
@@ -21,6 +22,7 @@ impl<B: Backend> Backward<B, 1> for EmbedNode {
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let rows = tokens.dims().iter().product::<usize>();
             let grad = float::<B, 3>(grad).reshape([rows, d_model]);
+            let _op = recorder::op("embed backward", || vec![recorder::operand(&grad), recorder::operand(&tokens)]);
             primitive(B::embed_backward(grad, tokens.reshape([rows]), vocabulary, dtype))
         });
     }

@@ -10,6 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::Backend;
+use crate::recorder;
 
 /// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
@@ -17,5 +18,6 @@ use crate::Backend;
 /// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table adds up in its own
 /// dtype, in the order of the tokens on the CPU and in one fixed order wherever there is a kernel.
 pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
+    let _op = recorder::op("embed", || vec![recorder::operand(&table), recorder::operand(&tokens)]);
     B::embed(table, tokens, dtype)
 }

@@ -1,6 +1,8 @@
 //! Output projection and cross entropy in one, so that the logits of a whole batch are never held.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

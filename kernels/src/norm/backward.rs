@@ -9,7 +9,8 @@ use burn::tensor::Tensor;
 
 use super::{Norm, NormGradients, NormOutput};
 use crate::Backend;
-use crate::autodiff::{float, inner, primitive};
+use crate::autodiff::{float, inner, primitive, take_gradient};
+use crate::recorder;
 
 /// The node of a norm: its parents are `[x, gamma]` or `[x, gamma, beta]`.
 #[derive(Debug)]
@@ -21,7 +22,9 @@ impl NormNode {
     fn gradients<B: Backend, const N: usize>(ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
         let grad = float(grads.consume::<B>(&ops.node));
         let (x, saved, norm) = ops.state.clone();
-        B::norm_backward(grad, x, saved, &norm)
+        let _op = recorder::op("norm backward", || vec![recorder::operand(&x)]);
+        let residual = take_gradient(ops, 0, &x, grads);
+        B::norm_backward(grad, x, saved, &norm, residual)
     }
 }
 

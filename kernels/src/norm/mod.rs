@@ -1,6 +1,8 @@
 //! Layer norm and RMS norm.
 
 pub(crate) mod backward;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

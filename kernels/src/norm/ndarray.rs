@@ -51,8 +51,10 @@ pub(crate) fn norm_backward(
     x: Tensor<NdArray, 2>,
     saved: NormOutput<NdArray>,
     norm: &Norm<NdArray>,
+    residual: Option<Tensor<NdArray, 2>>,
 ) -> NormGradients<NdArray> {
     let [rows, columns] = x.dims();
+    let residual = residual.map(Values::rows);
     let (grad, x, gamma) = (Values::rows(grad), Values::rows(x), Values::rows(norm.gamma.clone()));
     let mean = saved.mean.map(Values::rows);
     let inverse = Values::rows(saved.inverse_deviation);
@@ -73,6 +75,9 @@ pub(crate) fn norm_backward(
             };
             for (d_x, x) in d_x.iter_mut().zip(x) {
                 *d_x = (*d_x - across - (x - mean) * inverse * along) * inverse;
+            }
+            if let Some(residual) = &residual {
+                d_x.iter_mut().zip(&residual[row * columns..]).for_each(|(d_x, residual)| *d_x += residual);
             }
         }
     });

@@ -26,12 +26,14 @@ pub fn norm_forward<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> NormOutput<B
     NormOutput { output: output.cast(dtype), mean, inverse_deviation }
 }
 
-/// Reference backward of [`norm`](crate::norm).
+/// Reference backward of [`norm`](crate::norm). `residual` is added in f32, before the gradient of `x` is rounded to its
+/// dtype.
 pub fn norm_backward<B: Backend>(
     grad: Tensor<B, 2>,
     x: Tensor<B, 2>,
     saved: NormOutput<B>,
     norm: &Norm<B>,
+    residual: Option<Tensor<B, 2>>,
 ) -> NormGradients<B> {
     let dtype = x.dtype();
     let grad = grad.cast(DType::F32);
@@ -48,7 +50,10 @@ pub fn norm_backward<B: Backend>(
         NormKind::Layer => scaled.clone() - scaled.mean_dim(1),
         NormKind::Rms => scaled,
     };
-    let x = (across - along) * saved.inverse_deviation;
+    let mut x = (across - along) * saved.inverse_deviation;
+    if let Some(residual) = residual {
+        x = x + residual.cast(DType::F32);
+    }
     NormGradients {
         x: x.cast(dtype),
         gamma: gamma.sum_dim(0).squeeze_dim::<1>(0).cast(norm.gamma.dtype()),

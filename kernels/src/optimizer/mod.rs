@@ -9,6 +9,7 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::Backend;
+use crate::recorder;
 
 /// One parameter with its gradient and moments, each flattened to `[elements]` f32.
 #[derive(Clone, Debug)]
@@ -50,5 +51,6 @@ pub fn optimizer_step<B: Backend>(
     parameters: Vec<AdamWParameter<B>>,
     adamw: &AdamW,
 ) -> (Vec<AdamWParameter<B>>, Tensor<B, 1>) {
+    let _op = recorder::op("optimizer_step", || parameters.iter().map(|one| recorder::operand(&one.value)).collect());
     B::optimizer_step(parameters, adamw)
 }

@@ -10,6 +10,7 @@ use burn::tensor::{Int, Tensor};
 use super::{PackedHeads, RotaryTable};
 use crate::Backend;
 use crate::autodiff::{float, inner, inner_int, primitive};
+use crate::recorder;
 
 #[derive(Debug)]
 struct RotaryNode;
@@ -20,7 +21,9 @@ impl<B: Backend> Backward<B, 1> for RotaryNode {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (table, positions, inverse) = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            primitive(B::rotary(float(grad), &table, positions, !inverse))
+            let grad = float(grad);
+            let _op = recorder::op("rotary backward", || vec![recorder::operand::<B, 4, _>(&grad)]);
+            primitive(B::rotary(grad, &table, positions, !inverse))
         });
     }
 }
@@ -34,7 +37,9 @@ impl<B: Backend> Backward<B, 1> for QkvRotaryNode {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (heads, table, positions, inverse) = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            primitive(B::qkv_rotary(float(grad), heads, &table, positions, !inverse))
+            let grad = float(grad);
+            let _op = recorder::op("qkv_rotary backward", || vec![recorder::operand::<B, 3, _>(&grad)]);
+            primitive(B::qkv_rotary(grad, heads, &table, positions, !inverse))
         });
     }
 }

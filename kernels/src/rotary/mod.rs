@@ -10,6 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::Backend;
+use crate::recorder;
 
 /// Cosines and sines of every position's angles, f32.
 #[derive(Clone, Debug)]
@@ -86,6 +87,7 @@ impl PackedHeads {
 pub fn rotary<B: Backend>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
     assert_eq!(head_dim, 2 * table.cos.dims()[1], "rotary: the table is made for another head_dim");
+    let _op = recorder::op("rotary", || vec![recorder::operand(&x)]);
     B::rotary(x, table, positions, false)
 }
 
@@ -102,5 +104,6 @@ pub fn qkv_rotary<B: Backend>(
 ) -> Tensor<B, 3> {
     assert_eq!(qkv.dims()[2], heads.width(), "qkv_rotary: the tensor is not of these heads");
     assert_eq!(heads.head_dim, 2 * table.cos.dims()[1], "qkv_rotary: the table is made for another head_dim");
+    let _op = recorder::op("qkv_rotary", || vec![recorder::operand(&qkv)]);
     B::qkv_rotary(qkv, heads, table, positions, false)
 }

@@ -7,7 +7,7 @@ use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, embed,
     head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
-    random_bits, reference, rotary,
+    random_bits, reference, rotary, softmax,
 };
 
 use crate::backend_test;
@@ -114,7 +114,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
 });
 
 backend_test!(norms_match_the_reference::<B>(device) {
-    for (rows, columns) in [(1, 2), (3, 3), (63, 65), (64, 64), (129, 7), (2, 1000)] {
+    for (rows, columns) in [(1, 2), (3, 3), (63, 65), (64, 64), (129, 7), (2, 1000), (5, 4100), (4097, 24), (2, 20_000)] {
         let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
         let gamma = random::<B, 2>(2, [1, columns], &device);
         let beta = random::<B, 2>(3, [1, columns], &device);
@@ -145,8 +145,48 @@ backend_test!(norms_match_the_reference::<B>(device) {
     }
 });
 
+backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
+    for (rows, columns) in [(1, 2), (65, 130), (300, 64)] {
+        let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
+        let gamma = random::<B, 2>(2, [1, columns], &device);
+        assert_parity(
+            &format!("layer norm and what goes around it {rows}x{columns}"),
+            &[strided(x), gamma],
+            |i| norm(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)) + i[0].clone() * 3.0,
+            |i| {
+                let normed = reference::norm_forward(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)).output;
+                normed + i[0].clone() * 3.0
+            },
+        );
+    }
+});
+
+backend_test!(softmax_matches_the_reference::<B>(device) {
+    for (rows, columns) in
+        [(1, 1), (3, 2), (300, 3), (65, 63), (63, 64), (7, 65), (4, 1000), (3, 9000), (2, 70_000), (2, 70_001)]
+    {
+        let x = random::<B, 2>(1, [rows, columns], &device) * 20.0;
+        for x in [x.clone(), strided(x)] {
+            assert_parity(
+                &format!("softmax {rows}x{columns}"),
+                &[x],
+                |x| softmax(x[0].clone()),
+                |x| reference::softmax(x[0].clone()),
+            );
+        }
+    }
+});
+
+backend_test!(softmax_of_masked_rows_ignores_what_is_masked::<B>(device) {
+    let x = [[0.0, f32::NEG_INFINITY, 0.0, f32::MIN], [f32::NEG_INFINITY, f32::MIN, f32::NEG_INFINITY, 1e4]];
+    let out = softmax(Tensor::<B, 2>::from_data(x, &device));
+    assert_eq!(values(&out), [0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0]);
+});
+
 backend_test!(projections_match_the_reference::<B>(device) {
-    for [rows, d_input, d_output] in [[1, 1, 1], [2, 3, 5], [65, 63, 64], [130, 17, 33], [1, 1000, 3]] {
+    for [rows, d_input, d_output] in
+        [[1, 1, 1], [2, 3, 5], [65, 63, 64], [130, 17, 33], [1, 1000, 3], [4097, 3, 40], [129, 2, 1000]]
+    {
         let x = random::<B, 2>(1, [rows, d_input], &device);
         let weight = random::<B, 2>(2, [d_output, d_input], &device);
         let bias = random::<B, 2>(3, [1, d_output], &device);
@@ -284,7 +324,7 @@ backend_test!(attention_matches_the_reference::<B>(device) {
 });
 
 backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
-    for [rows, d_model, vocabulary] in [[1, 2, 3], [13, 24, 61], [65, 8, 1000], [130, 16, 63]] {
+    for [rows, d_model, vocabulary] in [[1, 2, 3], [13, 24, 61], [65, 8, 1000], [130, 16, 63], [3, 4, 20_001]] {
         let hidden = random::<B, 2>(1, [rows, d_model], &device);
         let weight = random::<B, 2>(2, [vocabulary, d_model], &device) * 3.0;
         let target = |at: usize| if at % 5 == 3 { -100 } else { (at * 37 % vocabulary) as i32 };
