@@ -139,7 +139,7 @@ fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> Vec<Tensor<B
             param.map(|value| {
                 let value = value.inner();
                 // One element seen as many.
-                let nothing = Tensor::empty([1; D], &value.device()).expand(value.shape());
+                let nothing = Tensor::<B, D>::empty([1; D], &value.device()).expand(value.shape());
                 self.0.push(value.flatten(0, D - 1));
                 Tensor::from_inner(nothing)
             })
