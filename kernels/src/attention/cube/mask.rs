@@ -57,6 +57,30 @@ pub(super) fn sees(key: u32, last: i32, sizes: &Sizes) -> bool {
     key <= last && key > last - sizes.window
 }
 
+/// Whether each of the queries `first_query .. first_query + queries` sees each of the keys
+/// `first_key .. first_key + keys`, and all of them are there. Where this would take long to say, the answer is no.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn all_seen<I: Int>(
+    ints: &Array<I>,
+    batch: u32,
+    first_query: u32,
+    #[comptime] queries: u32,
+    first_key: u32,
+    #[comptime] keys: u32,
+    sizes: &Sizes,
+    #[comptime] mask: MaskKind,
+) -> bool {
+    if mask == MaskKind::Positions {
+        false.runtime()
+    } else {
+        let there = first_query + queries <= sizes.queries && first_key + keys <= sizes.keys;
+        let low = last_key::<I>(ints, batch, first_query, sizes, mask);
+        let high = last_key::<I>(ints, batch, first_query + (queries - 1), sizes, mask);
+        there && i32::cast_from(first_key + (keys - 1)) <= low && i32::cast_from(first_key) > high - sizes.window
+    }
+}
+
 /// The keys, from the first up to before the second, that any of the queries `first .. first + count` needs. A query
 /// that sees none needs them all, since its probabilities are then alike.
 #[cube]

@@ -5,14 +5,16 @@
 //! and once for those of queries, a cube for each tile of queries: no two cubes write to one place.
 
 mod mask;
+mod matrix;
+mod parts;
 mod tiles;
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::prelude::*;
 
 use self::mask::{MaskKind, NO_WINDOW, SizesLaunch};
+use self::parts::PlaceLaunch;
 use super::AttentionOptions;
 use crate::RandomKey;
 use crate::cube::{contiguous, empty, vector_width};
@@ -137,70 +139,6 @@ impl<R: CubeRuntime> CubeMask<R> {
     }
 }
 
-/// Where heads lie in an array, counted in its vectors.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Place {
-    first: u32,
-    batch: u32,
-    head: u32,
-    row: u32,
-}
-
-/// The rows of a head.
-#[derive(CubeType, Clone, Copy)]
-struct Rows {
-    at: u32,
-    stride: u32,
-    end: u32,
-}
-
-#[cube]
-impl Place {
-    fn rows(&self, batch: u32, head: u32, end: u32) -> Rows {
-        Rows { at: self.first + batch * self.batch + head * self.head, stride: self.row, end }
-    }
-}
-
-/// What the kernels are compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
-    /// A tile has four times this many rows and columns, a cube the square of it of units.
-    side: usize,
-    head_dim: usize,
-    mask: MaskKind,
-    drops: bool,
-}
-
-impl Plan {
-    /// Rows and columns of a tile.
-    const fn tile(&self) -> usize {
-        4 * self.side
-    }
-
-    /// How many slices a head is cut into, each as wide as a tile.
-    const fn slices(&self) -> usize {
-        self.head_dim.div_ceil(self.tile())
-    }
-
-    fn units(&self) -> CubeDim {
-        CubeDim::new_1d((self.side * self.side) as u32)
-    }
-
-    /// The largest tiles that the device has room for and a head fills.
-    fn choose<R: CubeRuntime>(client: &ComputeClient<R>, head_dim: usize, mask: MaskKind, drops: bool) -> Self {
-        let plan = |side| Self { side, head_dim, mask, drops };
-        let hardware = &client.properties().hardware;
-        let large = plan(16);
-        let fits = large.shared_bytes() <= hardware.max_shared_memory_size;
-        if fits && head_dim > 32 { large } else { plan(8) }
-    }
-
-    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial sums of rows.
-    const fn shared_bytes(&self) -> usize {
-        16 * (2 * self.tile() * (self.side + 1) + self.tile() * self.side + self.side * self.side)
-    }
-}
-
 /// Attention of query, key and value: output `[batch_size, seq_length, n_heads, head_dim]` in the query's dtype, and the log-sum-exp
 /// `[batch_size, n_heads, seq_length, 1]` in f32.
 pub(crate) fn attention_forward<R: CubeRuntime>(
@@ -213,8 +151,11 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     let like = &inputs[0].tensor;
     let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
-    let plan = Plan::choose(&like.client, head_dim, mask.kind(), options.dropout.is_some());
-    tiles::forward(inputs, &output, &log_sum_exp, dims, mask, options, plan);
+    if matrix::supported(&inputs, head_dim) {
+        matrix::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+    } else {
+        tiles::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+    }
     (output.tensor, log_sum_exp)
 }
 
@@ -229,18 +170,22 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     options: AttentionOptions,
     [d_query, d_key, d_value]: [&Heads<R>; 3],
 ) {
-    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
     let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
     let rows = tiles::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
     let inputs = [query, key, value, &grad];
-    tiles::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options, plan);
-    tiles::backward_queries(inputs, &rows, d_query, dims, mask, options, plan);
+    if matrix::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
+        matrix::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
+        matrix::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    } else {
+        tiles::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
+        tiles::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    }
 }
 
-/// The widest vectors, of four at the most, in which all heads can be read and written.
-fn width<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize) -> usize {
+/// The widest vectors, of `most` at the most, in which all heads can be read and written.
+fn width<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize, most: usize) -> usize {
     let tensors: Vec<_> = heads.iter().map(|heads| &heads.tensor).collect();
-    let lengths: Vec<_> = heads.iter().flat_map(|heads| heads.lengths()).chain([4, head_dim]).collect();
+    let lengths: Vec<_> = heads.iter().flat_map(|heads| heads.lengths()).chain([most, head_dim]).collect();
     vector_width(&tensors, &lengths)
 }
 

@@ -8,17 +8,60 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::mask::{HIDDEN, Sizes, keys_of, last_key, queries_of, sees};
-use super::{CubeMask, Dims, Heads, Place, Plan, Rows, rounds, sizes, width};
+use super::mask::{HIDDEN, MaskKind, Sizes, keys_of, last_key, queries_of, sees};
+use super::parts::{OUTSIDE, Place, Rows, cube_place, kept};
+use super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use crate::attention::AttentionOptions;
 use crate::cube::{array, empty, grid};
-use crate::random::cube::{Rounds, column_bits, row_bits};
+use crate::random::cube::{Rounds, row_bits};
 
 /// Four elements side by side.
 type Quad = Vector<f32, Const<4>>;
 
-/// The score of a key past the last one, and the maximum of no scores: below every score.
-const OUTSIDE: f32 = -3e38;
+/// What the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Plan {
+    /// A tile has four times this many rows and columns, a cube the square of it of units.
+    side: usize,
+    head_dim: usize,
+    mask: MaskKind,
+    drops: bool,
+}
+
+impl Plan {
+    /// Rows and columns of a tile.
+    const fn tile(&self) -> usize {
+        4 * self.side
+    }
+
+    /// How many slices a head is cut into, each as wide as a tile.
+    const fn slices(&self) -> usize {
+        self.head_dim.div_ceil(self.tile())
+    }
+
+    fn units(&self) -> CubeDim {
+        CubeDim::new_1d((self.side * self.side) as u32)
+    }
+
+    /// The largest tiles that the device has room for and a head fills.
+    pub(super) fn choose<R: CubeRuntime>(
+        client: &ComputeClient<R>,
+        head_dim: usize,
+        mask: MaskKind,
+        drops: bool,
+    ) -> Self {
+        let plan = |side| Self { side, head_dim, mask, drops };
+        let hardware = &client.properties().hardware;
+        let large = plan(16);
+        let fits = large.shared_bytes() <= hardware.max_shared_memory_size;
+        if fits && head_dim > 32 { large } else { plan(8) }
+    }
+
+    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial sums of rows.
+    const fn shared_bytes(&self) -> usize {
+        16 * (2 * self.tile() * (self.side + 1) + self.tile() * self.side + self.side * self.side)
+    }
+}
 
 /// Units that share a row in the kernel of row statistics, and rows of a cube.
 const UNITS_OF_ROW: u32 = 8;
@@ -31,9 +74,9 @@ pub(super) fn forward<R: CubeRuntime>(
     dims: Dims,
     mask: &CubeMask<R>,
     options: AttentionOptions,
-    plan: Plan,
 ) {
-    let width = width(&[query, key, value, output], dims.head_dim);
+    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let width = width(&[query, key, value, output], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
@@ -71,7 +114,7 @@ pub(super) fn row_statistics<R: CubeRuntime>(
     dims: Dims,
 ) -> CubeTensor<R> {
     let Dims { batch_size, n_heads, seq_length, head_dim, .. } = dims;
-    let width = width(&[grad, output], head_dim);
+    let width = width(&[grad, output], head_dim, 8);
     let rows = batch_size * n_heads * seq_length;
     let statistics = empty(&log_sum_exp, [batch_size, n_heads, seq_length, 2], log_sum_exp.dtype);
     // SAFETY: each row below `rows` is read and written by units of its own.
@@ -105,9 +148,9 @@ pub(super) fn backward_keys<R: CubeRuntime>(
     dims: Dims,
     mask: &CubeMask<R>,
     options: AttentionOptions,
-    plan: Plan,
 ) {
-    let width = width(&[query, key, value, grad, d_key, d_value], dims.head_dim);
+    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let width = width(&[query, key, value, grad, d_key, d_value], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_kv_heads * dims.keys.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
@@ -147,9 +190,9 @@ pub(super) fn backward_queries<R: CubeRuntime>(
     dims: Dims,
     mask: &CubeMask<R>,
     options: AttentionOptions,
-    plan: Plan,
 ) {
-    let width = width(&[query, key, value, grad, d_query], dims.head_dim);
+    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let width = width(&[query, key, value, grad, d_query], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
@@ -634,22 +677,10 @@ fn backward_queries_kernel<F: Float, I: Int, N: Size>(
     store::<F, N>(d_query, &d_query_place.rows(batch, head, sizes.queries), first, &sums, plan);
 }
 
-/// Number of the cube's tile among those of `rows`, its head and its batch: heads of one tile are neighbours.
-#[cube]
-pub(super) fn cube_place(rows: u32, heads: u32, sizes: &Sizes, #[comptime] tile: u32) -> (u32, u32, u32) {
-    let at = CUBE_POS as u32;
-    let lines = heads * sizes.batch_size;
-    let number = at / lines;
-    let line = at % lines;
-    // Cubes past the end have no batch.
-    let batch = select(number < rows.div_ceil(tile), line / heads, sizes.batch_size);
-    (number, line % heads, batch)
-}
-
 /// From a score and the gradient of its dropped probability: the dropped probability, and the score's gradient.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(super) fn score_gradient(
+fn score_gradient(
     score: f32,
     d_dropped: f32,
     visible: bool,
@@ -672,12 +703,6 @@ pub(super) fn score_gradient(
         d_probability *= factor;
     }
     (dropped, probability * (d_probability - delta) * sizes.scale)
-}
-
-/// The factor on a probability: zero if it is dropped. `bits` are those of its row.
-#[cube]
-pub(super) fn kept(bits: u32, key: u32, sizes: &Sizes, rounds: &Rounds) -> f32 {
-    select(column_bits(bits, key, rounds) < sizes.threshold, 0.0f32, sizes.kept)
 }
 
 #[cube]
