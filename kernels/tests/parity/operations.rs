@@ -2,7 +2,7 @@
 //! of the reference's small operations.
 
 use burn::backend::Autodiff;
-use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, embed,
@@ -13,20 +13,22 @@ use fireclay_kernels::{
 use crate::backend_test;
 use crate::compare::{assert_close, random, strided, tolerance, values};
 
-/// Output, then the gradient of each input for a random gradient of the output.
+/// Output, then the gradient of each input for a random gradient of the output, all in f32; computed in `dtype`.
 fn with_gradients<B: Backend, const D: usize, const O: usize>(
     inputs: &[Tensor<B, D>],
+    dtype: DType,
     f: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
 ) -> (Tensor<B, O>, Vec<Tensor<B, D>>) {
     let inputs: Vec<_> =
-        inputs.iter().map(|x| Tensor::<Autodiff<B>, D>::from_inner(x.clone()).require_grad()).collect();
+        inputs.iter().map(|x| Tensor::<Autodiff<B>, D>::from_inner(x.clone().cast(dtype)).require_grad()).collect();
     let output = f(&inputs);
-    let upstream = random::<B, O>(99, output.dims(), &output.device());
+    let upstream = random::<B, O>(99, output.dims(), &output.device()).cast(output.dtype());
     let gradients = (output.clone() * Tensor::from_inner(upstream)).sum().backward();
-    let gradient = |x: &Tensor<Autodiff<B>, D>| x.grad(&gradients).expect("a gradient");
-    (output.inner(), inputs.iter().map(gradient).collect())
+    let gradient = |x: &Tensor<Autodiff<B>, D>| x.grad(&gradients).expect("a gradient").cast(DType::F32);
+    (output.inner().cast(DType::F32), inputs.iter().map(gradient).collect())
 }
 
+/// Our operation in the dtype under test against the reference in f32, for the same inputs.
 #[track_caller]
 fn assert_parity<B: Backend, const D: usize, const O: usize>(
     what: &str,
@@ -34,13 +36,27 @@ fn assert_parity<B: Backend, const D: usize, const O: usize>(
     ours: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
     theirs: impl Fn(&[Tensor<Autodiff<B>, D>]) -> Tensor<Autodiff<B>, O>,
 ) {
-    let tolerance = tolerance::<B>(&inputs[0].device());
-    let (output, gradients) = with_gradients(inputs, ours);
-    let (wanted, wanted_gradients) = with_gradients(inputs, theirs);
+    let dtype = dtype_under_test::<B>(&inputs[0].device());
+    let tolerance = if dtype == DType::F32 { tolerance::<B>(&inputs[0].device()) } else { 2e-2 };
+    let (output, gradients) = with_gradients(inputs, dtype, ours);
+    let rounded: Vec<_> = inputs.iter().map(|x| x.clone().cast(dtype)).collect();
+    let (wanted, wanted_gradients) = with_gradients(&rounded, DType::F32, theirs);
     assert_close(what, &output, &wanted, tolerance);
     for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
         assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, tolerance);
     }
+}
+
+/// The dtype that `FIRECLAY_TEST_DTYPE` names, f32 if unset; one that the device lacks fails the tests.
+fn dtype_under_test<B: Backend>(device: &B::Device) -> DType {
+    let dtype = match std::env::var("FIRECLAY_TEST_DTYPE").as_deref() {
+        Err(_) | Ok("f32") => return DType::F32,
+        Ok("bf16") => DType::BF16,
+        Ok("f16") => DType::F16,
+        Ok(other) => panic!("FIRECLAY_TEST_DTYPE is f32, bf16 or f16, not {other}"),
+    };
+    assert!(B::supports_dtype(device, dtype), "{} has no {dtype:?}", B::name(device));
+    dtype
 }
 
 /// `[1, width]` as `[width]`, so that weights can stand in one list with their input.

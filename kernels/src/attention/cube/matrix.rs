@@ -531,7 +531,7 @@ fn backward_keys_kernel<F: Float, I: Int>(
                     let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
                     let mut pair = scores[index];
                     let mut d_pair = d_scores[index];
-                    let mut probability = (pair[j] - row[0usize]).exp();
+                    let probability = (pair[j] - row[0usize]).exp();
                     let mut d_probability = d_pair[j];
                     if comptime!(plan.drops) {
                         let key = first + plane_row + lane_row + comptime!(i as u32 * 8);
