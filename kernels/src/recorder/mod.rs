@@ -306,9 +306,8 @@ where
 /// Tells that `op` runs its reference on `device` for want of a kernel, and why: warns on standard error the first
 /// time, and counts while a recording runs.
 pub fn fell_back(op: &'static str, device: &str, reason: &str) {
-    static WARNED: Mutex<Option<HashSet<(&'static str, String, String)>>> = Mutex::new(None);
-    let key = (op, device.to_string(), reason.to_string());
-    if lock(&WARNED).get_or_insert_default().insert(key) {
+    static WARNED: Mutex<Option<HashSet<[String; 3]>>> = Mutex::new(None);
+    if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
         eprintln!("warning: {op} runs its reference on {device}: {reason}");
     }
     told(|calls| {

@@ -215,40 +215,40 @@ impl Report {
             r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploaded":{},"read_back":{}}}"#,
             text(&self.device),
             self.elapsed.as_nanos(),
-            list(&self.ops, OpReport::to_json),
-            self.outside.to_json(),
-            self.total.to_json(),
+            list(&self.ops, OpReport::json),
+            self.outside.json(),
+            self.total.json(),
             optional(self.kernels.as_ref().map(|kernels| list(kernels, kernel))),
             list(&self.fallbacks, fallback),
-            self.uploaded.to_json(),
-            self.read_back.to_json(),
+            self.uploaded.json(),
+            self.read_back.json(),
         )
     }
 }
 
 impl OpReport {
-    fn to_json(&self) -> String {
+    fn json(&self) -> String {
         let operand = |operand: &Operand| {
             format!(r#"{{"dims":{},"dtype":"{}"}}"#, list(&operand.dims, usize::to_string), operand.dtype.name())
         };
         let shape = |(operands, calls): &(Vec<Operand>, u64)| {
             format!(r#"{{"inputs":{},"calls":{calls}}}"#, list(operands, operand))
         };
-        let (shapes, work) = (list(&self.shapes, shape), self.work.to_json());
+        let (shapes, work) = (list(&self.shapes, shape), self.work.json());
         format!(r#"{{"name":{},"calls":{},"shapes":{shapes},"work":{work}}}"#, text(self.name), self.calls)
     }
 }
 
 impl Copies {
-    fn to_json(&self) -> String {
+    fn json(&self) -> String {
         let time = optional(self.time.map(|time| time.as_nanos()));
         format!(r#"{{"count":{},"bytes":{},"time_ns":{time}}}"#, self.count, self.bytes)
     }
 }
 
 impl Work {
-    fn to_json(&self) -> String {
-        let copies = |copies: Option<Copies>| optional(copies.map(|copies| copies.to_json()));
+    fn json(&self) -> String {
+        let copies = |copies: Option<Copies>| optional(copies.map(|copies| copies.json()));
         let fields = [
             ("launches", optional(self.launches)),
             ("kernel_time_ns", optional(self.kernel_time.map(|time| time.as_nanos()))),
