@@ -51,12 +51,14 @@ impl MatrixPlan {
     const fn forward(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
         let bands = if head_dim <= 64 { 2 } else { 1 };
         let small = head_dim <= 128;
-        Self { head_dim, bands, columns: 64, holds: small, ahead: small, slices: 1, mask, drops }
+        let columns = if small { 64 } else { 32 };
+        Self { head_dim, bands, columns, holds: small, ahead: small, slices: 1, mask, drops }
     }
 
     const fn backward_queries(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
         let small = head_dim <= 64;
-        Self { head_dim, bands: 1, columns: 64, holds: small, ahead: small, slices: 1, mask, drops }
+        let columns = if head_dim <= 128 { 64 } else { 32 };
+        Self { head_dim, bands: 1, columns, holds: small, ahead: small, slices: 1, mask, drops }
     }
 
     const fn backward_keys(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
@@ -531,7 +533,7 @@ fn backward_keys_kernel<F: Float, I: Int>(
                     let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
                     let mut pair = scores[index];
                     let mut d_pair = d_scores[index];
-                    let mut probability = (pair[j] - row[0usize]).exp();
+                    let probability = (pair[j] - row[0usize]).exp();
                     let mut d_probability = d_pair[j];
                     if comptime!(plan.drops) {
                         let key = first + plane_row + lane_row + comptime!(i as u32 * 8);
