@@ -51,12 +51,14 @@ impl MatrixPlan {
     const fn forward(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
         let bands = if head_dim <= 64 { 2 } else { 1 };
         let small = head_dim <= 128;
-        Self { head_dim, bands, columns: 64, holds: small, ahead: small, slices: 1, mask, drops }
+        let columns = if small { 64 } else { 32 };
+        Self { head_dim, bands, columns, holds: small, ahead: small, slices: 1, mask, drops }
     }
 
     const fn backward_queries(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
         let small = head_dim <= 64;
-        Self { head_dim, bands: 1, columns: 64, holds: small, ahead: small, slices: 1, mask, drops }
+        let columns = if head_dim <= 128 { 64 } else { 32 };
+        Self { head_dim, bands: 1, columns, holds: small, ahead: small, slices: 1, mask, drops }
     }
 
     const fn backward_keys(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
