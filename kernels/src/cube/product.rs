@@ -8,7 +8,6 @@ use cubek::matmul::components::tile::TileMatmulKind;
 use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
 use cubek::matmul::launch::{Strategy, launch_ref};
 use cubek::matmul::routines::BlueprintStrategy::Inferred;
-use cubek::matmul::routines::ordered_double_buffering::OrderedSelectionArgs;
 use cubek::matmul::routines::simple::SimpleArgs;
 use cubek::std::InputBinding;
 
@@ -95,16 +94,8 @@ fn strategies<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, out: &CubeTe
     let large = m >= TILE && n >= TILE && m * n >= 64 * TILE * TILE / 4;
     let mut strategies = Vec::new();
     let cuda = R::name(&out.client).contains("cuda");
-    if cuda && half && [a, b].into_iter().all(copies_in_bulk) {
-        if large {
-            strategies.push(Strategy::SpecializedTmaMma(Inferred(().into())));
-        }
-        strategies.push(Strategy::OrderedDoubleMma(Inferred(OrderedSelectionArgs {
-            partition_k: Some(2),
-            row_count: Some(if large { 8 } else { 4 }),
-            rows_per_plane: Some(2),
-            tile_matmul: TileMatmulKind::Mma,
-        })));
+    if cuda && half && large && [a, b].into_iter().all(copies_in_bulk) {
+        strategies.push(Strategy::SpecializedTmaMma(Inferred(().into())));
     }
     if half {
         let cmma = |multi_rows| SimpleArgs { multi_rows, tile_matmul: TileMatmulKind::Cmma };
