@@ -123,7 +123,7 @@ backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
 
 backend_test!(softmax_matches_the_reference::<B>(device) {
     for (rows, columns) in
-        [(1, 1), (3, 2), (300, 3), (65, 63), (63, 64), (7, 65), (4, 1000), (3, 9000), (2, 70_000), (2, 70_001)]
+        [(1, 1), (3, 2), (300, 3), (65, 63), (63, 64), (7, 65), (4, 1000), (3, 9000), (2, 70_000), (2, 40_001)]
     {
         let x = random::<B, 2>(1, [rows, columns], &device) * 20.0;
         for x in [x.clone(), strided(x)] {
