@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, RandomKey, RotaryTable, Sampling, activate, attention, dropout, head_loss, head_sample,
-    linear, norm, optimizer_step, random_bits, reference, rotary, softmax,
+    linear, linear_add, norm, optimizer_step, random_bits, reference, rotary, softmax,
 };
 
 use crate::backend_test;
@@ -166,6 +166,25 @@ backend_test!(projections_match_the_reference::<B>(device) {
                 |i| linear(i[0].clone(), i[1].clone(), None),
                 |i| reference::linear_forward(i[0].clone(), i[1].clone(), None),
             );
+        }
+    }
+});
+
+backend_test!(projections_end_with_dropout_and_the_residual_stream::<B>(device) {
+    for [rows, d_input, d_output] in [[1, 1, 1], [65, 63, 64], [3, 5, 1001]] {
+        let x = random::<B, 2>(1, [rows, d_input], &device);
+        let weight = random::<B, 2>(2, [d_output, d_input], &device);
+        let bias = random::<B, 1>(3, [d_output], &device);
+        let residual = strided(random::<B, 2>(4, [rows, d_output], &device));
+        for bias in [Some(bias), None] {
+            for probability in [0.0, 0.4] {
+                let drop = Dropout { probability, key: RandomKey::new(6) };
+                let ours = linear_add(x.clone(), weight.clone(), bias.clone(), Some(drop), residual.clone());
+                let product = reference::linear_forward(x.clone(), weight.clone(), bias.clone());
+                let wanted = residual.clone() + reference::dropout(product, drop);
+                let what = format!("linear_add {rows}x{d_input}x{d_output}, dropout {probability}");
+                assert_close(&what, &ours, &wanted, tolerance::<B>(&device));
+            }
         }
     }
 });
