@@ -91,7 +91,8 @@ fn exchanged(value: f32, #[comptime] team: Team, #[comptime] largest: bool) -> f
     if comptime!(team.units > team.plane) {
         let pieces = comptime!(team.units / team.plane);
         let mut shared = SharedMemory::<f32>::new(comptime!(pieces as usize));
-        if UNIT_POS_X % team.plane == 0 {
+        let lane = UNIT_POS_X % team.plane;
+        if lane == 0 {
             shared[(UNIT_POS_X / team.plane) as usize] = value;
         }
         sync_cube();
@@ -175,15 +176,20 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
     let split = first.meta.shape()[first.meta.rank() - 1];
     let vector = row_vector(&[&x, first, second], &[columns, split, stride]);
     let columns = (columns / vector) as u32;
-    // Narrow cubes where there are few rows, so that there are enough of them.
-    let most: u32 = if pieces > 1 { 32 } else { 8 };
+    // A single piece has narrow and tall cubes, so that there are enough units.
+    let hardware = &x.client.properties().hardware;
+    let (most, units) = match pieces {
+        1 if n_rows >= 256 && hardware.max_units_per_cube >= 1024 => (8, 1024),
+        1 => (8, 256),
+        _ => (32, 256),
+    };
     let width = columns.next_power_of_two().min(most);
     // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of its own piece.
     unsafe {
         add_up_kernel::launch_unchecked(
             &x.client,
             CubeCount::Static(columns.div_ceil(width), pieces as u32, 1),
-            CubeDim::new_2d(width, 256 / width),
+            CubeDim::new_2d(width, units / width),
             vector,
             array(&x),
             array(first),
@@ -194,6 +200,7 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
             n_rows.div_ceil(pieces) as u32,
             (split / vector) as u32,
             width,
+            units,
             x.dtype.into(),
             first.dtype.into(),
         );
@@ -212,10 +219,11 @@ fn add_up_kernel<F: Float, O: Float, N: Size>(
     piece: u32,
     split: u32,
     #[comptime] width: u32,
+    #[comptime] units: u32,
     #[define(F)] _dtype: StorageType,
-    #[define(O)] _sums: StorageType,
+    #[define(O)] _sum_dtype: StorageType,
 ) {
-    let height = comptime!(256 / width);
+    let height = comptime!(units / width);
     let own = CUBE_POS_X * width + UNIT_POS_X;
     let column = min(own, columns - 1);
     let end = min(rows, (CUBE_POS_Y + 1) * piece);
@@ -236,7 +244,7 @@ fn add_up_kernel<F: Float, O: Float, N: Size>(
         sum += Vector::cast_from(x[(row * stride + column) as usize]);
         row += height;
     }
-    let mut shared = SharedMemory::<Vector<f32, N>>::new(256usize);
+    let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!(units as usize));
     let place = UNIT_POS_Y * width + UNIT_POS_X;
     shared[place as usize] = sum;
     sync_cube();

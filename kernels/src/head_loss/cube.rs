@@ -176,7 +176,7 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     #[comptime] smooth: bool,
     #[comptime] gradients: bool,
     #[define(F)] _dtype: StorageType,
-    #[define(I)] _targets: StorageType,
+    #[define(I)] _target_dtype: StorageType,
 ) {
     let team = comptime!(passes.team);
     let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
@@ -187,7 +187,7 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     let counts = target >= 0;
     let target = u32::cast_from(select(counts, target, 0i32));
     let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
-    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.kept_vectors()));
+    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let weights = Weights { target, target_weight, weight, all: smooth, any: true };
     let found = first_pass::<F, N>(logits, start, columns, &mut held, &mut kept, weights, passes);
     if own < rows && UNIT_POS_X == 0 {
@@ -232,7 +232,7 @@ fn mean_kernel<I: Int>(
     size: u32,
     #[comptime] team: Team,
     #[comptime] sums: bool,
-    #[define(I)] _targets: StorageType,
+    #[define(I)] _target_dtype: StorageType,
 ) {
     let mut counted = 0.0f32;
     let mut sum = 0.0f32;

@@ -113,8 +113,8 @@ fn bias_add_kernel<F: Float, W: Float, V: Float, N: Size>(
     #[comptime] drops: bool,
     #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
-    #[define(W)] _bias: StorageType,
-    #[define(V)] _residual: StorageType,
+    #[define(W)] _bias_dtype: StorageType,
+    #[define(V)] _residual_dtype: StorageType,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at >= units {

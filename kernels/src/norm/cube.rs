@@ -10,9 +10,10 @@ use crate::team::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, wit
 
 /// Elements of a row that a unit holds without spilling them.
 const HELD: usize = 32;
-/// Units that the backward pass has work for, where there are enough rows: a cube's sums of parameter gradients are
-/// written once, so that fewer and longer cubes write less.
-const UNITS: usize = 1 << 16;
+/// Units of a cube of the backward pass, which takes many registers.
+const UNITS: u32 = 128;
+/// The most cubes of the backward pass: each writes its sums of the weights' gradients once.
+const CUBES: usize = 1024;
 
 /// The numbers of a norm, and its weights.
 pub(crate) struct CubeNorm<R: CubeRuntime> {
@@ -24,6 +25,9 @@ pub(crate) struct CubeNorm<R: CubeRuntime> {
 
 /// Output, mean (of layer norms) and inverse deviation.
 pub(crate) type Normed<R> = (CubeTensor<R>, Option<CubeTensor<R>>, CubeTensor<R>);
+
+/// Gradients of input, scale and shift.
+pub(crate) type Gradients<R> = (CubeTensor<R>, CubeTensor<R>, Option<CubeTensor<R>>);
 
 /// The norm of `x` `[rows, d_model]`, or nothing where a row is too long for the registers.
 pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Option<Normed<R>> {
@@ -76,7 +80,7 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     inverse: CubeTensor<R>,
     norm: CubeNorm<R>,
     residual: Option<CubeTensor<R>>,
-) -> Option<(CubeTensor<R>, CubeTensor<R>, Option<CubeTensor<R>>)> {
+) -> Option<Gradients<R>> {
     let (x, stride) = rows(x);
     let (grad, grad_stride) = rows(grad);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -90,10 +94,10 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
     // The sums of the weights' gradients take two registers an element.
     let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / vector)?;
+    let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
     let parts = 1 + usize::from(norm.beta.is_some());
-    let most = UNITS.div_ceil((team.units * team.rows) as usize);
-    let steps = n_rows.div_ceil(team.rows as usize * most).max(1);
+    let steps = n_rows.div_ceil(team.rows as usize * CUBES).max(1);
     let pieces = n_rows.div_ceil(team.rows as usize * steps).max(1);
     let partial = empty(&x, [pieces, parts * columns], DType::F32);
     // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
@@ -159,8 +163,8 @@ fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
     #[comptime] layer: bool,
     #[comptime] shifted: bool,
     #[define(F)] _dtype: StorageType,
-    #[define(W)] _gamma: StorageType,
-    #[define(V)] _beta: StorageType,
+    #[define(W)] _gamma_dtype: StorageType,
+    #[define(V)] _beta_dtype: StorageType,
 ) {
     let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
     // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
@@ -237,7 +241,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     #[comptime] shifted: bool,
     #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
-    #[define(W)] _weights: StorageType,
+    #[define(W)] _gamma_dtype: StorageType,
 ) {
     let count = comptime!(team.count as usize);
     let mut x_held = Array::<Vector<F, N>>::new(count);

@@ -8,8 +8,10 @@ use cubecl::prelude::*;
 use crate::cube::{array, empty, grid, rows};
 use crate::team::{Team, lanes_max, lanes_sum, row_vector, team_max, team_sum, within};
 
-/// Elements of a row that a unit holds at a time.
+/// Elements of a row that a unit holds where the whole row stays in registers.
 const HELD: usize = 32;
+/// Bytes of a row that a unit holds at a time where it does not.
+const BLOCK: usize = 64;
 /// Units of a team: with more, too few cubes share a processor to read while others compute.
 const UNITS: u32 = 512;
 /// Devices with less shared memory than this do not keep rows in it.
@@ -23,6 +25,8 @@ pub(crate) struct Passes {
     pub(crate) blocks: u32,
     /// Blocks, from the first on, that stay in shared memory.
     pub(crate) kept: u32,
+    /// Vectors of those blocks.
+    pub(crate) shared: u32,
     /// Whether the device has a faster exponential, good to some units in the last place.
     pub(crate) fast: bool,
 }
@@ -35,24 +39,18 @@ impl Passes {
         let most = HELD / width;
         let team = Team::new(&x.client, vectors, most, UNITS);
         if team.count as usize <= most {
-            return Self { team, blocks: 1, kept: 0, fast };
+            return Self { team, blocks: 1, kept: 0, shared: 0, fast };
         }
-        // Twice as many in a block as in a row that has to stay.
-        let blocks = team.count.div_ceil(2 * most as u32);
+        let blocks = team.count.div_ceil((BLOCK / x.dtype.size() / width) as u32);
         let count = team.count.div_ceil(blocks);
-        let team = Team { count, exact: vectors == (blocks * count * team.units) as usize, ..team };
-        let shared = x.client.properties().hardware.max_shared_memory_size;
-        let kept = match shared >= SHARED {
-            // Two cubes share a processor.
-            true => (shared / 2 - 4096) / ((count * team.units) as usize * width * x.dtype.size()),
-            false => 0,
-        };
-        Self { team, blocks, kept: blocks.min(kept as u32), fast }
-    }
-
-    /// Vectors that stay in shared memory.
-    pub(crate) fn kept_vectors(&self) -> usize {
-        (self.kept * self.team.count * self.team.units).max(1) as usize
+        let block = count * team.units;
+        let team = Team { count, exact: vectors == (blocks * block) as usize, ..team };
+        let memory = x.client.properties().hardware.max_shared_memory_size;
+        // Two cubes share a processor.
+        let room = if memory >= SHARED { (memory / 2 - 4096) / (width * x.dtype.size()) } else { 0 };
+        let kept = if vectors <= room { blocks } else { (room as u32) / block };
+        let shared = (kept * block).min(vectors as u32);
+        Self { team, blocks, kept, shared, fast }
     }
 }
 
@@ -139,6 +137,7 @@ pub(crate) struct Weights {
 /// The first pass over the row that begins at `start`. A row of one block is in `held` afterwards, the first blocks of
 /// a longer one in `kept`.
 #[cube]
+#[allow(clippy::collapsible_if)]
 pub(crate) fn first_pass<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,
@@ -267,7 +266,7 @@ fn softmax_kernel<F: Float, N: Size>(
     let row = min(own, rows - 1);
     let start = row * stride;
     let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
-    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.kept_vectors()));
+    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let none = Weights { target: 0, target_weight: 0.0, weight: 0.0, all: false, any: false };
     let found = first_pass::<F, N>(x, start, columns, &mut held, &mut kept, none, passes);
     let scale = 1.0f32 / found.sum;
