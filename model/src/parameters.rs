@@ -6,6 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
 use fireclay_kernels::{Backend, Norm, RandomKey};
+use rayon::prelude::*;
 
 use crate::config::{NormKind, TransformerConfig};
 
@@ -32,7 +33,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
             let value = radius * if at.is_multiple_of(2) { angle.cos() } else { angle.sin() };
             (deviation * value) as f32
         };
-        let values: Vec<f32> = (0..dims[0] * dims[1]).map(normal).collect();
+        let values: Vec<f32> = (0..dims[0] * dims[1]).into_par_iter().map(normal).collect();
         Param::from_tensor(Tensor::from_data(TensorData::new(values, dims), self.device))
     }
 

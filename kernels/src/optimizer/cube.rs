@@ -4,12 +4,12 @@
 //! comparing its position with the pieces before each parameter, so that nothing of a step is compiled in.
 
 use burn::tensor::{DType, Tensor};
-use burn_cubecl::element::BoolElement;
+use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
 use super::{AdamW, AdamWParameter};
+use crate::Backend;
 use crate::autodiff::{float, primitive};
 use crate::cube::{array, contiguous, empty, grid, vector_width};
 
@@ -48,18 +48,16 @@ struct Step {
     second_bias: f32,
 }
 
-pub(crate) fn optimizer_step<R, F, I, BT>(
-    parameters: Vec<AdamWParameter<CubeBackend<R, F, I, BT>>>,
+pub(crate) fn optimizer_step<R, B>(
+    parameters: Vec<AdamWParameter<B>>,
     adamw: &AdamW,
-) -> (Vec<AdamWParameter<CubeBackend<R, F, I, BT>>>, Tensor<CubeBackend<R, F, I, BT>, 1>)
+) -> (Vec<AdamWParameter<B>>, Tensor<B, 1>)
 where
     R: CubeRuntime,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>>,
 {
     if parameters.is_empty() {
-        return (parameters, Tensor::zeros([1], &R::Device::default()));
+        return (parameters, Tensor::zeros([1], &B::Device::default()));
     }
     let parameters: Vec<Parameter<R>> = parameters
         .into_iter()

@@ -135,7 +135,6 @@ fn launch<R: CubeRuntime>(
             cos.meta.shape()[0] as u32 - 1,
             if turn.inverse { -1.0 } else { 1.0 },
             at_once,
-            rotated < heads,
             x.dtype.into(),
             cos.dtype.into(),
             positions.dtype.into(),
@@ -165,7 +164,6 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     last: u32,
     sign: f32,
     #[comptime] at_once: usize,
-    #[comptime] copies: bool,
     #[define(F)] _dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
     #[define(I)] _position_dtype: StorageType,
@@ -200,11 +198,9 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
         let b = Vector::<f32, N>::cast_from(second[i]);
         let mut turned_first = Vector::<F, N>::cast_from(a * cos - b * sin);
         let mut turned_second = Vector::<F, N>::cast_from(b * cos + a * sin);
-        if copies {
-            if head + i as u32 >= rotated {
-                turned_first = first[i];
-                turned_second = second[i];
-            }
+        if head + i as u32 >= rotated {
+            turned_first = first[i];
+            turned_second = second[i];
         }
         let out_at = out_at + i as u32 * out_strides.head;
         out[out_at as usize] = turned_first;

@@ -1,6 +1,8 @@
 //! Each operation against the reference: the forward pass, and every gradient against what Burn's own autodiff makes
 //! of the reference's small operations.
 
+use std::slice::from_ref;
+
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
@@ -111,7 +113,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
             let dtype = FloatDType::F32;
             assert_parity(
                 &name,
-                &[table.clone()],
+                from_ref(&table),
                 |i| embed(i[0].clone(), tokens.clone(), dtype),
                 |i| reference::embed(i[0].clone(), tokens.clone(), dtype),
             );
@@ -299,7 +301,7 @@ backend_test!(qkv_rotary_matches_the_reference::<B>(device) {
                     let qkv = if kept { i[0].clone() } else { i[0].clone() * 1.0 };
                     qkv_rotary(qkv, heads, &table, positions.clone())
                 };
-                assert_parity(&name, &[qkv.clone()], ours, |i| {
+                assert_parity(&name, from_ref(&qkv), ours, |i| {
                     reference::qkv_rotary(i[0].clone(), heads, &table, positions.clone(), false)
                 });
             }
