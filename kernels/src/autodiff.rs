@@ -171,6 +171,14 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     grads.remove::<B>(&tracked).map(float)
 }
 
+/// `[rows, columns]` as `[.., columns]`; a matrix stays the same node of the graph.
+pub(crate) fn as_dims<B: burn::tensor::backend::Backend, const D: usize>(
+    rows: Tensor<B, 2>,
+    dims: [usize; D],
+) -> Tensor<B, D> {
+    if D == 2 { Tensor::from_primitive(rows.into_primitive()) } else { rows.reshape(dims) }
+}
+
 /// `[.., columns]` as `[rows, columns]`; a matrix stays the same node of the graph.
 pub(crate) fn as_rows<B, const D: usize, K>(tensor: Tensor<B, D, K>) -> Tensor<B, 2, K>
 where

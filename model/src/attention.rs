@@ -48,20 +48,23 @@ impl<B: Backend> Attention<B> {
         }
     }
 
-    /// The heads' outputs side by side, `[batch_size, seq_length, n_heads * head_dim]`, before the output projection.
+    /// The heads' outputs side by side, `[batch_size * seq_length, n_heads * head_dim]`, before the output projection.
     ///
-    /// `x` is `[batch_size, seq_length, d_model]`; `pre_norm` is applied to it first, where there is one.
+    /// `x` is `[batch_size * seq_length, d_model]`; `pre_norm` is applied to it first, where there is one.
     pub(crate) fn heads(
         &self,
-        x: Tensor<B, 3>,
+        x: Tensor<B, 2>,
         pre_norm: Option<&Norm<B>>,
         pass: &Pass<B>,
         layer: usize,
         cache: Option<&mut LayerCache<B>>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 2> {
         let bias = self.qkv_bias.as_ref().map(Param::val);
         let qkv = norm_linear(x, pre_norm, self.qkv.val(), bias);
-        let head_dim = qkv.dims()[2] / (self.n_heads + 2 * self.n_kv_heads);
+        let [batch_size, seq_length] = pass.positions.dims();
+        let [rows, width] = qkv.dims();
+        let qkv = qkv.reshape([batch_size, seq_length, width]);
+        let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
         let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
         if cache.is_none() && self.query_norm.is_none() && self.key_norm.is_none() {
@@ -69,7 +72,7 @@ impl<B: Backend> Attention<B> {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
             };
-            return qkv_attention(qkv, heads, &pass.mask, options);
+            return qkv_attention(qkv, heads, &pass.mask, options).reshape([rows, self.n_heads * head_dim]);
         }
         let [query, key, value] = heads.split(qkv);
         let query = self.place(query, self.query_norm.as_ref(), pass);
@@ -78,7 +81,7 @@ impl<B: Backend> Attention<B> {
             Some(cache) => cache.append(key, value),
             None => (key, value),
         };
-        attention(query, key, value, &pass.mask, options)
+        attention(query, key, value, &pass.mask, options).reshape([rows, self.n_heads * head_dim])
     }
 
     /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.

@@ -35,14 +35,14 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// The residual stream `x` `[batch_size, seq_length, d_model]` after this block.
+    /// The residual stream `x` `[batch_size * seq_length, d_model]` after this block.
     pub(crate) fn forward(
         &self,
-        x: Tensor<B, 3>,
+        x: Tensor<B, 2>,
         pass: &Pass<B>,
         layer: usize,
         cache: Option<&mut LayerCache<B>>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 2> {
         let norms = (self.attention_norm.weights(), self.feed_forward_norm.weights());
         match pass.norm_placement {
             NormPlacement::Pre => {
@@ -60,13 +60,13 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    fn add_attention(&self, heads: Tensor<B, 3>, x: Tensor<B, 3>, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
+    fn add_attention(&self, heads: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
         let Attention { output, output_bias, .. } = &self.attention;
         let dropout = pass.dropout(layer, Site::AttentionOutput);
         linear_add(heads, output.val(), output_bias.as_ref().map(Param::val), dropout, x)
     }
 
-    fn add_feed_forward(&self, inner: Tensor<B, 3>, x: Tensor<B, 3>, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
+    fn add_feed_forward(&self, inner: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
         let FeedForward { down, down_bias, .. } = &self.feed_forward;
         let dropout = pass.dropout(layer, Site::FeedForwardOutput);
         linear_add(inner, down.val(), down_bias.as_ref().map(Param::val), dropout, x)

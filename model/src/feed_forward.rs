@@ -32,14 +32,14 @@ impl<B: Backend> FeedForward<B> {
         }
     }
 
-    /// `[batch_size, seq_length, d_ff]` before the second projection, from `x` `[batch_size, seq_length, d_model]`;
-    /// `pre_norm` is applied to it first, where there is one.
+    /// `[rows, d_ff]` before the second projection, from `x` `[rows, d_model]`; `pre_norm` is applied to it first, where
+    /// there is one.
     pub(crate) fn inner(
         &self,
-        x: Tensor<B, 3>,
+        x: Tensor<B, 2>,
         pre_norm: Option<&Norm<B>>,
         activation: fireclay_kernels::Activation,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 2> {
         norm_gate_up(x, pre_norm, self.up.val(), self.up_bias.as_ref().map(Param::val), activation)
     }
 }

@@ -191,6 +191,8 @@ impl<B: Backend> Transformer<B> {
         if let Some((probability, key)) = pass.dropout {
             x = dropout(x, Dropout { probability, key });
         }
+        // From here on a row for each token, the same in all operations that work on tokens alone.
+        let mut x = x.reshape([batch_size * seq_length, self.config.d_model]);
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
             x = block.forward(x, &pass, layer, cache);
@@ -198,10 +200,11 @@ impl<B: Backend> Transformer<B> {
         if let Some(cache) = cache {
             cache.advance(seq_length);
         }
-        match &self.final_norm {
+        let hidden = match &self.final_norm {
             Some(weights) => norm(x, &weights.weights()),
             None => x,
-        }
+        };
+        hidden.reshape([batch_size, seq_length, self.config.d_model])
     }
 
     fn pass(

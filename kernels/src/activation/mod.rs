@@ -10,7 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::Backend;
-use crate::autodiff::as_rows;
+use crate::autodiff::{as_dims, as_rows};
 use crate::recorder;
 
 /// A nonlinearity of one number.
@@ -62,5 +62,5 @@ pub fn activate<B: Backend, const D: usize>(x: Tensor<B, D>, activation: Activat
     let mut dims = x.dims();
     assert!(!activation.gated || dims[D - 1].is_multiple_of(2), "activate: a gated activation needs an even width");
     dims[D - 1] = activation.output_width(dims[D - 1]);
-    B::activate(as_rows(x), activation).reshape(dims)
+    as_dims(B::activate(as_rows(x), activation), dims)
 }

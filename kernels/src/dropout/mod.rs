@@ -9,7 +9,7 @@ pub(crate) mod reference;
 
 use burn::tensor::Tensor;
 
-use crate::autodiff::as_rows;
+use crate::autodiff::{as_dims, as_rows};
 use crate::random::RANGE;
 use crate::{Backend, RandomKey, recorder};
 
@@ -45,5 +45,5 @@ pub fn dropout<B: Backend, const D: usize>(x: Tensor<B, D>, dropout: Dropout) ->
     }
     let _op = recorder::op("dropout", || vec![recorder::operand(&x)]);
     let dims = x.dims();
-    B::dropout(as_rows(x), dropout).reshape(dims)
+    as_dims(B::dropout(as_rows(x), dropout), dims)
 }

@@ -12,7 +12,7 @@ pub(crate) mod reference;
 
 use burn::tensor::Tensor;
 
-use crate::autodiff::as_rows;
+use crate::autodiff::{as_dims, as_rows};
 use crate::{Activation, Backend, Dropout, Norm, recorder};
 
 /// What the backward pass of a projection gives.
@@ -47,7 +47,7 @@ pub fn linear<B: Backend, const D: usize>(
 ) -> Tensor<B, D> {
     let _op = recorder::op("linear", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "linear");
-    <B as Backend>::linear(as_rows(x), weight, bias).reshape(dims)
+    as_dims(<B as Backend>::linear(as_rows(x), weight, bias), dims)
 }
 
 /// Normalises `x` `[.., d_input]` where there is a norm, and projects it: `[.., d_output]`.
@@ -64,7 +64,7 @@ pub fn norm_linear<B: Backend, const D: usize>(
 ) -> Tensor<B, D> {
     let _op = recorder::op("norm_linear", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "norm_linear");
-    B::norm_linear(as_rows(x), norm, weight, bias).reshape(dims)
+    as_dims(B::norm_linear(as_rows(x), norm, weight, bias), dims)
 }
 
 /// `residual + dropout(x * weight^T + bias)`: the end of a transformer's sub-layer. `x` is `[.., d_input]`,
@@ -82,7 +82,7 @@ pub fn linear_add<B: Backend, const D: usize>(
     let _op = recorder::op("linear_add", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let dims = output_dims(&x, &weight, "linear_add");
     let dropout = dropout.filter(|dropout| dropout.probability > 0.0);
-    B::linear_add(as_rows(x), weight, bias, dropout, as_rows(residual)).reshape(dims)
+    as_dims(B::linear_add(as_rows(x), weight, bias, dropout, as_rows(residual)), dims)
 }
 
 /// Normalises `x` `[.., d_model]` where there is a norm, projects it by `weight` `[d_ff, d_model]`, or by gate and up
@@ -100,7 +100,7 @@ pub fn norm_gate_up<B: Backend, const D: usize>(
     let _op = recorder::op("norm_gate_up", || vec![recorder::operand(&x), recorder::operand(&weight)]);
     let mut dims = output_dims(&x, &weight, "norm_gate_up");
     dims[D - 1] = activation.output_width(dims[D - 1]);
-    B::norm_gate_up(as_rows(x), norm, weight, bias, activation).reshape(dims)
+    as_dims(B::norm_gate_up(as_rows(x), norm, weight, bias, activation), dims)
 }
 
 fn output_dims<B: Backend, const D: usize>(x: &Tensor<B, D>, weight: &Tensor<B, 2>, op: &str) -> [usize; D] {

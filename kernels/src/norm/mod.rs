@@ -10,7 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::Backend;
-use crate::autodiff::as_rows;
+use crate::autodiff::{as_dims, as_rows};
 use crate::recorder;
 
 /// Which statistics a norm divides by.
@@ -77,5 +77,5 @@ pub fn norm<B: Backend, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tens
     let _op = recorder::op("norm", || vec![recorder::operand(&x)]);
     let dims = x.dims();
     assert_eq!(dims[D - 1], norm.gamma.dims()[0], "norm: the input's last dimension and the weights differ");
-    B::norm(as_rows(x), norm).reshape(dims)
+    as_dims(B::norm(as_rows(x), norm), dims)
 }

@@ -10,7 +10,7 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::Backend;
-use crate::autodiff::as_rows;
+use crate::autodiff::{as_dims, as_rows};
 use crate::recorder;
 
 /// Softmax over the last dimension of `x` `[.., columns]`, any float dtype: `exp(x - max)` over its sum. Computes in f32
@@ -18,5 +18,5 @@ use crate::recorder;
 pub fn softmax<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let _op = recorder::op("softmax", || vec![recorder::operand(&x)]);
     let dims = x.dims();
-    <B as Backend>::softmax(as_rows(x)).reshape(dims)
+    as_dims(<B as Backend>::softmax(as_rows(x)), dims)
 }
