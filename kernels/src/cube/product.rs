@@ -42,7 +42,8 @@ pub(crate) fn product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, dtype:
 
 /// How many pieces the inner dimension is cut into.
 fn pieces<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
-    let Some(processors) = a.client.properties().hardware.num_streaming_multiprocessors else { return 1 };
+    // Vulkan does not tell how many there are.
+    let processors = a.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
     let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
     let mut pieces = 1;
     while pieces < MAX_PIECES

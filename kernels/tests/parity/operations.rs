@@ -362,6 +362,119 @@ backend_test!(attention_matches_the_reference::<B>(device) {
     }
 });
 
+backend_test!(attention_matches_the_reference_whatever_the_head_size::<B>(device) {
+    for head_dim in [1, 32, 80, 128, 256] {
+        let inputs = [
+            strided(random::<B, 4>(1, [1, 2, 35, head_dim], &device) * 2.0),
+            random::<B, 4>(2, [1, 1, 67, head_dim], &device) * 2.0,
+            strided(random::<B, 4>(3, [1, 1, 67, head_dim], &device)),
+        ];
+        let mask = AttentionMask::Causal { window: Some(50) };
+        attention_parity(&format!("attention of {head_dim} a head"), &inputs, &mask, true);
+    }
+});
+
+backend_test!(attention_matches_the_reference_at_the_borders_of_tiles::<B>(device) {
+    let causal = |window| AttentionMask::<Autodiff<B>>::Causal { window };
+    let inputs = |batch_size: usize, queries: usize, keys: usize| {
+        [
+            random::<B, 4>(1, [batch_size, 1, queries, 16], &device) * 2.0,
+            random::<B, 4>(2, [batch_size, 1, keys, 16], &device) * 2.0,
+            random::<B, 4>(3, [batch_size, 1, keys, 16], &device),
+        ]
+    };
+    for length in [1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
+        attention_parity(&format!("full {length}"), &inputs(1, length, length), &AttentionMask::None, false);
+        attention_parity(&format!("causal {length}"), &inputs(1, length, length), &causal(None), false);
+        attention_parity(&format!("causal {length}/130"), &inputs(1, length, 130), &causal(None), false);
+    }
+    for window in [1, 2, 31, 32, 33, 63, 64, 65, 66, 127, 128, 129, 1000] {
+        let what = format!("window of {window}");
+        attention_parity(&what, &inputs(1, 200, 200), &causal(Some(window)), false);
+        attention_parity(&format!("{what}, few queries"), &inputs(1, 66, 200), &causal(Some(window)), false);
+    }
+    for length in [1, 32, 63, 64, 65, 128, 130] {
+        let lengths = Tensor::from_data([length, 130 - length / 2], &device);
+        attention_parity(&format!("length {length}"), &inputs(2, 33, 130), &AttentionMask::Lengths(lengths), false);
+    }
+    attention_parity("long", &inputs(1, 1000, 1000), &causal(None), true);
+    attention_parity("long in a window", &inputs(1, 1000, 1000), &causal(Some(300)), false);
+});
+
+backend_test!(attention_of_queries_without_keys_is_finite::<B>(device) {
+    let inputs = [4, 5, 6].map(|seed| random::<B, 4>(seed, [2, 1, 70, 16], &device));
+    let lengths = AttentionMask::Lengths(Tensor::from_data([0, 70], &device));
+    let options = AttentionOptions::new(16);
+    let attend = |i: &[Tensor<Autodiff<B>, 4>]| attention(i[0].clone(), i[1].clone(), i[2].clone(), &lengths, options);
+    let (output, gradients) = with_gradients(&inputs, DType::F32, attend);
+    assert!(values(&output).iter().all(|x| x.is_finite()), "output");
+    let alone = inputs.clone().map(|x| x.narrow(0, 1, 1));
+    let mask = AttentionMask::<Autodiff<B>>::None;
+    let alone = with_gradients(&alone, DType::F32, |i| attention(i[0].clone(), i[1].clone(), i[2].clone(), &mask, options)).0;
+    assert_close("the other row", &output.narrow(0, 1, 1), &alone, tolerance::<B>(&device));
+    for gradient in gradients {
+        assert!(values(&gradient).iter().all(|x| x.is_finite()), "gradient");
+    }
+});
+
+backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device) {
+    for dtype in [DType::BF16, DType::F16] {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        // Sizes, the mask among those below, and whether there is dropout.
+        for ([batch_size, n_heads, n_kv_heads, queries, keys, head_dim], mask, drop) in [
+            ([2, 4, 2, 300, 300, 64], 1, true),
+            ([2, 4, 2, 300, 300, 64], 1, false),
+            ([1, 1, 1, 129, 129, 64], 2, false),
+            ([1, 2, 1, 7, 130, 64], 3, true),
+            ([2, 2, 2, 70, 130, 64], 4, false),
+            ([1, 1, 1, 65, 63, 16], 0, false),
+            ([1, 2, 1, 1, 200, 48], 3, false),
+            ([2, 2, 2, 129, 129, 80], 2, true),
+            ([1, 2, 1, 200, 200, 128], 1, false),
+            ([1, 1, 1, 130, 130, 144], 1, true),
+            ([1, 2, 1, 100, 100, 256], 1, false),
+            ([1, 2, 1, 65, 65, 33], 4, true),
+        ] {
+            // Rounded first, so that both sides start from the same numbers.
+            let rounded = |x: Tensor<B, 4>| x.cast(dtype).cast(DType::F32);
+            let inputs = [
+                rounded(random::<B, 4>(1, [batch_size, n_heads, queries, head_dim], &device) * 2.0),
+                rounded(random::<B, 4>(2, [batch_size, n_kv_heads, keys, head_dim], &device) * 2.0),
+                rounded(random::<B, 4>(3, [batch_size, n_kv_heads, keys, head_dim], &device)),
+            ];
+            let ints = |values: &[i32]| Tensor::<Autodiff<B>, 1, Int>::from_data(values, &device);
+            let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
+            let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row * keys / 2) as i32).collect();
+            let masks = [
+                AttentionMask::None,
+                AttentionMask::Causal { window: None },
+                AttentionMask::Causal { window: Some(70) },
+                AttentionMask::Positions { positions: ints(&positions).reshape([batch_size, queries]), window: Some(4) },
+                AttentionMask::Lengths(ints(&lengths)),
+            ];
+            let what = format!("{dtype:?} {n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}, mask {mask}");
+            let mask = &masks[mask];
+            let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
+            let options = AttentionOptions::new(head_dim).with_dropout(dropped);
+            let (output, gradients) = with_gradients(&inputs, DType::F32, |i| {
+                let [q, k, v] = [0, 1, 2].map(|at| i[at].clone().cast(dtype));
+                attention(q, k, v, mask, options).cast(DType::F32)
+            });
+            let (wanted, wanted_gradients) = with_gradients(&inputs, DType::F32, |i| {
+                let forward = reference::attention_forward;
+                let output = forward(i[0].clone(), i[1].clone(), i[2].clone(), mask, options).output;
+                output.reshape([batch_size, queries, n_heads * head_dim])
+            });
+            assert_close(&what, &output, &wanted, 1e-2);
+            for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+                assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 2e-2);
+            }
+        }
+    }
+});
+
 backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
     for [rows, d_model, vocabulary] in [[1, 2, 3], [13, 24, 61], [65, 8, 1000], [130, 16, 63], [3, 4, 20_001]] {
         let hidden = random::<B, 2>(1, [rows, d_model], &device);

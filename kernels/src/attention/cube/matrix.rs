@@ -116,7 +116,6 @@ pub(super) fn supported<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize) ->
         && hardware.max_shared_memory_size >= shared
         && head_dim.is_multiple_of(16)
         && head_dim <= 256
-        && heads.iter().all(|other| other.tensor.dtype == heads[0].tensor.dtype)
         && width(heads, head_dim, 8) == 8
 }
 
@@ -794,9 +793,8 @@ fn put<F: Float>(
     for step in 0..comptime!(plan.share(count)) {
         let at = UNIT_POS + comptime!((step * UNITS) as u32);
         let index = (at / wide * comptime!(plan.stride() as u32) + at % wide) as usize;
-        if comptime!((step + 1) * UNITS <= vectors as usize) {
-            tile[index] = part[step];
-        } else if at < vectors {
+        // Every unit has its share but in the last round.
+        if comptime!((step + 1) * UNITS <= vectors as usize) || at < vectors {
             tile[index] = part[step];
         }
     }

@@ -148,6 +148,7 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let Dims { batch_size, n_heads, seq_length, head_dim, .. } = dims;
+    assert_one_dtype(&inputs);
     let like = &inputs[0].tensor;
     let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
@@ -173,12 +174,22 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
     let rows = tiles::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
     let inputs = [query, key, value, &grad];
+    assert_one_dtype(&inputs);
+    assert_one_dtype(&[query, d_query, d_key, d_value]);
     if matrix::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
         matrix::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
         matrix::backward_queries(inputs, &rows, d_query, dims, mask, options);
     } else {
         tiles::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
         tiles::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    }
+}
+
+/// The kernels read and write one dtype.
+fn assert_one_dtype<R: CubeRuntime>(heads: &[&Heads<R>]) {
+    let dtype = heads[0].tensor.dtype;
+    for heads in heads {
+        assert_eq!(heads.tensor.dtype, dtype, "attention: query, key, value and gradients of one dtype");
     }
 }
 
@@ -205,4 +216,66 @@ fn sizes<R: CubeRuntime>(dims: Dims, mask: &CubeMask<R>, options: AttentionOptio
 
 fn rounds<R: CubeRuntime>(options: AttentionOptions) -> RoundsLaunch<R> {
     options.dropout.map_or(RandomKey::new(0), |dropout| dropout.key).rounds()
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use burn::backend::Wgpu;
+    use burn::tensor::{Distribution, Tensor};
+
+    use super::*;
+    use crate::autodiff::{float, primitive};
+    use crate::{Dropout, RandomKey};
+
+    const DIMS: Dims = Dims { batch_size: 2, n_heads: 4, n_kv_heads: 2, seq_length: 37, keys: 37, head_dim: 20 };
+
+    fn assert_equal<const D: usize>(what: &str, a: Tensor<Wgpu, D>, b: Tensor<Wgpu, D>) {
+        let difference = (a - b).abs().max().into_scalar();
+        assert!(difference < 1e-6, "{what}: {difference:.1e}");
+    }
+
+    #[test]
+    fn packed_heads_give_what_separate_ones_do_in_one_gradient() {
+        let Dims { batch_size, n_heads, n_kv_heads, seq_length, head_dim, .. } = DIMS;
+        let device = Default::default();
+        let width = (n_heads + 2 * n_kv_heads) * head_dim;
+        let random = |shape| Tensor::<Wgpu, 3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
+        let packed = random([batch_size, seq_length, width]);
+        let grad = random([batch_size, seq_length, n_heads * head_dim]);
+        // A gradient of any strides.
+        let grad = grad.swap_dims(1, 2).mul_scalar(1.0).swap_dims(1, 2);
+        let grad = grad.reshape([batch_size, seq_length, n_heads, head_dim]);
+        let dropout = Some(Dropout { probability: 0.2, key: RandomKey::new(3) });
+        let options = AttentionOptions::new(head_dim).with_dropout(dropout);
+        let mask = CubeMask::Causal { window: Some(20) };
+
+        let places = [0, n_heads, n_heads + n_kv_heads];
+        let of = |x: &Tensor<Wgpu, 3>| places.map(|first| Heads::packed(&primitive(x.clone()), first, head_dim));
+        let heads = of(&packed);
+        let (output, log_sum_exp) = attention_forward(heads.each_ref(), DIMS, &mask, options);
+        let d_packed = Tensor::<Wgpu, 3>::full([batch_size, seq_length, width], f32::NAN, &device);
+        let saved = [output.clone(), log_sum_exp.clone()];
+        let places_of_gradient = of(&d_packed);
+        let d_heads = places_of_gradient.each_ref();
+        attention_backward(primitive(grad.clone()), heads.each_ref(), saved, DIMS, &mask, options, d_heads);
+
+        let slices = [n_heads, n_kv_heads, n_kv_heads].into_iter().zip(places);
+        let slices: Vec<_> = slices.map(|(count, first)| first * head_dim..(first + count) * head_dim).collect();
+        let part = |x: &Tensor<Wgpu, 3>, at: usize| {
+            let heads = slices[at].len() / head_dim;
+            let x = x.clone().slice([0..batch_size, 0..seq_length, slices[at].clone()]);
+            x.reshape([batch_size, seq_length, heads, head_dim]).swap_dims(1, 2)
+        };
+        let separate = [0, 1, 2].map(|at| Heads::from_tensor(primitive(part(&packed, at))));
+        let (wanted, wanted_sums) = attention_forward(separate.each_ref(), DIMS, &mask, options);
+        let gradients = separate.each_ref().map(|heads| heads.empty_like());
+        let saved = [wanted.clone(), wanted_sums.clone()];
+        attention_backward(primitive(grad), separate.each_ref(), saved, DIMS, &mask, options, gradients.each_ref());
+        assert_equal::<4>("output", float(output), float(wanted));
+        assert_equal::<4>("log-sum-exp", float(log_sum_exp), float(wanted_sums));
+        for (at, wanted) in gradients.into_iter().enumerate() {
+            let wanted = float::<Wgpu, 4>(wanted.tensor).swap_dims(1, 2);
+            assert_equal(&format!("gradient {at}"), part(&d_packed, at), wanted);
+        }
+    }
 }

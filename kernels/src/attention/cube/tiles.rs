@@ -394,6 +394,7 @@ fn row_statistics_kernel<F: Float, O: Float, N: Size>(
 ) {
     let mut partial = SharedMemory::<f32>::new(comptime!((ROWS * UNITS_OF_ROW) as usize));
     let row = CUBE_POS as u32 * ROWS + UNIT_POS / UNITS_OF_ROW;
+    let lane = UNIT_POS % UNITS_OF_ROW;
     let mut sum = 0.0f32;
     if row < rows {
         let query = row % queries;
@@ -403,7 +404,7 @@ fn row_statistics_kernel<F: Float, O: Float, N: Size>(
         let outputs = output_place.rows(batch, head, queries);
         let grad_at = grads.at + query * grads.stride;
         let output_at = outputs.at + query * outputs.stride;
-        for at in range_stepped(UNIT_POS % UNITS_OF_ROW, vectors, UNITS_OF_ROW) {
+        for at in range_stepped(lane, vectors, UNITS_OF_ROW) {
             let product = Vector::<f32, N>::cast_from(grad[(grad_at + at) as usize])
                 * Vector::<f32, N>::cast_from(output[(output_at + at) as usize]);
             #[unroll]
@@ -414,7 +415,7 @@ fn row_statistics_kernel<F: Float, O: Float, N: Size>(
     }
     partial[UNIT_POS as usize] = sum;
     sync_cube();
-    if row < rows && UNIT_POS % UNITS_OF_ROW == 0 {
+    if row < rows && lane == 0 {
         let mut sum = 0.0f32;
         #[unroll]
         for unit in 0..UNITS_OF_ROW {
