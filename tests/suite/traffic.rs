@@ -1,7 +1,6 @@
 //! What a training step asks of the device: how much crosses the bus, and how many kernels are launched.
 
 use fireclay::training::{Recipe, Trainer};
-use fireclay_kernels::Backend;
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 
 use crate::backend_test;

@@ -11,19 +11,6 @@ pub(crate) fn random<B: Backend, const D: usize>(seed: u64, shape: [usize; D], d
     Tensor::from_data(TensorData::new(values, shape), device)
 }
 
-/// The same values under strides of a transposed tensor.
-pub(crate) fn strided<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let mut order: Vec<isize> = (0..D as isize).collect();
-    order.swap(D - 2, D - 1);
-    let order: [isize; D] = order.try_into().expect("D axes");
-    let dims = x.dims();
-    // Through the host, or a lazy backend might see that nothing has changed.
-    let swapped = x.permute(order).into_data();
-    let swapped = Tensor::<B, D>::from_data(swapped, &Default::default()).permute(order);
-    assert_eq!(swapped.dims(), dims);
-    swapped
-}
-
 /// How far f32 results may be from the reference's: CUDA's products run in TF32 where a kernel is Burn's own.
 pub(crate) fn tolerance<B: Backend>(device: &B::Device) -> f64 {
     if B::name(device).contains("cuda") { 5e-3 } else { 1e-4 }

@@ -13,7 +13,20 @@ use fireclay_kernels::{
 };
 
 use crate::backend_test;
-use crate::compare::{assert_close, random, strided, tolerance, values};
+use crate::compare::{assert_close, random, tolerance, values};
+
+/// The same values under strides of a transposed tensor.
+fn strided<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let mut order: Vec<isize> = (0..D as isize).collect();
+    order.swap(D - 2, D - 1);
+    let order: [isize; D] = order.try_into().expect("D axes");
+    let dims = x.dims();
+    // Through the host, or a lazy backend might see that nothing has changed.
+    let swapped = x.permute(order).into_data();
+    let swapped = Tensor::<B, D>::from_data(swapped, &Default::default()).permute(order);
+    assert_eq!(swapped.dims(), dims);
+    swapped
+}
 
 /// Output, then the gradient of each input for a random gradient of the output, all in f32; computed in `dtype`.
 fn with_gradients<B: Backend, const D: usize, const O: usize>(
