@@ -32,6 +32,8 @@ pub struct Transformer<B: Backend> {
     pub head: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     config: TransformerConfig,
+    /// `0..context_length`, so that a pass need not send it.
+    positions: Tensor<B, 1, Int>,
     rotary_cos: Option<Tensor<B, 2>>,
     rotary_sin: Option<Tensor<B, 2>>,
     #[module(skip)]
@@ -125,6 +127,7 @@ impl TransformerConfig {
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
             head,
             config: self.clone(),
+            positions: Tensor::arange(0..self.context_length as i64, device),
             rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),
             rotary_sin: rotary.map(|table| table.sin),
             activations: FloatDType::F32,
@@ -175,7 +178,7 @@ impl<B: Backend> Transformer<B> {
         if let Some(cache) = &cache {
             assert!(end <= cache.capacity(), "{end} tokens exceed the cache's capacity {}", cache.capacity());
         }
-        let pass = self.pass(batch_size, start..end, lengths, &ids.device());
+        let pass = self.pass(batch_size, start..end, lengths);
 
         let mut x = embed(self.embedding.val(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
@@ -207,15 +210,9 @@ impl<B: Backend> Transformer<B> {
         hidden.reshape([batch_size, seq_length, self.config.d_model])
     }
 
-    fn pass(
-        &self,
-        batch_size: usize,
-        range: std::ops::Range<usize>,
-        lengths: Option<Tensor<B, 1, Int>>,
-        device: &B::Device,
-    ) -> Pass<B> {
+    fn pass(&self, batch_size: usize, range: std::ops::Range<usize>, lengths: Option<Tensor<B, 1, Int>>) -> Pass<B> {
         let seq_length = range.len();
-        let positions = Tensor::<B, 1, Int>::arange(range.start as i64..range.end as i64, device);
+        let positions = self.positions.clone().narrow(0, range.start, seq_length);
         let mask = match (self.config.attention, lengths) {
             (AttentionDirection::Causal, _) => AttentionMask::Causal { window: self.config.sliding_window },
             (AttentionDirection::Bidirectional, Some(lengths)) => AttentionMask::Lengths(lengths),

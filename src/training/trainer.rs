@@ -145,8 +145,8 @@ impl<B: Backend> Trainer<B> {
             self.model.set_dropout(Some(key.fold(part as u64)));
             // Each part counts by its targets, so that the sum is the mean over the whole batch.
             let share = batch.target_count() as f64 / tokens as f64;
-            let part_loss =
-                language::loss(&self.model, &batch, training.label_smoothing, &self.device).mul_scalar(share);
+            let part_loss = language::loss(&self.model, &batch, training.label_smoothing, &self.device);
+            let part_loss = if share == 1.0 { part_loss } else { part_loss.mul_scalar(share) };
             let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
             let part_loss = part_loss.inner();
             gradients = Some(match gradients {

@@ -130,7 +130,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
                 |i| embed(i[0].clone(), tokens.clone(), dtype),
                 |i| reference::embed(i[0].clone(), tokens.clone(), dtype),
             );
-            let again = || with_gradients(&[table.clone()], DType::F32, |i| embed(i[0].clone(), tokens.clone(), dtype));
+            let again = || with_gradients(from_ref(&table), DType::F32, |i| embed(i[0].clone(), tokens.clone(), dtype));
             let [(_, first), (_, second)] = [again(), again()];
             assert_eq!(values(&first[0]), values(&second[0]), "{name}: the same bits every time");
         }
