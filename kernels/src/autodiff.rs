@@ -16,8 +16,9 @@ use crate::embed;
 use crate::head_loss::{self, HeadLossOptions};
 use crate::linear;
 use crate::norm::{self, Norm};
+use crate::packed_heads::PackedHeads;
 use crate::recorder::Probe;
-use crate::rotary::{self, PackedHeads, RotaryTable};
+use crate::rotary::{self, RotaryTable};
 use crate::softmax;
 use crate::{Backend, RandomKey};
 

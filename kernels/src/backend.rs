@@ -11,9 +11,10 @@ use crate::head_sample::{self, Sampling};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::packed_heads::PackedHeads;
 use crate::random::{self, RandomKey};
 use crate::recorder::Probe;
-use crate::rotary::{self, PackedHeads, RotaryTable};
+use crate::rotary::{self, RotaryTable};
 use crate::softmax;
 
 /// A Burn backend with the fused operations of a transformer.
@@ -275,8 +276,7 @@ pub trait Backend: burn::tensor::backend::Backend {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let [query, key, value] = heads.split(qkv);
-        Self::attention_forward(query, key, value, mask, options)
+        attention::reference::qkv_attention_forward(qkv, heads, mask, options)
     }
     /// Backward of [`qkv_attention`](crate::qkv_attention): one gradient, packed like its input.
     fn qkv_attention_backward(

@@ -18,10 +18,11 @@ use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::cube::CubeNorm;
 use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::packed_heads::PackedHeads;
 use crate::random;
 use crate::recorder::fell_back;
 use crate::rotary::cube::Turn;
-use crate::rotary::{self, PackedHeads, RotaryTable};
+use crate::rotary::{self, RotaryTable};
 use crate::selection::reference_only;
 use crate::softmax;
 use crate::team::sum_over_rows;
@@ -266,8 +267,7 @@ where
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
         if reference_only() {
-            let [query, key, value] = heads.split(qkv);
-            return attention::reference::attention_forward(query, key, value, mask, options);
+            return attention::reference::qkv_attention_forward(qkv, heads, mask, options);
         }
         let (dims, qkv) = (packed_dims(&qkv, heads), primitive(qkv));
         let inputs = packed(&qkv, heads);

@@ -41,6 +41,7 @@ mod host;
 mod linear;
 mod norm;
 mod optimizer;
+mod packed_heads;
 mod random;
 pub mod recorder;
 mod rotary;
@@ -62,8 +63,9 @@ pub use head_sample::{Sampling, head_sample};
 pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
 pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
+pub use packed_heads::PackedHeads;
 pub use random::{RandomKey, random_bits};
-pub use rotary::{PackedHeads, RotaryTable, qkv_rotary, rotary};
+pub use rotary::{RotaryTable, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
 pub use softmax::softmax;
 

@@ -62,6 +62,17 @@ pub fn attention_backward<B: Backend>(
     }
 }
 
+/// Reference forward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
+pub(crate) fn qkv_attention_forward<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> AttentionOutput<B> {
+    let [query, key, value] = heads.split(qkv);
+    B::attention_forward(query, key, value, mask, options)
+}
+
 /// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
 pub(crate) fn qkv_attention_backward<B: Backend>(
     grad: Tensor<B, 4>,

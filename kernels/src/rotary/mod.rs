@@ -9,8 +9,8 @@ pub(crate) mod reference;
 
 use burn::tensor::{Int, Tensor, TensorData};
 
-use crate::Backend;
 use crate::recorder;
+use crate::{Backend, PackedHeads};
 
 /// Cosines and sines of every position's angles, f32.
 #[derive(Clone, Debug)]
@@ -32,48 +32,6 @@ impl<B: Backend> RotaryTable<B> {
             Tensor::from_data(TensorData::new(values, [positions, frequencies.len()]), device)
         };
         Self { cos: table(f64::cos), sin: table(f64::sin) }
-    }
-}
-
-/// How queries, keys and values lie side by side in `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) * head_dim]`:
-/// first all query heads, then the key heads, then the value heads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PackedHeads {
-    /// Number of query heads.
-    pub n_heads: usize,
-    /// Number of key heads, and of value heads.
-    pub n_kv_heads: usize,
-    /// Elements of a head.
-    pub head_dim: usize,
-}
-
-impl PackedHeads {
-    /// Elements of a token: `(n_heads + 2 * n_kv_heads) * head_dim`.
-    pub fn width(&self) -> usize {
-        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-    }
-
-    /// Queries, keys and values as views, `[batch_size, heads, seq_length, head_dim]` each.
-    pub fn split<B: Backend>(&self, qkv: Tensor<B, 3>) -> [Tensor<B, 4>; 3] {
-        let [batch_size, seq_length, _] = qkv.dims();
-        let heads = |first: usize, count: usize| {
-            let columns = qkv.clone().narrow(2, first * self.head_dim, count * self.head_dim);
-            columns.reshape([batch_size, seq_length, count, self.head_dim]).swap_dims(1, 2)
-        };
-        [
-            heads(0, self.n_heads),
-            heads(self.n_heads, self.n_kv_heads),
-            heads(self.n_heads + self.n_kv_heads, self.n_kv_heads),
-        ]
-    }
-
-    /// The inverse of [`split`](Self::split), as a copy.
-    pub fn join<B: Backend>(&self, parts: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
-        let columns = parts.map(|part| {
-            let [batch_size, heads, seq_length, head_dim] = part.dims();
-            part.swap_dims(1, 2).reshape([batch_size, seq_length, heads * head_dim])
-        });
-        Tensor::cat(columns.into(), 2)
     }
 }
 
