@@ -1,4 +1,4 @@
-//! Text, tokenizers, token blocks and the embedded story grammar that Fireclay trains on.
+//! Text and utterances, tokenizers, batches and the embedded grammars that Fireclay trains on.
 //!
 //! ```
 //! use fireclay_datasets::{Split, StoryCorpus};
@@ -12,16 +12,21 @@
 
 mod batch;
 mod corpus;
+mod home;
+mod labels;
 mod random;
 mod story;
 mod text;
 mod tokenizer;
+mod utterance;
 
 pub use batch::{IGNORED_TARGET, TokenBatch};
 pub use corpus::{Corpus, Split, StoryCorpus, TextCorpus};
+pub use labels::{Labels, Span, spans};
 pub use story::{Story, StoryGrammar};
 pub use text::read_text;
 pub use tokenizer::{TextStream, Tokenizer, TokenizerKind};
+pub use utterance::{Utterance, Utterances, Word, words};
 
 use std::path::PathBuf;
 
@@ -50,6 +55,26 @@ pub enum DataError {
         /// Where it stops being text.
         byte: usize,
     },
+    /// A folder holds no utterances in a layout that is known.
+    #[error("{path}: holds no utterances; looked for {looked_for}")]
+    Layout {
+        /// The folder.
+        path: PathBuf,
+        /// The layouts that are known.
+        looked_for: &'static str,
+    },
+    /// A line of a file is not what it should be.
+    #[error("{path}, line {line}: {reason}{}", further(*more))]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+        /// How many other lines are malformed.
+        more: usize,
+    },
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),
@@ -63,4 +88,13 @@ pub enum DataError {
         /// How many are needed.
         needed: usize,
     },
+}
+
+/// What a message about a malformed line says of others.
+fn further(more: usize) -> String {
+    match more {
+        0 => String::new(),
+        1 => " (and 1 more malformed line)".to_owned(),
+        _ => format!(" (and {more} more malformed lines)"),
+    }
 }

@@ -15,12 +15,7 @@ pub fn read_text(path: &Path) -> Result<String, DataError> {
     collect(path, &mut files)?;
     let mut text = String::new();
     for file in files {
-        let bytes = fs::read(&file).map_err(|error| DataError::Io { path: file.clone(), error })?;
-        if let Some(byte) = bytes.iter().position(|byte| *byte == 0) {
-            return Err(DataError::Binary { path: file, byte });
-        }
-        let part = String::from_utf8(bytes)
-            .map_err(|error| DataError::Binary { path: file, byte: error.utf8_error().valid_up_to() })?;
+        let part = read_file(&file)?;
         if !text.is_empty() && !text.ends_with('\n') {
             text.push('\n');
         }
@@ -30,6 +25,16 @@ pub fn read_text(path: &Path) -> Result<String, DataError> {
         return Err(DataError::Empty { path: path.to_path_buf() });
     }
     Ok(text)
+}
+
+/// The text of one file.
+pub(crate) fn read_file(path: &Path) -> Result<String, DataError> {
+    let binary = |byte| DataError::Binary { path: path.to_path_buf(), byte };
+    let bytes = fs::read(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
+    if let Some(byte) = bytes.iter().position(|byte| *byte == 0) {
+        return Err(binary(byte));
+    }
+    String::from_utf8(bytes).map_err(|error| binary(error.utf8_error().valid_up_to()))
 }
 
 fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {

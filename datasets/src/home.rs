@@ -1,0 +1,887 @@
+//! The embedded utterances: what people say to a home assistant, drawn from a grammar of our own.
+//!
+//! An utterance is a walk through a line of `INTENTS`, which draws values from `VALUES` for its slots. The same words
+//! stand in many slots: only those around them tell whether "forty" is a brightness or a volume, "georgia" someone to
+//! call or somewhere to go, and "turn off the oven" a command or the text of a message.
+//!
+//! Some lines and some values are kept from the training part, and the validation and test parts each have their own.
+//! The lines kept are made of words that lines for training have too.
+
+use std::collections::HashSet;
+
+use crate::labels::spans;
+use crate::random::Generator;
+use crate::utterance::{Utterance, Utterances};
+
+/// What is wanted, and the ways to say it, one a line.
+///
+/// `(a|b)` chooses, `[slot]` draws a value and tags it, `[slot:table]` draws it from another table and `@name` stands
+/// for a fragment. A line that begins with `?` is for validation only, one with `!` for the test only.
+#[rustfmt::skip]
+const INTENTS: &[(&str, &str)] = &[
+    ("light_on", "
+        @please (turn|switch) on the [room] @light @end
+        @please (turn|switch) the [room] @light on @end
+        lights on in the [room] @end
+        i need (some|more) light in the [room]
+        it is (too|so) dark in the [room]
+        i want (the|a) @light on in the [room]
+        ? it is dark in the [room] turn on the @light
+        ! i want the [room] @light on @end
+        ! @please put the @light on in the [room]"),
+    ("light_off", "
+        @please (turn|switch) off the [room] @light @end
+        @please (turn|switch) the [room] @light off @end
+        lights out in the [room] @end
+        i do not need the @light in the [room] (any more|now)
+        i want (the|every) @light off in the [room]
+        @please turn off (all the lights|every light|everything) in the [room]
+        ? lights off in the [room] @end
+        ! i want the [room] @light off @end
+        ! i do not need the [room] @light turn it off"),
+    ("light_brightness", "
+        @please (set|bring) the [room] @light to [brightness:number] (|percent) @end
+        @please dim the [room] @light to [brightness:number] (|percent) @end
+        @please (dim|brighten) the lights in the [room] to [brightness:number] percent
+        @please turn the [room] lights (up|down) to [brightness:number] (|percent)
+        set the [room] to [brightness:number] percent brightness
+        [brightness:number] percent brightness in the [room] @end
+        ? i want the [room] at [brightness:number] percent brightness
+        ! @please bring the [room] lights (up|down) to [brightness:number] percent
+        ! set the brightness of the [room] @light to [brightness:number] (|percent)"),
+    ("light_colour", "
+        @please (make|turn) the [room] @light [colour]
+        @please set the [room] @light to [colour] @end
+        @please change the colour of the [room] @light to [colour]
+        i want [colour] light in the [room]
+        [colour] (light|lights) in the [room] @end
+        i would like the [room] to be [colour]
+        ? change the [room] to [colour] light
+        ! @please change the [room] @light to [colour] @end
+        ! i would like the [room] @light to be [colour]"),
+    ("thermostat_set", "
+        @please set the (thermostat|heating) to [temperature:degrees] (|degrees) @end
+        @please set the [room] to [temperature:degrees] degrees
+        @please (heat|cool) the [room] (|down) to [temperature:degrees] degrees
+        make it [temperature:degrees] degrees in the [room]
+        @please (turn|bring) the (thermostat|heating) (up|down) to [temperature:degrees] (|degrees|in the [room])
+        i want it to be [temperature:degrees] degrees in the [room]
+        it is too (cold|hot|warm) in the [room] set the thermostat to [temperature:degrees]
+        ? i want the [room] at [temperature:degrees] degrees
+        ! @please bring the [room] (up|down) to [temperature:degrees] degrees
+        ! i would like the (thermostat|heating) to be at [temperature:degrees] (|degrees)"),
+    ("temperature_query", "
+        how @warm is it in the [room] (|right now|now)
+        what is the temperature in the [room] (|right now|now)
+        what is the thermostat in the [room] set to
+        is it (|too) @warm in the [room] (|right now|now)
+        how @warm is the [room] (|right now|now)
+        ? tell me the temperature (in|of) the [room]
+        ! how many degrees is it in the [room] (|right now|now)
+        ! is the [room] (|too) @warm (|right now|now)"),
+    ("timer_set", "
+        @please set a timer for [duration] @end
+        @please set a [duration:span] timer (|for the [timer])
+        @please start a (timer|countdown) for the [timer] for [duration]
+        [duration:span] timer @end
+        timer for [duration] (|for the [timer])
+        @please start a countdown of [duration] (|for the [timer])
+        ? i need a timer for the [timer] for [duration]
+        ! @please set a countdown (for|of) [duration] (|for the [timer])
+        ! i need a [duration:span] timer (|for the [timer])"),
+    ("timer_query", "
+        how (long|much time) is left on the timer for the [timer]
+        does the timer for the [timer] have (long|much time) left
+        is the [timer] timer (done|over) (|now)
+        @please check the [timer] timer
+        when is the [timer] timer (done|over)
+        ? how much time is left for the [timer]
+        ! how (long|much time) does the timer for the [timer] have left
+        ! how (long|much time) does the [timer] timer have left"),
+    ("alarm_set", "
+        @please set an alarm for [time] (|@day) @end
+        @please wake me (|up) at [time] (|@day)
+        @please wake me (|up) @day at [time]
+        alarm (at|for) [time] (|@day) @end
+        i (need|have) to (wake|be) up at [time] (|@day)
+        i want (an|my) alarm at [time] (|@day)
+        ? i need an alarm at [time] @day
+        ! @day wake me (|up) at [time]
+        ! i would like an alarm (at|for) [time] (|@day)"),
+    ("alarm_cancel", "
+        @please (cancel|delete) (my|the) [time] alarm (|@day) @end
+        @please (cancel|delete|turn off) (my|the) alarm (for|at) [time] (|@day)
+        i do not need (my|the|an) alarm (@day|at [time] (|@day))
+        do not wake me (|up) @day
+        no alarm (@day|at [time] (|@day)) @end
+        @please remove (my|the) alarm for @day
+        ? @please remove my alarm (for|at) [time] @day
+        ! do not wake me (|up) at [time] (|@day)
+        ! i do not need (my|the) [time] alarm (|@day)"),
+    ("reminder_add", "
+        @please remind me to [reminder] @when
+        @please set a reminder to [reminder] @when
+        @please set a reminder for [time] (|@day) to [reminder]
+        @day remind me to [reminder] (|at [time])
+        i (need|have) to remember to [reminder] @when
+        do not let me forget to [reminder] @when
+        @please remind me (at [time]|@day) to [reminder]
+        ? at [time] remind me to [reminder]
+        ! i (want|need) a reminder to [reminder] @when
+        ! @please remind me @day at [time] to [reminder]"),
+    ("list_add", "
+        @please add [item] (|and [item]) to @my [list] list @end
+        @please put [item] (|and [item]) on @my [list] list @end
+        we are out of [item] add that to @my [list] list
+        i (need|have) to buy [item] put that on @my [list] list
+        [item] (|and [item]) should be on @my [list] list
+        the [list] list needs [item]
+        i (want|need) (more|some) [item] on @my [list] list
+        ? we need [item] put that on @my [list] list
+        ! we are out of [item] (|and [item]) put that on @my [list] list
+        ! i need [item] on @my [list] list"),
+    ("list_remove", "
+        @please (remove|delete) [item] (|and [item]) from @my [list] list @end
+        @please take [item] (|and [item]) off @my [list] list @end
+        we have [item] (already|now) take that off @my [list] list
+        i do not need [item] on @my [list] list (any more|now)
+        [item] should not be on @my [list] list (|any more)
+        ? we do not need [item] remove that from @my [list] list
+        ! we have [item] (|and [item]) now (delete|remove) that from @my [list] list
+        ! i do not need [item] (any more|now) take that off @my [list] list"),
+    ("list_read", "
+        what is on @my [list] list (|right now|now)
+        @please read (|me) @my [list] list @end
+        what do (i|we) have on @my [list] list
+        how many things are on @my [list] list
+        is there anything on @my [list] list
+        ? tell me what is on @my [list] list
+        ! what things are on @my [list] list (|right now|now)
+        ! is there anything left on @my [list] list"),
+    ("music_play", "
+        @please play [song] by [artist] @end
+        @please play the (song|track) [song] (|by [artist])
+        @please play (something|some songs|some music|anything) by [artist] (|in the [room])
+        @please put on (some|a little) [genre] (|music) (|in the [room])
+        @please play (some|a little) [genre] (|music) (|in the [room])
+        i (want|need) @my [playlist] playlist (|in the [room])
+        @please (play|start) @my [playlist] playlist (|in the [room]|on the [player])
+        i want to (hear|listen to) [song] by [artist]
+        i want to (hear|listen to) (something|some music) by [artist]
+        put @my [playlist] playlist on (|in the [room])
+        i would like to (hear|listen to) (the (song|track) [song]|some [genre])
+        ? @please put on [song] by [artist]
+        ? play [genre] music on the [player]
+        ! i would like to (hear|listen to) [song] by [artist]
+        ! @please put on (something|some music) by [artist] (|in the [room])
+        ! i want to (hear|listen to) @my [playlist] playlist (|in the [room])"),
+    ("music_stop", "
+        @please (stop|pause) the music (|in the [room]|on the [player])
+        @please turn off the music in the [room]
+        no more music (in the [room]|on the [player]) @end
+        @please (stop|pause) the [player] @end
+        @please stop (playing|the song) (in the [room]|on the [player])
+        ? i do not want music in the [room] now
+        ! no music (in the [room]|on the [player]) (right now|now)
+        ! @please turn off the (music|song) on the [player]"),
+    ("volume_set", "
+        @please (set|change) the volume to [volume:number] (|percent) @end
+        @please turn the volume (up|down) to [volume:number] (|percent) @end
+        @please turn the [player] (up|down) to [volume:number] (|percent)
+        volume (|at|to) [volume:number] (|percent|on the [player]) @end
+        @please set the volume (of|on) the [player] to [volume:number] (|percent)
+        @please set the [player] to volume [volume:number]
+        ? i want the [player] at volume [volume:number]
+        ! @please bring the volume (up|down) to [volume:number] (|percent|on the [player])
+        ! @please change the volume (of|on) the [player] to [volume:number] (|percent)"),
+    ("weather_query", "
+        what is the weather (|like) in [city] (|@day)
+        what is the weather going to be like @day (|in [city])
+        will it [condition] (in [city] (|@day)|@day (|in [city]))
+        is it going to (be [condition:sky]|[condition]) (in [city] (|@day)|@day)
+        will it be [condition:sky] (in [city] (|@day)|@day)
+        how @warm (is it|will it be|is it going to be) in [city] (|@day)
+        (do|will) i need (an umbrella|a coat) in [city] (|@day)
+        weather (for|in) [city] (|@day) @end
+        @please give me the forecast for [city] (|@day)
+        ? what is the forecast for [city] @day
+        ! what will the weather be like in [city] (|@day)
+        ! (do|will) i need (an umbrella|a coat) @day in [city]
+        ! is [city] going to be [condition:sky] @day"),
+    ("call_start", "
+        @please call [contact] (|on @their [phone] phone) @end
+        @please call [contact] at [phone:whereabouts]
+        @please (dial|ring) [contact] (|on @their [phone] phone)
+        @please make a call to [contact] (|on @their [phone] phone)
+        i (need|want|have) to (talk|speak) to [contact]
+        get [contact] on the phone @end
+        @please get [contact] on @their [phone] phone
+        ? i want to call [contact] (|on @their [phone] phone)
+        ! i would like to (talk|speak) to [contact] (|on the phone)
+        ! i (need|have) to (call|ring) [contact] (|at [phone:whereabouts])"),
+    ("message_send", "
+        @please (text|message) [contact] @saying
+        @please send a (message|text) to [contact] @saying
+        @please send [contact] a (message|text) @saying
+        @please tell [contact] that [message:statement]
+        @please let [contact] know that [message:statement]
+        @please write to [contact] @saying
+        i need to tell [contact] that [message:statement]
+        ? @please write [contact] a message saying [message]
+        ! @please write a (text|message) to [contact] saying [message]
+        ! i (want|need) to (text|message) [contact] that [message:statement]"),
+    ("event_add", "
+        @please (add|put) (a|my|the) [event] (to|on) my calendar (for [day]|@day at [time]|@day)
+        @please schedule (a|my|the) [event] (|with [contact]) (for [day]|@day at [time])
+        i have a [event] (|with [contact]) @day at [time]
+        @please make a calendar event for (a|my|the) [event] @day
+        @please book a [event] (|with [contact]) (for [time] @day|@day at [time])
+        @please put a [event] with [contact] on my calendar
+        ? calendar event @day at [time] for my [event]
+        ! @please schedule (a|my|the) [event] for [time] @day
+        ! @please (add|put) (a|my) [event] with [contact] (to|on) my calendar @day"),
+    ("event_query", "
+        what is on my calendar (|@day)
+        what do i have on my calendar @day
+        do i have anything on my calendar @day (|at [time])
+        (when|what time) is (my|the) [event] (|with [contact])
+        am i (free|busy) @day (|at [time])
+        what day is (my|the) [event]
+        ? is there anything on my calendar @day
+        ! what day is my [event] with [contact]
+        ! do i have a [event] on my calendar (|@day)"),
+    ("door_lock", "
+        @please lock the [door] @end
+        @please make sure the [door] is locked @end
+        @please keep the [door] locked (|@day)
+        @please lock up the [door] (|for the night)
+        the [door] should be locked (|@day)
+        ? i want the [door] locked @end
+        ! i have to lock the [door]
+        ! the [door] is not locked lock it (|now) @end"),
+    ("door_query", "
+        is the [door] (locked|unlocked|open) (|right now|now)
+        did i lock the [door] (|last night)
+        @please check if the [door] is (locked|unlocked|open)
+        @please check the [door] @end
+        (when|what time) was the [door] (locked|unlocked)
+        ? do you know if the [door] is locked
+        ! @please tell me if the [door] is (locked|unlocked|open)
+        ! was the [door] (locked|unlocked|open) last night"),
+    ("door_unlock", "
+        @please unlock the [door] @end
+        @please open the [door] (|for [contact])
+        @please let [contact] in through the [door]
+        @please (keep|leave) the [door] unlocked (|for [contact])
+        the [door] should be open (|for [contact])
+        i want the [door] open @end
+        ? i want the [door] unlocked @end
+        ! @please unlock the [door] for [contact]
+        ! leave the [door] open for [contact] @end"),
+    ("vacuum_start", "
+        @please vacuum the [room] (|@day|at [time]) @end
+        @please send the (vacuum|robot) to the [room]
+        start (the vacuum|the robot|cleaning) in the [room] (|@day|at [time])
+        the [room] (floor is dirty|needs cleaning|is a mess)
+        @please clean the (floor in the [room]|[room] floor|[room])
+        ? the robot should clean the [room] @day
+        ! i want the robot to (clean|vacuum) the [room] (|@day)
+        ! the floor in the [room] (is dirty|is a mess|needs cleaning)"),
+    ("question_ask", "
+        who (is|was) [topic:person]
+        tell me (|something|more) about [topic]
+        what do you know about [topic]
+        i have a question about [topic]
+        how (old|big|far away) is [topic:place]
+        @please look up [topic]
+        where does [topic:stuff] come from
+        i wonder where [topic:stuff] comes from
+        (where|when) was [topic:person] born
+        ? i want to know (|more) about [topic]
+        ! how (old|big) was [topic:person]
+        ! @please tell me where [topic:stuff] comes from
+        ! do you know (something|anything) about [topic]"),
+    ("channel_watch", "
+        @please (put on|go to) channel [channel:number] @end
+        @please put [channel] on the tv
+        @please (switch|change|turn) the tv to [channel] @end
+        @please (switch|change) to channel [channel:number]
+        i want to watch [channel] (|on the tv)
+        watch channel [channel:number] on the tv
+        ? put the tv on [channel] @end
+        ! @please (turn|switch) the tv to channel [channel:number]
+        ! i would like to watch (channel [channel:number]|[channel]) (|on the tv)"),
+    ("recipe_find", "
+        how do (i|you) (make|cook) [dish]
+        @please find (|me) a recipe for [dish] (|(with|without) [ingredient])
+        what can i (make|cook) with [ingredient] (|and [ingredient])
+        i want to (cook|make) [dish] (|(with|without) [ingredient])
+        show me (a recipe|recipes) (for [dish]|with [ingredient])
+        what is a good recipe for [dish]
+        ? i want to cook something with [ingredient]
+        ! @please look up a recipe for [dish] (|(with|without) [ingredient])
+        ! give me a recipe with [ingredient] (|and [ingredient])"),
+    ("phrase_translate", "
+        how do (you|i) say [phrase] in [language]
+        @please translate [phrase] (to|into) [language]
+        what is [phrase] in [language]
+        what is the [language] (word|phrase) for [phrase]
+        @please say [phrase] in [language]
+        ? i need the [language] for [phrase]
+        ! @please tell me how to say [phrase] in [language]
+        ! i (want|need) to say [phrase] in [language]"),
+];
+
+/// What lines share, by name; a fragment may use those below it.
+#[rustfmt::skip]
+const FRAGMENTS: &[(&str, &str)] = &[
+    ("@please", "(||||please|can you|could you|would you please|hey can you)"),
+    ("@end", "(||||please|thanks)"),
+    ("@light", "(light|lights|lamp)"),
+    ("@warm", "(warm|cold|hot)"),
+    ("@my", "(my|the|our)"),
+    ("@their", "(his|her|their)"),
+    ("@saying", "(saying [message]|(saying|that) [message:statement])"),
+    ("@when", "(||@day|at [time]|@day at [time]|at [time] @day)"),
+    ("@day", "([day]|on [day:date])"),
+];
+
+/// The tables of values by name: those that may be drawn everywhere, and where there are any, those for validation
+/// only and those for the test only.
+#[rustfmt::skip]
+const VALUES: &[(&str, [&str; 3])] = &[
+    ("room", ["kitchen, bedroom, living room, bathroom, hallway, office, garage, garden, dining room, guest room,
+        attic, basement, nursery, playroom, laundry room, porch, kids room, studio", "", ""]),
+    ("number", ["(five|eight|ten|twelve|fifteen|eighteen),
+        (twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety) (|five),
+        (twenty|thirty|forty|fifty|sixty|seventy|eighty) (|two|eight)", "", ""]),
+    ("degrees", ["(fifteen|sixteen|seventeen|eighteen|nineteen), twenty (|one|two|three|five),
+        (sixty|seventy) (|two|five|eight), fifty eight", "", ""]),
+    ("colour", ["red, green, blue, purple, orange, pink, yellow, turquoise, lavender, gold, (warm|cool) white,
+        (deep|light|soft) (blue|red|green), (soft|warm) (pink|yellow|orange)", "", ""]),
+    ("duration", ["(two|five|eight|ten|twelve|fifteen|twenty|thirty|forty|forty five|fifty) minutes,
+        (thirty|forty five|ninety) seconds, (an|one) hour, (two|three|five) hours, half an hour,
+        (one hour|two hours) and (ten|fifteen|thirty) minutes", "", ""]),
+    ("span", ["(two|five|eight|ten|twelve|fifteen|twenty|thirty|forty|forty five|fifty) minute,
+        (thirty|forty five|ninety) second, (one|two|three|five) hour", "", ""]),
+    ("timer", ["pasta, eggs, laundry, pizza, cookies, rice, bread, tea, oven, roast chicken, potatoes, lasagna,
+        homework, nap, dough, washing machine",
+        "muffins, dishwasher, noodles, bean soup",
+        "pancakes, lentils, apple pie, sprinkler, steak, stew, piano practice, dryer"]),
+    ("time", ["(five|six|seven|eight|nine|ten|eleven|twelve) (|fifteen|thirty|forty five),
+        (five|six|seven|eight|nine|ten) (|thirty) in the (morning|evening),
+        noon, midnight, half past (five|six|seven|eight|nine), quarter (to|past) (six|seven|eight|nine)", "", ""]),
+    ("day", ["today, tonight, tomorrow, tomorrow (morning|evening|night), this (morning|afternoon|evening|weekend),
+        (next|this) (monday|tuesday|wednesday|thursday|friday|saturday|sunday), next week", "", ""]),
+    ("date", ["(monday|tuesday|wednesday|thursday|friday|saturday|sunday) (||morning|afternoon|evening),
+        the (first|second|third|fifth|tenth|twelfth|twentieth) of (march|april|may|june|july|august|october),
+        (christmas|new year's) (eve|day)", "", ""]),
+    ("reminder", ["call (mum|dad|georgia|austin|jackson|the dentist|the bank|the school), (buy|order) (milk|flowers|bread|stamps|paint),
+        turn off the (oven|heating|lights|iron), lock the (back door|garage|shed), take (out the trash|the cake out|my pills|a break),
+        pay the (rent|gas bill|phone bill), water the (plants|garden|roses), feed the (cat|dog|fish),
+        send the (letter|photos) to (paris|grandma|sydney), play the piano, book (a table|the hotel|a flight to paris),
+        clean the (kitchen|bathroom|car), set the alarm, (wash|iron) my (shirt|jeans), pick up the (kids|cake|laundry),
+        watch the news, charge (my phone|the car), read to the kids, text (florence|the neighbours), make the (salad|bread)",
+        "walk the (dog|puppy), renew my passport, mow the grass, (fix|paint) the (gate|fence), empty the dishwasher, cancel the gym",
+        "(clean|sweep) the (chimney|gutters), return the library books, call the (plumber|insurance|landlord),
+        (print|sign) the (tickets|contract), buy (batteries|candles|a present), change the (sheets|filter|bulb),
+        send (ingrid|the lawyer) the keys, defrost the (freezer|turkey), vacuum the car, back up my laptop,
+        order (a taxi|contact lenses), wrap the gifts"]),
+    ("list", ["shopping, grocery, to do, packing, party, kitchen, garden, hardware, christmas, camping, birthday,
+        pharmacy, office, weekend, holiday, school", "", ""]),
+    ("item", ["milk, eggs, bread, butter, cheese, apples, oranges, bananas, coffee, green tea, rice, pasta, olive oil,
+        tomatoes, onions, garlic, chicken, soap, toothpaste, paper towels, toilet paper, light bulbs, batteries for the radio,
+        sun cream, socks, raincoat, passport, red wine, orange juice, chocolate, cookies, flowers, balloons, candles for the cake,
+        dog food, cat litter, (green|blue|red) paint, nails, hammer, stamps, printer paper, lavender, tomato seeds, lamp, new curtains,
+        phone charger, shampoo, dish soap, frozen pizza, peanut butter, vanilla ice cream, salt, black pepper, ginger",
+        "yogurt, mustard, almond milk, sponges, flashlight, tulips, spinach, duct tape, wool hat, corn flakes",
+        "honey, avocados, oat milk, cinnamon, trash bags, sparkling water, sleeping bag, screws, sandpaper, mushrooms,
+        cucumbers, maple syrup, hand cream, swimming goggles, birthday card, mosquito spray, hiking boots, blueberries,
+        soy sauce, cardboard boxes, pink ribbon, bay leaves, brown sugar, garden hose, vitamins, parsley"]),
+    ("song", ["silver river, midnight train, paper moon, dancing in the kitchen, summer rain, hello tomorrow, lights of paris,
+        blue monday morning, my little garden, georgia nights, seven days, call me home, the last door, slow down, golden hour,
+        under the porch, one more minute, cold coffee, winter in sydney, forty roses, the long road, open window, sunday,
+        dear austin, turn it around, half a heart, purple sky, wake me gently, red balloon, lavender fields, stay tonight, echoes",
+        "broken compass, violet storm, ten thousand steps, oh marianne, harbour bells, the quiet room",
+        "glass mountain, feather and stone, driftwood, ghosts of june, tangerine, swallow the sun, sleepless city, lanterns,
+        waltz for the whale, north of nowhere, candlelight, velvet shadow, running barefoot, the clockmaker, hurricane lane,
+        thirteen sparrows, honeycomb"]),
+    ("artist", ["georgia lane, the velvet lanterns, paris holloway, austin reed, jackson grey, nina marlowe, the paper foxes, florence bell,
+        blue harbour, the night gardeners, marcus dale, silver pines, sydney hart, lola and the waves, red clay choir,
+        the sunday kitchen, oscar finn, dj marble, the brass monkeys, clara stone, tin roof, georgia, the cold spoons, mister july,
+        nora vale, the moon band, echo park road, king otter",
+        "elsa north, the wooden horses, dj pepper, calum frost, amber tide",
+        "the crooked spires, imogen blackwood, quartz, petra sollis, the tired pilots, dj kettle, wilder creek, hugo vance,
+        the marmalade kings, zadie bloom, copper wren, the lost umbrellas, rufus kane, delphine, stray comets"]),
+    ("genre", ["jazz, rock, classical, pop, blues, country, soul, reggae, folk, hip hop, piano, techno, swing, opera, metal,
+        (soft|slow|eighties|nineties) (rock|pop|jazz)", "", ""]),
+    ("playlist", ["morning coffee, dinner party, workout, road trip, sunday jazz, cooking, rainy day, summer, christmas, focus,
+        kitchen disco, sleep, running, garden party, throwback, birthday, study, cleaning, family, late night, happy songs, beach",
+        "morning run, campfire, first dance, office hours",
+        "deep focus, yoga flow, sunset drive, lullabies, gym power, baking day, indie gems, bath time, karaoke, long flight,
+        feel good friday, spring cleaning"]),
+    ("player", ["speaker, speakers, radio, stereo, tv, (kitchen|bedroom|living room|garage|office) (speaker|radio|tv)", "", ""]),
+    ("condition", ["rain, snow, freeze, hail, storm, clear up, rain again, snow again", "", ""]),
+    ("sky", ["sunny, windy, cloudy, foggy, stormy, icy, humid, dry, very (hot|cold|windy|sunny), below freezing", "", ""]),
+    ("city", ["paris, austin, sydney, georgia, florence, jackson, london, new york, berlin, madrid, rome, boston, chicago,
+        tokyo, dublin, vienna, new orleans, san diego, orlando, lisbon, oslo, cairo, hamburg, salt lake city, phoenix,
+        victoria, charlotte, kingston, savannah, helena, lima, seoul, santiago, toronto",
+        "athens, denver, new delhi, porto, glasgow, san jose, augusta",
+        "prague, seattle, buenos aires, warsaw, santa fe, munich, edinburgh, nairobi, cape town, baton rouge, geneva, krakow,
+        st petersburg, adelaide, marseille, la paz, tulsa, zagreb, fort worth, bristol"]),
+    ("contact", ["mum, dad, grandma, austin, paris, georgia, jackson, sydney, florence, victoria, charlotte, helena, savannah,
+        madison, anna, peter, maria, uncle joe, aunt rose, doctor miller, my sister, my brother, my boss, the dentist, tom, lucy, daniel, sarah jones, ben, omar, emma, santiago, mister king, the neighbours, carlos, nina, kate",
+        "grandpa, augusta, oliver, doctor patel, aunt vera, hannah, the vet, leo",
+        "imogen, ravi, brooklyn, denver, the plumber, my landlord, uncle hamish, doctor okafor, priya, fergus, beatrix, mister olsen,
+        tamsin, joaquin, aunt mabel, the babysitter, walter finch, zoe, ingrid, the pharmacy"]),
+    ("phone", ["work, home, mobile, office, cell", "", ""]),
+    ("whereabouts", ["work, home, school, the office, the hotel", "", ""]),
+    ("message", ["happy birthday, happy new year, (please|you should) (buy milk|call me|turn off the heating|lock the back door),
+        thank you for (dinner|the flowers|the call), set an alarm for seven, play the song again, call me (tomorrow|tonight|at noon),
+        good night, remind me to pay the rent, add bread to the list, what is the weather like in (paris|georgia), are you at home,
+        how was (school|work|the party), do you need (anything|a ride|the car) (today|tomorrow), see you (soon|on friday|next week)",
+        "good luck with the test, see you at the gate, did you feed the dog",
+        "congratulations on the new job, let us meet (at|near) the (museum|harbour), do not forget the cake, turn the volume down,
+        can you (pick up|bring) the (parcel|kids|drinks), safe travels, where did you park, water the plants (today|on sunday)"]),
+    ("statement", ["(i am|we are) (running late|on the way|almost there|stuck in traffic|at the station|in the garden|home now|at the dentist),
+        dinner is (ready|at seven|in the oven|in the kitchen), the (lights are off|door is locked|music was great|alarm went off),
+        i will (call you|be there|see you|bring the salad) (tomorrow|tonight|at noon|later|on friday), nobody is home,
+        the weather in (paris|sydney|georgia) is lovely, i (love|miss) you, the (meeting|party|game) (is over|starts at eight|was fun),
+        i need (a ride|more time|the car) (today|tomorrow), we are out of (milk|coffee|bread), the kids are (asleep|at school|with austin),
+        i can not come (tonight|on monday), the timer is done, (georgia|florence) says hello, it is cold in here,
+        the recipe needs more salt",
+        "i (left|lost) my (keys|wallet) in the (car|office), my flight (lands|leaves) at six, the dog is sick, we got the tickets",
+        "the (meeting|concert) was moved to (thursday|next week), my (train|bus) is late again, i found your (blue jacket|glasses|notebook),
+        (someone|the plumber) will water the plants, the (package|sofa) has arrived, the baby is (finally|already) sleeping,
+        i already paid the (bill|rent), we should paint the bedroom this weekend, the power is out, grandma feels better,
+        i am proud of you, lunch is on me"]),
+    ("event", ["dentist appointment, doctor's appointment, team meeting, yoga class, piano lesson, lunch, dinner, birthday party,
+        date, job interview, parents evening, football game, haircut, movie night, phone call, flight to paris, garden party,
+        math test, book club, conference, barbecue, school play, meeting, concert, tennis match, dance class",
+        "budget review, wedding, swimming lesson, car service, game night",
+        "physio session, board meeting, pottery workshop, choir rehearsal, picnic, wine tasting, vet visit, baby shower,
+        driving lesson, house viewing, marathon, sales pitch, blood test, farewell dinner, chess tournament"]),
+    ("door", ["front door, back door, garage, garage door, side door, side gate, garden gate, shed, basement door, balcony door,
+        kitchen door, office, main door, porch door, patio door, gate, cellar, bedroom window", "", ""]),
+    ("topic", ["black holes, volcanoes, paris, georgia, the moon, jazz, chocolate, ancient rome, dinosaurs, coffee, the eiffel tower,
+        florence, photosynthesis, blue whales, rainbows, bread, tea, electric cars, mars, the great wall, opera, penguins,
+        the ocean, pizza, honey bees, lightning, saturn, orange trees, the north pole, the alarm clock, christmas, the piano, polar bears",
+        "the sahara, octopuses, gravity, silk, the violin, comets, mushrooms",
+        "the milky way, sea turtles, pyramids, jupiter, rubber, earthquakes, the amazon river, saffron, vaccines,
+        bamboo, the loch ness monster, tango, glaciers, porcelain, the bicycle, gorillas, amber, cathedrals, kangaroos"]),
+    ("place", ["the moon, the eiffel tower, paris, georgia, mars, the great wall, saturn, the north pole, florence, sydney,
+        the ocean, london, the sun", "the sahara, mercury", "the milky way, jupiter, the amazon river, mount fuji, lake victoria, madagascar"]),
+    ("stuff", ["coffee, chocolate, pizza, tea, jazz, bread, opera, honey, garlic, lavender, football, lightning",
+        "silk, gravity", "rubber, saffron, porcelain, bamboo, tango, sugar, amber"]),
+    ("person", ["marie curie, mozart, albert einstein, cleopatra, leonardo da vinci, isaac newton, george washington, frida kahlo,
+        jane austen, andrew jackson, florence nightingale, galileo, napoleon, queen victoria, beethoven, rosa parks, marco polo",
+        "charles darwin, vivaldi, ada lovelace, van gogh",
+        "johannes kepler, amelia earhart, aristotle, emily dickinson, confucius, harriet tubman, franz schubert, nikola tesla,
+        hypatia, abraham lincoln"]),
+    ("channel", ["the news, the sports channel, nature plus, movie time, channel one, the weather channel, kids world, city news,
+        the cooking channel, history now, music tv, comedy gold, the home channel, science live, football live, the garden show,
+        planet four, classic films, the morning show, jazz tv",
+        "travel hour, the quiz show, crime night, ocean tv",
+        "drama central, the baking contest, space today, western gold, the late show, cartoon castle, business daily, horror house,
+        the auction channel, anime street, farm life, opera live"]),
+    ("dish", ["lasagna, pancakes, chicken soup, apple pie, tomato soup, pizza, fried rice, bread, beef stew, mushroom risotto,
+        banana bread, potato salad, chocolate cake, fish tacos, green curry, onion soup, garlic bread, roast chicken, omelettes,
+        lemon cake, vegetable soup, meatballs, rice pudding, carrot cake, pasta salad, christmas cookies",
+        "pumpkin soup, dumplings, waffles, lamb curry, cheese fondue",
+        "shepherd's pie, gnocchi, miso soup, cinnamon rolls, paella, stuffed peppers, goulash, lentil curry, french toast,
+        blueberry muffins, ratatouille, spinach quiche, peach cobbler, pad thai, crab cakes"]),
+    ("ingredient", ["chicken, rice, eggs, tomatoes, onions, butter, garlic, mushrooms, milk, cheese, potatoes, pasta, beef, lemon,
+        bananas, chocolate, olive oil, carrots, fish, peanut butter, green beans, ginger, cream, black pepper, apples, bread",
+        "tofu, spinach, coconut milk, bacon, honey",
+        "chickpeas, salmon, zucchini, sour cream, almonds, sweet potatoes, basil, cauliflower, soy sauce, pears, shrimp, kale,
+        goat cheese, lentils"]),
+    ("phrase", ["good morning, thank you, where is the station, i am hungry, good night, how much is it, the bill please, happy birthday,
+        i love you, see you tomorrow, cheese, the door is open, excuse me, one coffee please, where is the bathroom, water, i am lost,
+        turn left, my name is georgia, the weather is nice, can you help me, two tickets to paris, a glass of red wine, kitchen,
+        what time is it, i do not understand, call a doctor, no sugar please, butterfly, next week",
+        "nice to meet you, i am allergic to nuts, well done, umbrella, how old are you",
+        "good luck, safe travels, the train is late, i need a pharmacy, cheers, bless you, a table for two, sunflower,
+        is this seat taken, where can i park, strawberry jam, i would like to pay, mountain, best wishes, the soup is too salty,
+        please drive slowly"]),
+    ("language", ["french, spanish, german, italian, japanese, portuguese, greek, dutch, polish, turkish, korean, arabic,
+        swedish, hindi, chinese", "", ""]),
+];
+
+/// The seed of the embedded utterances.
+const SEED: u64 = 0x0F1E_C1A7;
+
+/// Where training, validation and test lines and values stand in triples.
+const TRAIN: usize = 0;
+const VALID: usize = 1;
+const TEST: usize = 2;
+
+/// Sizes of the training, validation and test part.
+const SIZES: [usize; 3] = [4000, 500, 1000];
+
+/// The embedded utterances: no text comes twice.
+pub(crate) fn utterances() -> Utterances {
+    let grammar = Grammar::new();
+    let mut said = HashSet::new();
+    let [train, valid, test] = [TRAIN, VALID, TEST].map(|part| {
+        let fresh = |utterance: &Utterance| !repeats_itself(utterance) && said.insert(utterance.words.clone());
+        (0..).map(|draw| grammar.say(part, draw)).filter(fresh).take(SIZES[part]).collect()
+    });
+    Utterances { train, valid, test }
+}
+
+/// Whether two slots of the same name have the same value, as in "add milk and milk".
+fn repeats_itself(utterance: &Utterance) -> bool {
+    let mut values = HashSet::new();
+    spans(&utterance.tags).into_iter().any(|span| !values.insert((span.slot, &utterance.words[span.words])))
+}
+
+/// A step of a walk.
+#[derive(Debug)]
+enum Part {
+    /// Says a word.
+    Word(&'static str),
+    /// Says a value of a table, tagged with a slot.
+    Slot(&'static str, usize),
+    /// Walks through one of some alternatives.
+    Choose(Vec<Vec<Part>>),
+}
+
+/// The grammar, ready to be walked through.
+struct Grammar {
+    /// Intents and lines: for training, validation and the test.
+    lines: [Vec<(&'static str, Vec<Part>)>; 3],
+    /// Values of each table: for all, validation and the test.
+    values: Vec<[Vec<Vec<Part>>; 3]>,
+}
+
+impl Grammar {
+    fn new() -> Self {
+        let mut lines = [const { Vec::new() }; 3];
+        for &(intent, text) in INTENTS {
+            for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+                let (part, line) = match (line.strip_prefix("? "), line.strip_prefix("! ")) {
+                    (Some(line), _) => (VALID, line),
+                    (_, Some(line)) => (TEST, line),
+                    _ => (TRAIN, line),
+                };
+                lines[part].push((intent, parse(line)));
+            }
+        }
+        let entries = |text: &'static str| -> Vec<Vec<Part>> {
+            text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).map(parse).collect()
+        };
+        Self { lines, values: VALUES.iter().map(|(_, texts)| texts.map(entries)).collect() }
+    }
+
+    /// An utterance for a part: half of those held out take a line that training lacks, and half of their slots a
+    /// value that it lacks.
+    fn say(&self, part: usize, draw: u64) -> Utterance {
+        let mut rng = Generator::new(SEED, part as u64, draw);
+        let lines = if rng.below(2) == 0 { &self.lines[part] } else { &self.lines[TRAIN] };
+        let (intent, line) = &lines[rng.below(lines.len())];
+        let mut utterance = Utterance { words: Vec::new(), tags: Vec::new(), intent: (*intent).to_owned() };
+        self.walk(line, part, None, &mut rng, &mut utterance);
+        utterance
+    }
+
+    /// Walks through some parts, within a value of a slot or outside of any.
+    fn walk(&self, parts: &[Part], part: usize, slot: Option<&str>, rng: &mut Generator, said: &mut Utterance) {
+        let first = said.words.len();
+        for step in parts {
+            match step {
+                Part::Word(word) => {
+                    said.words.push((*word).to_owned());
+                    said.tags.push("O".to_owned());
+                }
+                Part::Choose(branches) => self.walk(&branches[rng.below(branches.len())], part, None, rng, said),
+                Part::Slot(slot, table) => {
+                    let [all, ..] = &self.values[*table];
+                    let own = &self.values[*table][part];
+                    let values = if rng.below(2) == 0 && !own.is_empty() { own } else { all };
+                    self.walk(&values[rng.below(values.len())], part, Some(slot), rng, said);
+                }
+            }
+        }
+        if let Some(slot) = slot {
+            let prefixes = std::iter::once('B').chain(std::iter::repeat('I'));
+            for (tag, prefix) in said.tags[first..].iter_mut().zip(prefixes) {
+                *tag = format!("{prefix}-{slot}");
+            }
+        }
+    }
+}
+
+/// Parses a line or value.
+///
+/// It cannot fail: what it does not know becomes a word, where tests find it.
+fn parse(text: &'static str) -> Vec<Part> {
+    let mut lexemes = Vec::new();
+    let mut rest = text;
+    // Brackets of choices stand for themselves; those of slots belong to their words, as do dashes and quotes.
+    while let Some(at) = rest.find(['(', '|', ')']) {
+        lexemes.extend(rest[..at].split_whitespace());
+        lexemes.push(&rest[at..=at]);
+        rest = &rest[at + 1..];
+    }
+    lexemes.extend(rest.split_whitespace());
+    alternative(&mut lexemes.into_iter()).0
+}
+
+/// Reads an alternative and the `|` or `)` after it, and tells whether that was a `|`.
+fn alternative(lexemes: &mut std::vec::IntoIter<&'static str>) -> (Vec<Part>, bool) {
+    let mut parts = Vec::new();
+    while let Some(lexeme) = lexemes.next() {
+        match lexeme {
+            "|" | ")" => return (parts, lexeme == "|"),
+            "(" => {
+                let mut branches = Vec::new();
+                loop {
+                    let (branch, more) = alternative(lexemes);
+                    branches.push(branch);
+                    if !more {
+                        break;
+                    }
+                }
+                parts.push(Part::Choose(branches));
+            }
+            _ => match FRAGMENTS.iter().find(|(name, _)| *name == lexeme) {
+                Some((_, text)) => parts.extend(parse(text)),
+                None => parts.push(slot(lexeme).unwrap_or(Part::Word(lexeme))),
+            },
+        }
+    }
+    (parts, false)
+}
+
+/// The slot that `[slot]` or `[slot:table]` stands for.
+fn slot(lexeme: &'static str) -> Option<Part> {
+    let inner = lexeme.strip_prefix('[')?.strip_suffix(']')?;
+    let (slot, table) = inner.split_once(':').unwrap_or((inner, inner));
+    VALUES.iter().position(|(name, _)| *name == table).map(|table| Part::Slot(slot, table))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use crate::labels::{Labels, slot_of};
+
+    /// The words that parts can say outside of slots, or within them where they are a value's.
+    fn words_of(parts: &[Part], words: &mut BTreeSet<&'static str>) {
+        for part in parts {
+            match part {
+                Part::Word(word) => _ = words.insert(word),
+                Part::Slot(..) => {}
+                Part::Choose(branches) => branches.iter().for_each(|branch| words_of(branch, words)),
+            }
+        }
+    }
+
+    /// All texts of a value.
+    fn texts(parts: &[Part]) -> Vec<String> {
+        parts.iter().fold(vec![String::new()], |before, part| {
+            let after: Vec<String> = match part {
+                Part::Word(word) => vec![(*word).to_owned()],
+                Part::Slot(..) => panic!("a slot in a value"),
+                Part::Choose(branches) => branches.iter().flat_map(|branch| texts(branch)).collect(),
+            };
+            let join = |first: &String| {
+                after.iter().map(|second| format!("{first} {second}").trim().to_owned()).collect::<Vec<_>>()
+            };
+            before.iter().flat_map(join).collect()
+        })
+    }
+
+    /// The values of each slot that some utterances have.
+    fn values(utterances: &[Utterance]) -> BTreeMap<String, BTreeSet<String>> {
+        let mut values = BTreeMap::<String, BTreeSet<String>>::new();
+        for utterance in utterances {
+            for span in spans(&utterance.tags) {
+                values.entry(span.slot).or_default().insert(utterance.words[span.words].join(" "));
+            }
+        }
+        values
+    }
+
+    #[test]
+    fn there_are_many_intents_and_slots_in_every_part() {
+        let home = utterances();
+        let labels = Labels::of(&home.train);
+        assert_eq!((labels.intents.len(), labels.slots.len()), (30, 30));
+        assert_eq!(labels.intents.len(), INTENTS.len());
+        assert_eq!(Labels::of(&home.valid), labels);
+        assert_eq!(Labels::of(&home.test), labels);
+        assert_eq!([&home.train, &home.valid, &home.test].map(Vec::len), SIZES);
+    }
+
+    #[test]
+    fn no_text_comes_twice() {
+        let home = utterances();
+        let all = [home.train, home.valid, home.test].concat();
+        let texts: BTreeSet<_> = all.iter().map(|utterance| &utterance.words).collect();
+        assert_eq!(texts.len(), all.len());
+    }
+
+    #[test]
+    fn the_utterances_are_always_the_same() {
+        assert_eq!(utterances(), utterances());
+        // FNV-1a over all that they say.
+        let home = utterances();
+        let mut sum = 0xCBF2_9CE4_8422_2325_u64;
+        for utterance in [home.train, home.valid, home.test].concat() {
+            let Utterance { words, tags, intent } = utterance;
+            for byte in format!("{}\n{}\n{intent}\n", words.join(" "), tags.join(" ")).bytes() {
+                sum = (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
+            }
+        }
+        assert_eq!(sum, 0xA48B_F7A0_4DAC_A22C, "{sum:#X}");
+    }
+
+    #[test]
+    fn tags_are_well_formed() {
+        let home = utterances();
+        for Utterance { words, tags, .. } in [home.train, home.valid, home.test].concat() {
+            assert_eq!(words.len(), tags.len());
+            let mut open = None;
+            for tag in &tags {
+                let slot = slot_of(tag);
+                assert!(slot.is_some() || tag == "O", "{tag}");
+                let slot = slot.map(|(slot, begins)| {
+                    assert!(begins || open == Some(slot), "{words:?} {tags:?}");
+                    slot
+                });
+                open = slot;
+            }
+        }
+    }
+
+    #[test]
+    fn words_are_lower_case_letters() {
+        let home = utterances();
+        for word in [home.train, home.valid, home.test].concat().iter().flat_map(|utterance| &utterance.words) {
+            assert!(word.chars().all(|c| c.is_ascii_lowercase() || c == '\''), "{word}");
+        }
+    }
+
+    #[test]
+    fn every_intent_has_lines_that_only_the_test_has() {
+        let grammar = Grammar::new();
+        for (intent, _) in INTENTS {
+            let lines = |part: usize| grammar.lines[part].iter().filter(|(of, _)| of == intent).count();
+            assert!(lines(TRAIN) >= 5 && lines(VALID) >= 1 && lines(TEST) >= 2, "{intent}");
+        }
+    }
+
+    #[test]
+    fn held_out_lines_are_made_of_words_from_other_lines() {
+        let grammar = Grammar::new();
+        let words = |part: usize| {
+            let mut words = BTreeSet::new();
+            grammar.lines[part].iter().for_each(|(_, line)| words_of(line, &mut words));
+            words
+        };
+        let known = words(TRAIN);
+        for part in [VALID, TEST] {
+            let unknown: Vec<_> = words(part).into_iter().filter(|word| !known.contains(word)).collect();
+            assert!(unknown.is_empty(), "{unknown:?}");
+        }
+    }
+
+    /// Utterances with each value's words as its slot's name, which is what a line leaves of them.
+    fn shapes(utterances: &[Utterance]) -> BTreeSet<(String, Vec<String>)> {
+        let shape = |utterance: &Utterance| {
+            let words = utterance.words.iter().zip(&utterance.tags);
+            let words = words.filter_map(|(word, tag)| match slot_of(tag) {
+                None => Some(word.clone()),
+                Some((slot, begins)) => begins.then(|| format!("[{slot}]")),
+            });
+            (utterance.intent.clone(), words.collect())
+        };
+        utterances.iter().map(shape).collect()
+    }
+
+    #[test]
+    fn a_third_of_the_test_is_said_in_ways_that_training_never_has() {
+        let grammar = Grammar::new();
+        let said = |part: usize, lines: usize| -> Vec<Utterance> {
+            let said = |draw| {
+                let mut rng = Generator::new(SEED + 1, part as u64, draw);
+                let (intent, line) = &grammar.lines[lines][rng.below(grammar.lines[lines].len())];
+                let mut said = Utterance { words: Vec::new(), tags: Vec::new(), intent: (*intent).to_owned() };
+                grammar.walk(line, part, None, &mut rng, &mut said);
+                said
+            };
+            (0..60_000).map(said).collect()
+        };
+        let trained = shapes(&said(TRAIN, TRAIN));
+        let home = utterances();
+        for part in [VALID, TEST] {
+            let held_out = shapes(&said(part, part));
+            let shared: Vec<_> = held_out.intersection(&trained).collect();
+            assert!(shared.is_empty(), "{shared:?}");
+        }
+        let of_train = shapes(&home.train);
+        let news = home.test.iter().filter(|one| shapes(&[(*one).clone()]).is_disjoint(&of_train)).count();
+        assert!(news >= home.test.len() / 3, "{news}");
+    }
+
+    #[test]
+    fn held_out_values_are_never_trained_on() {
+        let grammar = Grammar::new();
+        let home = utterances();
+        let [trained, valid, tested] = [&home.train, &home.valid, &home.test].map(|part| values(part));
+        let mut held_out = BTreeMap::<&str, BTreeSet<String>>::new();
+        for ((name, _), entries) in VALUES.iter().zip(&grammar.values) {
+            let all =
+                entries.each_ref().map(|part| part.iter().flat_map(|value| texts(value)).collect::<BTreeSet<_>>());
+            assert!(all[TRAIN].is_disjoint(&all[VALID]) && all[TRAIN].is_disjoint(&all[TEST]), "{name}");
+            assert!(all[VALID].is_disjoint(&all[TEST]), "{name}");
+            if !all[TEST].is_empty() {
+                assert!(!all[VALID].is_empty(), "{name}");
+                held_out.insert(name, all[TEST].clone());
+            }
+        }
+        for (slot, held_out) in held_out {
+            // A few tables serve slots of other names.
+            let Some(trained) = trained.get(slot) else { continue };
+            assert!(trained.is_disjoint(&held_out), "{slot}");
+            let news = tested[slot].difference(trained).count();
+            assert!(3 * news >= tested[slot].len(), "{slot}: {news} of {}", tested[slot].len());
+            assert!(valid[slot].difference(trained).count() > 0, "{slot}");
+        }
+    }
+
+    #[test]
+    fn the_same_words_stand_in_many_slots() {
+        let mut slots = BTreeMap::<String, BTreeSet<String>>::new();
+        for (slot, values) in values(&utterances().train) {
+            values.into_iter().for_each(|value| _ = slots.entry(value).or_default().insert(slot.clone()));
+        }
+        let of = |value: &str| slots[value].iter().map(String::as_str).collect::<Vec<_>>().join(" ");
+        assert_eq!(of("georgia"), "artist city contact topic");
+        assert_eq!(of("kitchen"), "list phrase room");
+        assert!(slots["eighteen"].len() >= 4, "{}", of("eighteen"));
+        assert!(slots.values().filter(|slots| slots.len() > 1).count() > 60);
+    }
+
+    #[test]
+    fn utterances_are_as_short_as_speech() {
+        let home = utterances();
+        for (name, part) in [("train", &home.train), ("valid", &home.valid), ("test", &home.test)] {
+            for utterance in part.iter().take(40) {
+                let slots = spans(&utterance.tags);
+                let slots =
+                    slots.iter().map(|span| format!("{}={}", span.slot, utterance.words[span.words.clone()].join(" ")));
+                println!(
+                    "{name} {:18} {} | {}",
+                    utterance.intent,
+                    utterance.words.join(" "),
+                    slots.collect::<Vec<_>>().join(", ")
+                );
+            }
+            let longest = part.iter().map(|utterance| utterance.words.len()).max();
+            assert!(longest <= Some(24), "{longest:?}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! What an utterance is labelled with: an intent, and slots as tags in IOB2.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::utterance::Utterance;
+
+/// The intents and slots of a training set, sorted; ids are their places.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Labels {
+    /// Names of the intents.
+    pub intents: Vec<String>,
+    /// Names of the slots, without `B-` and `I-`.
+    pub slots: Vec<String>,
+}
+
+impl Labels {
+    /// The labels that some utterances have.
+    pub fn of(train: &[Utterance]) -> Self {
+        let intents: BTreeSet<&str> = train.iter().map(|utterance| utterance.intent.as_str()).collect();
+        let tags = train.iter().flat_map(|utterance| &utterance.tags);
+        let slots: BTreeSet<&str> = tags.filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot).collect();
+        let owned = |names: BTreeSet<&str>| names.into_iter().map(str::to_owned).collect();
+        Self { intents: owned(intents), slots: owned(slots) }
+    }
+
+    /// Number of tags: `O`, and two for each slot.
+    pub fn tag_count(&self) -> usize {
+        1 + 2 * self.slots.len()
+    }
+
+    /// The tag of an id: 0 is `O`, `1 + 2k` begins the `k`-th slot and `2 + 2k` continues it. An id beyond
+    /// [`Self::tag_count`] is `O` too.
+    pub fn tag(&self, id: usize) -> String {
+        let slot = id.checked_sub(1).and_then(|id| self.slots.get(id / 2));
+        slot.map_or_else(|| "O".to_owned(), |slot| format!("{}-{slot}", if id % 2 == 1 { 'B' } else { 'I' }))
+    }
+
+    /// The id of a tag, where its slot is known.
+    pub fn tag_id(&self, tag: &str) -> Option<usize> {
+        if tag == "O" {
+            return Some(0);
+        }
+        let (slot, begins) = slot_of(tag)?;
+        let place = self.slots.iter().position(|known| known == slot)?;
+        Some(2 * place + if begins { 1 } else { 2 })
+    }
+
+    /// The id of an intent, where it is known.
+    pub fn intent_id(&self, intent: &str) -> Option<usize> {
+        self.intents.iter().position(|known| known == intent)
+    }
+}
+
+/// The slot of a tag and whether the tag begins it; none of `O` and of what is no tag.
+pub(crate) fn slot_of(tag: &str) -> Option<(&str, bool)> {
+    let begun = tag.strip_prefix("B-").map(|slot| (slot, true));
+    begun.or_else(|| tag.strip_prefix("I-").map(|slot| (slot, false))).filter(|(slot, _)| !slot.is_empty())
+}
+
+/// A slot's span of words.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Span {
+    /// Name of the slot.
+    pub slot: String,
+    /// Places of its words.
+    pub words: Range<usize>,
+}
+
+/// The spans of a sequence of tags by the rules of conlleval: a `B` begins one; an `I` continues one of the same slot,
+/// and begins one otherwise.
+pub fn spans<S: AsRef<str>>(tags: &[S]) -> Vec<Span> {
+    let mut spans: Vec<Span> = Vec::new();
+    for (at, tag) in tags.iter().enumerate() {
+        let Some((slot, begins)) = slot_of(tag.as_ref()) else { continue };
+        match spans.last_mut() {
+            Some(last) if !begins && last.words.end == at && last.slot == slot => last.words.end = at + 1,
+            _ => spans.push(Span { slot: slot.to_owned(), words: at..at + 1 }),
+        }
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels() -> Labels {
+        let utterance = |tags: &[&str], intent: &str| Utterance {
+            words: tags.iter().map(|_| "word".to_owned()).collect(),
+            tags: tags.iter().map(|tag| (*tag).to_owned()).collect(),
+            intent: intent.to_owned(),
+        };
+        Labels::of(&[utterance(&["O", "B-room", "I-room"], "wave"), utterance(&["I-city", "O"], "ask")])
+    }
+
+    #[test]
+    fn labels_are_sorted_and_distinct() {
+        assert_eq!(labels().intents, ["ask", "wave"]);
+        assert_eq!(labels().slots, ["city", "room"]);
+    }
+
+    #[test]
+    fn tags_and_ids_are_each_others_inverse() {
+        let labels = labels();
+        let tags: Vec<String> = (0..labels.tag_count()).map(|id| labels.tag(id)).collect();
+        assert_eq!(tags, ["O", "B-city", "I-city", "B-room", "I-room"]);
+        for (id, tag) in tags.iter().enumerate() {
+            assert_eq!(labels.tag_id(tag), Some(id));
+        }
+        assert_eq!(labels.tag(5), "O");
+        for unknown in ["B-song", "B-", "X-city", "", "city"] {
+            assert_eq!(labels.tag_id(unknown), None, "{unknown}");
+        }
+        assert_eq!(labels.intent_id("wave"), Some(1));
+        assert_eq!(labels.intent_id("leave"), None);
+    }
+
+    #[test]
+    fn labels_survive_json() {
+        let text = serde_json::to_string(&labels()).expect("plain names");
+        assert_eq!(serde_json::from_str::<Labels>(&text).expect("what was written"), labels());
+    }
+
+    #[test]
+    fn spans_follow_conlleval() {
+        let found = |tags: &[&str]| -> Vec<(String, Range<usize>)> {
+            spans(tags).into_iter().map(|span| (span.slot, span.words)).collect()
+        };
+        let span = |slot: &str, words| (slot.to_owned(), words);
+        assert_eq!(found(&[]), []);
+        assert_eq!(found(&["O", "O"]), []);
+        assert_eq!(found(&["B-a", "I-a", "O", "B-a"]), [span("a", 0..2), span("a", 3..4)]);
+        assert_eq!(found(&["B-a", "B-a", "I-a"]), [span("a", 0..1), span("a", 1..3)]);
+        assert_eq!(found(&["I-a", "I-a", "I-b"]), [span("a", 0..2), span("b", 2..3)]);
+        assert_eq!(found(&["B-a", "I-b", "I-b", "O", "I-a"]), [span("a", 0..1), span("b", 1..3), span("a", 4..5)]);
+    }
+}
