@@ -7,7 +7,10 @@ use serde_json::{Map, Value, json};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, DecodeStream, Model};
+use tokenizers::{
+    AddedToken, DecodeStream, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString,
+    PreTokenizer,
+};
 
 use crate::DataError;
 
@@ -106,7 +109,7 @@ impl Tokenizer {
         Ok(Self(tokenizer))
     }
 
-    fn from_json(json: &Value) -> Result<Self, DataError> {
+    pub(crate) fn from_json(json: &Value) -> Result<Self, DataError> {
         tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
     }
 
@@ -188,6 +191,27 @@ impl Tokenizer {
             }
             _ => DataError::Tokenizer(format!("the text cannot be encoded: {error}")),
         }
+    }
+
+    /// A text as the vocabulary spells it, cut where no token may cross. Names of special tokens are text like any
+    /// other here.
+    pub(crate) fn parts(&self, text: &str) -> Vec<String> {
+        let mut normalized = NormalizedString::from(text);
+        if self.0.get_normalizer().is_some_and(|normalizer| normalizer.normalize(&mut normalized).is_err()) {
+            return Vec::new();
+        }
+        let mut cut = PreTokenizedString::from(normalized);
+        if self.0.get_pre_tokenizer().is_some_and(|cutter| cutter.pre_tokenize(&mut cut).is_err()) {
+            return Vec::new();
+        }
+        let parts = cut.get_splits(OffsetReferential::Normalized, OffsetType::Byte);
+        parts.into_iter().map(|(part, _, _)| part.to_owned()).filter(|part| !part.is_empty()).collect()
+    }
+
+    /// The tokens of one of the [`Self::parts`].
+    pub(crate) fn part_tokens(&self, part: &str) -> Option<Vec<u32>> {
+        let tokens = self.0.get_model().tokenize(part).ok()?;
+        Some(tokens.into_iter().map(|token| token.id).collect())
     }
 
     /// The text of tokens.
