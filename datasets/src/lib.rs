@@ -20,6 +20,7 @@ mod story;
 mod text;
 mod tokenizer;
 mod utterance;
+mod utterance_batch;
 
 pub use batch::{IGNORED_TARGET, TokenBatch};
 pub use corpus::{Corpus, Split, StoryCorpus, TextCorpus};
@@ -29,6 +30,7 @@ pub use story::{Story, StoryGrammar};
 pub use text::read_text;
 pub use tokenizer::{TextStream, Tokenizer, TokenizerKind};
 pub use utterance::{Utterance, Utterances, Word, words};
+pub use utterance_batch::{EncodedUtterances, UtteranceBatch};
 
 use std::path::PathBuf;
 

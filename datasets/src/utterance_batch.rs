@@ -1,0 +1,469 @@
+//! Utterances as word pieces, and batches of them.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+
+use crate::DataError;
+use crate::batch::IGNORED_TARGET;
+use crate::labels::Labels;
+use crate::pieces::PieceTokenizer;
+use crate::random::Generator;
+use crate::utterance::Utterance;
+
+/// Rows of word pieces with an intent and tags as targets, on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UtteranceBatch {
+    ids: Vec<i32>,
+    targets: Vec<i32>,
+    lengths: Vec<i32>,
+    seq_length: usize,
+}
+
+impl UtteranceBatch {
+    /// Rows of pieces and targets, filled up to the longest with `padding`.
+    fn new(rows: &[(Vec<i32>, Vec<i32>)], padding: i32) -> Self {
+        let seq_length = rows.iter().map(|(ids, _)| ids.len()).max().unwrap_or(1).max(1);
+        let mut batch = Self { ids: Vec::new(), targets: Vec::new(), lengths: Vec::new(), seq_length };
+        for (ids, targets) in rows {
+            batch.lengths.push(ids.len() as i32);
+            batch.ids.extend(ids);
+            batch.targets.extend(targets);
+            batch.ids.resize(batch.lengths.len() * seq_length, padding);
+            batch.targets.resize(batch.lengths.len() * seq_length, IGNORED_TARGET);
+        }
+        batch
+    }
+
+    /// Pieces, row after row.
+    pub fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
+    /// The intent in the first column of a row, the tag of each word at its first piece, and [`IGNORED_TARGET`].
+    pub fn targets(&self) -> &[i32] {
+        &self.targets
+    }
+
+    /// Pieces of each row, without padding.
+    pub fn lengths(&self) -> &[i32] {
+        &self.lengths
+    }
+
+    /// Number of rows.
+    pub fn batch_size(&self) -> usize {
+        self.lengths.len()
+    }
+
+    /// Columns, padding included.
+    pub fn seq_length(&self) -> usize {
+        self.seq_length
+    }
+
+    /// How many targets that count are tags.
+    pub fn tag_count(&self) -> usize {
+        self.count(|column| column > 0)
+    }
+
+    /// How many targets that count are intents.
+    pub fn intent_count(&self) -> usize {
+        self.count(|column| column == 0)
+    }
+
+    fn count(&self, counts: impl Fn(usize) -> bool) -> usize {
+        let columns = self.targets.iter().enumerate();
+        columns.filter(|(at, target)| counts(at % self.seq_length) && **target != IGNORED_TARGET).count()
+    }
+
+    /// The same rows in `parts` batches of equal size, or in fewer where there are fewer rows.
+    pub fn split(self, parts: usize) -> Vec<Self> {
+        let rows = self.batch_size().div_ceil(parts.max(1)).max(1);
+        let cells = rows * self.seq_length;
+        let chunks = self.ids.chunks(cells).zip(self.targets.chunks(cells)).zip(self.lengths.chunks(rows));
+        let part = |((ids, targets), lengths): ((&[i32], &[i32]), &[i32])| Self {
+            ids: ids.to_vec(),
+            targets: targets.to_vec(),
+            lengths: lengths.to_vec(),
+            seq_length: self.seq_length,
+        };
+        chunks.map(part).collect()
+    }
+
+    /// Pieces and targets `[batch_size, seq_length]` and lengths `[batch_size]` on the device, in one upload each.
+    pub fn to_device<B: Backend>(
+        &self,
+        device: &B::Device,
+    ) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>, Tensor<B, 1, Int>) {
+        let shape = [self.batch_size(), self.seq_length];
+        let upload = |values: &[i32]| Tensor::from_data(TensorData::new(values.to_vec(), shape), device);
+        let lengths = TensorData::new(self.lengths.clone(), [self.batch_size()]);
+        (upload(&self.ids), upload(&self.targets), Tensor::from_data(lengths, device))
+    }
+}
+
+/// How many batches are drawn from together: rows within so many are sorted by length.
+const POOL: usize = 32;
+
+/// Added to a seed for what is drawn within rows, so that it differs from what orders them.
+const WITHIN_ROWS: u64 = 1 << 63;
+
+/// A distinct word in pieces.
+#[derive(Debug)]
+struct Spelling {
+    usual: Vec<u32>,
+    letters: Vec<u32>,
+}
+
+/// An utterance in spellings.
+#[derive(Debug)]
+struct Row {
+    intent: i32,
+    /// Place of each word's spelling, and its tag.
+    words: Vec<(usize, i32)>,
+    /// Where each word begins in the usual spelling.
+    columns: Vec<usize>,
+    /// Pieces in the usual spelling, special ones included.
+    length: usize,
+}
+
+/// The order of an epoch, and what it was drawn for.
+#[derive(Debug)]
+struct Epoch {
+    drawn_for: (u64, u64, usize),
+    batches: Vec<Vec<usize>>,
+}
+
+/// Utterances as pieces, ready for batches.
+#[derive(Debug)]
+pub struct EncodedUtterances {
+    rows: Vec<Row>,
+    spellings: Vec<Spelling>,
+    longest: usize,
+    cut: usize,
+    cls: u32,
+    sep: Option<u32>,
+    pad: u32,
+    epoch: Mutex<Option<Epoch>>,
+}
+
+impl EncodedUtterances {
+    /// Encodes utterances in rows of at most `longest` pieces, special ones included. A longer utterance is cut behind
+    /// the last word that fits. An intent or tag that `labels` lacks does not count.
+    ///
+    /// # Errors
+    /// If `longest` leaves no room for a word.
+    pub fn new(
+        utterances: &[Utterance],
+        labels: &Labels,
+        pieces: &PieceTokenizer,
+        longest: usize,
+    ) -> Result<Self, DataError> {
+        let special = 1 + usize::from(pieces.sep().is_some());
+        if longest <= special {
+            let reason = format!("rows of {longest} pieces leave no room for a word beside {special} special ones");
+            return Err(DataError::Tokenizer(reason));
+        }
+        let mut encoded = Self {
+            rows: Vec::with_capacity(utterances.len()),
+            spellings: Vec::new(),
+            longest,
+            cut: 0,
+            cls: pieces.cls(),
+            sep: pieces.sep(),
+            pad: pieces.pad(),
+            epoch: Mutex::new(None),
+        };
+        let mut known = HashMap::<&str, usize>::new();
+        let target = |id: Option<usize>| id.map_or(IGNORED_TARGET, |id| id as i32);
+        for utterance in utterances {
+            let intent = target(labels.intent_id(&utterance.intent));
+            let mut row = Row { intent, words: Vec::new(), columns: Vec::new(), length: special };
+            for (at, word) in utterance.words.iter().enumerate() {
+                let place = *known.entry(word).or_insert_with(|| {
+                    encoded.spellings.push(Spelling { usual: pieces.word(word), letters: pieces.letters(word) });
+                    encoded.spellings.len() - 1
+                });
+                let length = encoded.spellings[place].usual.len();
+                if row.length + length > longest {
+                    encoded.cut += 1;
+                    break;
+                }
+                let tag = utterance.tags.get(at).and_then(|tag| labels.tag_id(tag));
+                row.words.push((place, target(tag)));
+                row.columns.push(row.length - (special - 1));
+                row.length += length;
+            }
+            encoded.rows.push(row);
+        }
+        Ok(encoded)
+    }
+
+    /// Number of utterances.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no utterances.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// How many utterances were too long and lost their ends.
+    pub fn cut(&self) -> usize {
+        self.cut
+    }
+
+    /// The piece columns at which the words of an utterance begin, as in [`Self::batches`].
+    pub fn word_columns(&self, index: usize) -> &[usize] {
+        &self.rows[index].columns
+    }
+
+    /// Number of training steps in which every utterance comes once.
+    pub fn steps_per_epoch(&self, batch_size: usize) -> u64 {
+        self.rows.len().div_ceil(batch_size.max(1)).max(1) as u64
+    }
+
+    /// The training batch of a step: a pure function of `seed` and `step`.
+    ///
+    /// In an epoch every utterance comes once, among others of about its length; the last batch may be smaller. With
+    /// the probability `split_words` a word is written letter by letter, as far as the row has room for it.
+    pub fn batch(&self, seed: u64, step: u64, batch_size: usize, split_words: f64) -> UtteranceBatch {
+        let steps = self.steps_per_epoch(batch_size);
+        let drawn_for = (seed, step / steps, batch_size);
+        let mut kept = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
+        let epoch = match kept.take() {
+            Some(epoch) if epoch.drawn_for == drawn_for => epoch,
+            _ => Epoch { drawn_for, batches: self.order(seed, step / steps, batch_size.max(1)) },
+        };
+        let epoch = kept.insert(epoch);
+        let rows = epoch.batches.get((step % steps) as usize).into_iter().flatten().enumerate();
+        let rows: Vec<_> = rows
+            .map(|(row, index)| {
+                let mut rng = Generator::new(seed.wrapping_add(WITHIN_ROWS), step, row as u64);
+                self.row(*index, || (rng.next() >> 11) as f64 / (1u64 << 53) as f64, split_words)
+            })
+            .collect();
+        UtteranceBatch::new(&rows, self.pad as i32)
+    }
+
+    /// All utterances in order of length in their usual spelling: their places and the batch.
+    pub fn batches(&self, batch_size: usize) -> Vec<(Vec<usize>, UtteranceBatch)> {
+        let mut order: Vec<usize> = (0..self.rows.len()).collect();
+        order.sort_by_key(|index| self.rows[*index].length);
+        let batch = |indices: &[usize]| {
+            let rows: Vec<_> = indices.iter().map(|index| self.row(*index, || 1.0, 0.0)).collect();
+            (indices.to_vec(), UtteranceBatch::new(&rows, self.pad as i32))
+        };
+        order.chunks(batch_size.max(1)).map(batch).collect()
+    }
+
+    /// The batches of an epoch: all utterances shuffled, sorted by length within pools, and the batches shuffled.
+    fn order(&self, seed: u64, epoch: u64, batch_size: usize) -> Vec<Vec<usize>> {
+        let mut rng = Generator::new(seed, epoch, 0);
+        let mut order: Vec<usize> = (0..self.rows.len()).collect();
+        shuffle(&mut order, &mut rng);
+        for pool in order.chunks_mut(batch_size.saturating_mul(POOL)) {
+            pool.sort_by_key(|index| self.rows[*index].length);
+        }
+        let mut batches: Vec<Vec<usize>> = order.chunks(batch_size).map(<[usize]>::to_vec).collect();
+        let full = self.rows.len() / batch_size;
+        shuffle(&mut batches[..full], &mut rng);
+        batches
+    }
+
+    /// Pieces and targets of an utterance; `point` draws a number in [0, 1) for each word.
+    fn row(&self, index: usize, mut point: impl FnMut() -> f64, split_words: f64) -> (Vec<i32>, Vec<i32>) {
+        let row = &self.rows[index];
+        let mut room = self.longest - row.length;
+        let mut ids = vec![self.cls as i32];
+        let mut targets = vec![row.intent];
+        for (place, tag) in &row.words {
+            let Spelling { usual, letters } = &self.spellings[*place];
+            let more = letters.len().saturating_sub(usual.len());
+            let split = point() < split_words && more <= room;
+            let pieces = if split { letters } else { usual };
+            room -= if split { more } else { 0 };
+            targets.push(*tag);
+            ids.extend(pieces.iter().map(|piece| *piece as i32));
+            targets.resize(ids.len(), IGNORED_TARGET);
+        }
+        ids.extend(self.sep.map(|sep| sep as i32));
+        targets.resize(ids.len(), IGNORED_TARGET);
+        (ids, targets)
+    }
+}
+
+/// Puts items in a random order.
+fn shuffle<T>(items: &mut [T], rng: &mut Generator) {
+    for at in (1..items.len()).rev() {
+        items.swap(at, rng.below(at + 1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_ndarray::NdArray;
+    use std::collections::BTreeSet;
+
+    fn utterance(text: &str, tags: &str, intent: &str) -> Utterance {
+        let owned = |text: &str| text.split_whitespace().map(str::to_owned).collect();
+        Utterance { words: owned(text), tags: owned(tags), intent: intent.to_owned() }
+    }
+
+    fn utterances() -> Vec<Utterance> {
+        vec![
+            utterance("play play song", "O O B-song", "music"),
+            utterance("play", "O", "music"),
+            utterance("song on on", "B-song I-song O", "music"),
+            utterance("on", "O", "light"),
+        ]
+    }
+
+    fn pieces() -> PieceTokenizer {
+        PieceTokenizer::train(&utterances(), 100).expect("room for letters")
+    }
+
+    fn encoded(longest: usize) -> EncodedUtterances {
+        EncodedUtterances::new(&utterances(), &Labels::of(&utterances()), &pieces(), longest).expect("room for words")
+    }
+
+    const NO: i32 = IGNORED_TARGET;
+
+    #[test]
+    fn rows_hold_pieces_targets_and_padding() {
+        let all = encoded(16);
+        let (indices, batch) = all.batches(4).remove(0);
+        assert_eq!(indices, [1, 3, 0, 2]);
+        assert_eq!((batch.batch_size(), batch.seq_length()), (4, 5));
+        assert_eq!(batch.lengths(), [3, 3, 5, 5]);
+        let id = |word: &str| pieces().word(word)[0] as i32;
+        let (play, song, on) = (id("play"), id("song"), id("on"));
+        assert_eq!(batch.ids()[..10], [2, play, 3, 0, 0, 2, on, 3, 0, 0]);
+        assert_eq!(batch.ids()[10..], [2, play, play, song, 3, 2, song, on, on, 3]);
+        // Intents: light, music. Tags: O, B-song, I-song.
+        assert_eq!(batch.targets()[..10], [1, 0, NO, NO, NO, 0, 0, NO, NO, NO]);
+        assert_eq!(batch.targets()[10..], [1, 0, 0, 1, NO, 1, 1, 2, 0, NO]);
+        assert_eq!((batch.tag_count(), batch.intent_count()), (8, 4));
+        assert_eq!(all.word_columns(0), [1, 2, 3]);
+    }
+
+    #[test]
+    fn the_tag_of_a_word_is_at_its_first_piece() {
+        let texts = [utterance("song gnosy on", "B-song I-song O", "music")];
+        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        let batch = all.batches(1).remove(0).1;
+        let columns = all.word_columns(0).to_vec();
+        assert!(batch.seq_length() > 5);
+        let counted = (1..batch.seq_length()).filter(|column| batch.targets()[*column] != NO);
+        assert_eq!(counted.collect::<Vec<_>>(), columns);
+        assert_eq!(columns.iter().map(|column| batch.targets()[*column]).collect::<Vec<_>>(), [1, 2, 0]);
+    }
+
+    #[test]
+    fn unknown_labels_do_not_count() {
+        let texts = [utterance("play song", "O B-city", "leave")];
+        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        assert_eq!(all.batches(1)[0].1.targets(), [NO, 0, NO, NO]);
+    }
+
+    #[test]
+    fn a_long_utterance_is_cut_behind_a_word() {
+        let all = encoded(4);
+        assert_eq!(all.cut(), 2);
+        assert_eq!(all.word_columns(0), [1, 2]);
+        let last = all.batches(4).remove(0).1;
+        assert_eq!(last.seq_length(), 4);
+        let pieces = pieces();
+        assert!(EncodedUtterances::new(&utterances(), &Labels::of(&utterances()), &pieces, 2).is_err());
+        assert_eq!(encoded(16).cut(), 0);
+    }
+
+    #[test]
+    fn every_utterance_comes_once_an_epoch() {
+        let texts: Vec<Utterance> = (0..103)
+            .map(|at| utterance(&"on ".repeat(1 + at % 7), &"O ".repeat(1 + at % 7), &format!("intent {at}")))
+            .collect();
+        let labels = Labels::of(&texts);
+        let all = EncodedUtterances::new(&texts, &labels, &pieces(), 16).expect("room for words");
+        assert_eq!(all.steps_per_epoch(10), 11);
+        let mut orders = BTreeSet::new();
+        for epoch in 0..3 {
+            let batches: Vec<_> = (0..11).map(|step| all.batch(5, epoch * 11 + step, 10, 0.0)).collect();
+            let intents: Vec<i32> =
+                batches.iter().flat_map(|batch| batch.targets().iter().copied().step_by(batch.seq_length())).collect();
+            assert_eq!(intents.iter().copied().collect::<BTreeSet<_>>(), (0..103).collect());
+            assert_eq!(intents.len(), 103);
+            assert_eq!(batches[10].batch_size(), 3);
+            let cells: usize = batches.iter().map(|batch| batch.ids().len()).sum();
+            let pieces: i32 = batches.iter().flat_map(|batch| batch.lengths()).sum();
+            assert!(cells as f64 <= 1.1 * f64::from(pieces), "{pieces} pieces in {cells} cells");
+            orders.insert(intents);
+        }
+        assert_eq!(orders.len(), 3);
+    }
+
+    #[test]
+    fn a_batch_depends_on_its_seed_and_step_only() {
+        let (all, again) = (encoded(16), encoded(16));
+        let steps = [(7, 0), (7, 1), (9, 0), (7, 5), (7, 1), (7, 0)];
+        let drawn: Vec<_> = steps.iter().map(|(seed, step)| all.batch(*seed, *step, 2, 0.5)).collect();
+        for ((seed, step), batch) in steps.iter().zip(&drawn).rev() {
+            assert_eq!(&again.batch(*seed, *step, 2, 0.5), batch);
+        }
+        assert!((0..50).any(|seed| all.batch(seed, 0, 2, 0.5) != drawn[0]));
+    }
+
+    #[test]
+    fn words_are_split_into_letters_with_the_probability_asked_for() {
+        let all = encoded(64);
+        let pieces_at = |probability: f64| -> i32 {
+            (0..500).map(|step| all.batch(3, step, 4, probability).lengths().iter().sum::<i32>()).sum()
+        };
+        let (usual, half, letters) = (pieces_at(0.0), pieces_at(0.5), pieces_at(1.0));
+        assert_eq!((usual, letters), (500 * 16, 500 * (2 + 12 + 2 + 4 + 2 + 8 + 2 + 2)));
+        assert!((half - (usual + letters) / 2).abs() < (letters - usual) / 20, "{usual} {half} {letters}");
+    }
+
+    #[test]
+    fn splitting_words_never_makes_a_row_too_long() {
+        let all = encoded(6);
+        assert_eq!(all.cut(), 0);
+        for step in 0..100 {
+            let batch = all.batch(1, step, 4, 0.9);
+            assert!(batch.seq_length() <= 6);
+            assert_eq!(batch.tag_count(), 8);
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_split_batch_are_its_rows() {
+        let batch = encoded(16).batch(1, 0, 4, 0.0);
+        let parts = batch.clone().split(3);
+        assert_eq!(parts.iter().map(UtteranceBatch::batch_size).collect::<Vec<_>>(), [2, 2]);
+        assert!(parts.iter().all(|part| part.seq_length() == batch.seq_length()));
+        assert_eq!(parts.iter().flat_map(|part| part.ids().to_vec()).collect::<Vec<_>>(), batch.ids());
+        assert_eq!(parts.iter().flat_map(|part| part.targets().to_vec()).collect::<Vec<_>>(), batch.targets());
+        assert_eq!(parts.iter().flat_map(|part| part.lengths().to_vec()).collect::<Vec<_>>(), batch.lengths());
+    }
+
+    #[test]
+    fn a_batch_reaches_the_device_as_it_is() {
+        let batch = encoded(16).batch(1, 0, 4, 0.0);
+        let (ids, targets, lengths) = batch.to_device::<NdArray>(&Default::default());
+        assert_eq!(ids.dims(), [4, batch.seq_length()]);
+        let values = |data: TensorData| data.iter::<i64>().map(|value| value as i32).collect::<Vec<_>>();
+        assert_eq!(values(ids.into_data()), batch.ids());
+        assert_eq!(values(targets.into_data()), batch.targets());
+        assert_eq!(values(lengths.into_data()), batch.lengths());
+    }
+
+    #[test]
+    fn no_utterances_give_empty_batches() {
+        let all = EncodedUtterances::new(&[], &Labels::of(&[]), &pieces(), 8).expect("room for words");
+        assert!(all.is_empty() && all.batches(4).is_empty());
+        assert_eq!(all.batch(1, 3, 4, 0.0).batch_size(), 0);
+    }
+}
