@@ -1,6 +1,6 @@
 //! The command line: parse, resolve, run; wording and exit codes.
 
-use std::io::{IsTerminal, Write};
+use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -9,10 +9,12 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::{BACKENDS, BackendName};
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
+use fireclay::prediction::{PredictionRun, Understood};
+use fireclay::tasks::TaskName;
 use fireclay::training::{Outcome, Precision, Recipe, TrainingRun, View};
 use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
 use fireclay_kernels::{Kernels, use_kernels};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Exit code of a run that Ctrl-C ended, as shells have it.
 const INTERRUPTED: u8 = 130;
@@ -30,6 +32,8 @@ enum Command {
     Train(TrainArgs),
     /// Write text with a trained model
     Generate(GenerateArgs),
+    /// Say what utterances ask for: intent and slots
+    Predict(PredictArgs),
     /// Make a tokenizer
     #[command(subcommand)]
     Tokenizer(TokenizerCommand),
@@ -41,29 +45,30 @@ enum Command {
     },
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Task {
-    /// Predict the next token
-    Language,
-}
-
 #[derive(Args)]
 struct TrainArgs {
     /// A recipe's file, or the name of one that is shipped: stories, shakespeare-char-cpu, shakespeare-char-gpu,
-    /// gpt2-124m, llama-15m
+    /// gpt2-124m, llama-15m, home, intent-slot
     recipe: Option<PathBuf>,
-    /// What to train for
-    #[arg(long, default_value = "language")]
-    task: Task,
-    /// Text to learn from: a file or a folder of them
+    /// What to train for [default: the recipe's, or language]
+    #[arg(long)]
+    task: Option<TaskName>,
+    /// What to learn from: text, a file or a folder of them; for intent-slot a folder with train, valid and test, each
+    /// with seq.in, seq.out and label, or train.jsonl, valid.jsonl and test.jsonl
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
+    /// Folder of a model to begin from
+    #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
+    init: Option<PathBuf>,
     /// Where the run goes [default: runs/NAME]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Steps to take
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
+    /// Train this many models, each from the next seed, and report mean and standard deviation
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
+    seeds: Option<u64>,
     /// Go on with the run in --out, or with the latest in runs/
     #[arg(long, conflicts_with_all = ["recipe", "data"])]
     resume: bool,
@@ -114,6 +119,24 @@ struct GenerateArgs {
     /// Where the draws come from
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
+}
+
+#[derive(Args)]
+struct PredictArgs {
+    /// The model's folder
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// What was said [default: a line each of standard input]
+    #[arg(long, value_name = "TEXT", conflicts_with = "file")]
+    text: Option<String>,
+    /// A file with an utterance on each line
+    #[arg(long, value_name = "PATH")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
 }
 
 /// What every command that runs a model takes.
@@ -173,6 +196,7 @@ pub(crate) fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train(args),
         Command::Generate(args) => generate(args),
+        Command::Predict(args) => predict(args),
         Command::Tokenizer(TokenizerCommand::Train { data, vocab_size, out }) => {
             train_tokenizer(&data, vocab_size, &out)
         }
@@ -202,52 +226,147 @@ fn stop_on_device_panics() {
 }
 
 fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
-    let Task::Language = args.task;
     args.run.select_kernels()?;
     let args = &args;
-    let change = |recipe: Recipe| apply(recipe, args);
     let backend = args.run.backend();
     backend.devices()?;
-    let run = if args.resume {
+    let interrupter = Interrupter::new();
+    stop_on_ctrl_c(interrupter.clone())?;
+    if args.resume {
         let out = match &args.out {
             Some(out) => out.clone(),
             None => latest_run()?,
         };
-        TrainingRun::resume(&out, change)?
-    } else {
-        let recipe = match &args.recipe {
-            Some(path) => Recipe::open(path)?,
-            None => Recipe::shipped("stories")?,
-        };
-        let recipe = change(recipe)?;
-        let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
-        TrainingRun::begin(recipe, &out)?
+        let run = TrainingRun::resume(&out, |recipe| apply(recipe, args))?;
+        return train_one(run, args, backend, interrupter);
+    }
+    let recipe = apply(recipe_of(args)?, args)?;
+    let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
+    match args.seeds {
+        Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
+        None => train_one(TrainingRun::begin(recipe, &out)?, args, backend, interrupter),
+    }
+}
+
+/// The recipe asked for, or the one for the task and its data.
+fn recipe_of(args: &TrainArgs) -> Result<Recipe, Failure> {
+    let Some(path) = &args.recipe else {
+        return Recipe::shipped(match (args.task.unwrap_or_default(), &args.data, &args.init) {
+            (TaskName::Language, None, None) => "stories",
+            (TaskName::Language, ..) => "shakespeare-char-cpu",
+            (TaskName::IntentSlot, None, _) => "home",
+            (TaskName::IntentSlot, ..) => "intent-slot",
+        });
     };
-    let folder = run.folder();
-    let view = match (args.run.json, args.plain || !std::io::stdout().is_terminal()) {
+    let recipe = Recipe::open(path)?;
+    match args.task {
+        Some(task) if task != recipe.task => {
+            let (name, wanted) = (&recipe.name, task.to_possible_value());
+            let wanted = wanted.as_ref().map_or("", |value| value.get_name());
+            Err(Failure::usage(format!("recipe {name} is for another task than {wanted}: leave out --task, or it")))
+        }
+        _ => Ok(recipe),
+    }
+}
+
+fn view(args: &TrainArgs) -> View {
+    match (args.run.json, args.plain || !std::io::stdout().is_terminal()) {
         (true, _) => View::Json,
         (false, true) => View::Plain,
         (false, false) => View::Dashboard,
-    };
-    let interrupter = Interrupter::new();
-    stop_on_ctrl_c(interrupter.clone())?;
-    let outcome = backend.run(run.with_view(view).with_interrupter(interrupter))?;
-    match outcome {
+    }
+}
+
+fn train_one(
+    run: TrainingRun,
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+) -> Result<ExitCode, Failure> {
+    let (folder, task) = (run.folder(), run.task());
+    match backend.run(run.with_view(view(args)).with_interrupter(interrupter))? {
+        Outcome::Done(summary) if args.run.json => println!("{summary}"),
         Outcome::Done(summary) => {
-            if !args.run.json {
-                tell(&summary);
-                show_sample(&folder, backend)?;
-            } else {
-                println!("{summary}");
+            tell(&summary);
+            match task {
+                TaskName::Language => show_sample(&folder, backend)?,
+                TaskName::IntentSlot => {
+                    eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display());
+                }
             }
-            Ok(ExitCode::SUCCESS)
         }
-        Outcome::Interrupted(step) => {
-            let folder = folder.display();
-            eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}");
-            Ok(ExitCode::from(INTERRUPTED))
+        Outcome::Interrupted(step) => return Ok(interrupted(&folder, step)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn interrupted(folder: &Path, step: u64) -> ExitCode {
+    let folder = folder.display();
+    eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}");
+    ExitCode::from(INTERRUPTED)
+}
+
+/// Trains a model from each of several seeds, one after the other, into folders of their own.
+fn train_seeds(
+    recipe: &Recipe,
+    seeds: u64,
+    out: &Path,
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+) -> Result<ExitCode, Failure> {
+    let mut summaries = Vec::new();
+    for seed in (recipe.training.seed..).take(seeds as usize) {
+        let folder = out.join(format!("seed-{seed}"));
+        let run = TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?;
+        match backend.run(run.with_view(view(args)).with_interrupter(interrupter.clone()))? {
+            Outcome::Done(mut summary) => {
+                summary["event"] = json!("seed");
+                summary["seed"] = json!(seed);
+                if args.run.json {
+                    println!("{summary}");
+                } else {
+                    tell(&summary);
+                }
+                summaries.push(summary);
+            }
+            Outcome::Interrupted(step) => return Ok(interrupted(&folder, step)),
         }
     }
+    let summary = spread(&summaries, out);
+    if args.run.json {
+        println!("{summary}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    eprintln!("\nover {seeds} seeds, mean and standard deviation:");
+    for (name, value) in summary.as_object().into_iter().flatten() {
+        if let (Some(mean), Some(deviation)) = (value["mean"].as_f64(), value["std"].as_f64()) {
+            eprintln!("{:<20} {mean:>10.4} {deviation:>9.4}", name.replace('_', " "));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The `done` line of several runs: each measured number as its mean and (corrected) standard deviation.
+fn spread(summaries: &[Value], out: &Path) -> Value {
+    let mut spread = json!({ "event": "done", "seeds": summaries.len() });
+    let first = summaries.first().and_then(Value::as_object);
+    for (name, value) in first.into_iter().flatten() {
+        let values: Vec<f64> = summaries.iter().filter_map(|summary| summary[name].as_f64()).collect();
+        if name == "steps" {
+            spread[name] = value.clone();
+        } else if name == "seed" {
+            continue;
+        } else if !values.is_empty() {
+            let count = values.len() as f64;
+            let mean = values.iter().sum::<f64>() / count;
+            let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+            let deviation = if values.len() > 1 { (squares / (count - 1.0)).sqrt() } else { 0.0 };
+            spread[name] = json!({ "mean": mean, "std": deviation });
+        }
+    }
+    spread["out"] = json!(out.display().to_string());
+    spread
 }
 
 /// The recipe with what the command line says.
@@ -255,8 +374,11 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     if let Some(data) = &args.data {
         recipe.data.source = data.display().to_string();
         if args.recipe.is_none() {
-            recipe = own_text(recipe, data)?;
+            recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
         }
+    }
+    if let Some(init) = &args.init {
+        recipe.init = Some(init.clone());
     }
     if let Some(steps) = args.steps {
         recipe = recipe.with("training.steps", &steps.to_string())?;
@@ -273,15 +395,6 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         recipe = recipe.with(key.trim(), value.trim())?;
     }
     Ok(recipe)
-}
-
-/// `--data` without a recipe: a small model of the text's characters.
-fn own_text(recipe: Recipe, data: &Path) -> Result<Recipe, Failure> {
-    let mut own = Recipe::shipped("shakespeare-char-cpu")?;
-    own.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
-    own.data = recipe.data;
-    own.data.tokenizer = "char".into();
-    Ok(own)
 }
 
 /// `runs/NAME`, or `runs/NAME-2` and so on where that is taken.
@@ -312,12 +425,12 @@ fn stop_on_ctrl_c(interrupter: Interrupter) -> Result<(), Failure> {
 }
 
 /// The summary for people.
-fn tell(summary: &serde_json::Value) {
+fn tell(summary: &Value) {
     let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));
     let valid = number("valid_loss");
     eprintln!("{steps} steps at {speed:.0} tokens/s, the first after {first:.1}s");
-    eprintln!("training loss {:.4}, validation loss {valid:.4} nats a token", number("train_loss"));
+    eprintln!("training loss {:.4}, validation loss {valid:.4}, in nats", number("train_loss"));
     if let Some(entropy) = summary["source_entropy"].as_f64() {
         let above = 100.0 * (valid / entropy - 1.0);
         eprintln!(
@@ -406,6 +519,67 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     let run = GenerationRun { model: args.model, prompts, options, precision: args.precision, show };
     backend.run(run)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    if let Some(setting) = args.run.set.first() {
+        return Err(Failure::usage(format!("--set {setting}: predict has no recipe to change")));
+    }
+    // Whoever types waits for an answer to each line.
+    let typed = args.text.is_none() && args.file.is_none() && std::io::stdin().is_terminal();
+    let texts: Box<dyn Iterator<Item = Result<String, Failure>>> = match (args.text, &args.file) {
+        (Some(text), _) => Box::new(std::iter::once(Ok(text))),
+        (None, Some(path)) => {
+            let failure = |error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
+            let file = std::fs::File::open(path).map_err(failure)?;
+            let shown = path.display().to_string();
+            let lines = std::io::BufReader::new(file).lines();
+            Box::new(lines.map(move |line| line.map_err(|error| Failure::new(format!("{shown}: {error}")))))
+        }
+        (None, None) => {
+            let failure = |error| Failure::new(format!("standard input: {error}"));
+            Box::new(std::io::stdin().lines().map(move |line| line.map_err(failure)))
+        }
+    };
+    let json = args.run.json;
+    let show = move |text: &str, understood: &Understood| {
+        print_text(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
+    };
+    let backend = args.run.backend();
+    backend.run(PredictionRun {
+        model: args.model,
+        texts,
+        at_once: if typed { 1 } else { 1024 },
+        precision: args.precision,
+        show,
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// An utterance for programs.
+fn understood_line(text: &str, understood: &Understood) -> String {
+    let spans: Vec<Value> = understood
+        .spans
+        .iter()
+        .map(|span| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text }))
+        .collect();
+    let line = json!({
+        "event": "prediction", "text": text, "intent": understood.intent, "probability": understood.probability,
+        "spans": spans,
+    });
+    format!("{line}\n")
+}
+
+/// An utterance for people.
+fn understood_text(text: &str, understood: &Understood) -> String {
+    let Some(intent) = &understood.intent else { return format!("{text}\n  nothing was said\n") };
+    let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * understood.probability);
+    let width = understood.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);
+    for span in &understood.spans {
+        shown.push_str(&format!("  {:<width$}  {} [{}..{}]\n", span.slot, span.text, span.start, span.end));
+    }
+    shown
 }
 
 fn train_tokenizer(data: &Path, vocab_size: usize, out: &Path) -> Result<ExitCode, Failure> {

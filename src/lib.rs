@@ -1,16 +1,15 @@
 //! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
 //!
-//! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints and generation. The
-//! transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in [`fireclay_datasets`].
+//! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints, generation and
+//! prediction. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in
+//! [`fireclay_datasets`].
 //!
 //! ```
 //! use burn::backend::NdArray;
 //! use fireclay::training::{Recipe, Trainer};
 //!
 //! let recipe = Recipe::shipped("stories")?.with("d_model", "16")?.with("n_layers", "1")?.with("batch_size", "2")?;
-//! let (corpus, tokenizer) = recipe.corpus()?;
-//! let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
-//! let mut trainer = Trainer::<NdArray>::new(&recipe, corpus, Default::default())?;
+//! let mut trainer = Trainer::<NdArray>::new(&recipe, recipe.task()?, Default::default())?;
 //! let first = trainer.train_step().loss()?;
 //! assert!(first > 4.0, "an untrained model knows nothing of 394 words: {first}");
 //! # Ok::<(), fireclay::Failure>(())
@@ -22,6 +21,7 @@ struct Readme;
 
 pub mod backend;
 pub mod generation;
+pub mod prediction;
 pub mod tasks;
 pub mod training;
 

@@ -93,6 +93,8 @@ const INTENTS: &[(&str, &str)] = &[
         how (long|much time) is left on the timer for the [timer]
         does the timer for the [timer] have (long|much time) left
         is the [timer] timer (done|over) (|now)
+        is the timer for the [timer] (done|over)
+        how long does the timer for the [timer] have
         @please check the [timer] timer
         when is the [timer] timer (done|over)
         ? how much time is left for the [timer]
@@ -143,7 +145,8 @@ const INTENTS: &[(&str, &str)] = &[
     ("list_remove", "
         @please (remove|delete) [item] (|and [item]) from @my [list] list @end
         @please take [item] (|and [item]) off @my [list] list @end
-        we have [item] (already|now) take that off @my [list] list
+        we have [item] (|and [item]) (already|now) take that off @my [list] list
+        we have [item] (|and [item]) on @my [list] list (remove|delete) that
         i do not need [item] on @my [list] list (any more|now)
         [item] should not be on @my [list] list (|any more)
         ? we do not need [item] remove that from @my [list] list
@@ -204,6 +207,7 @@ const INTENTS: &[(&str, &str)] = &[
         (do|will) i need (an umbrella|a coat) in [city] (|@day)
         weather (for|in) [city] (|@day) @end
         @please give me the forecast for [city] (|@day)
+        is [city] (warm|cold|hot|[condition:sky]) @day
         ? what is the forecast for [city] @day
         ! what will the weather be like in [city] (|@day)
         ! (do|will) i need (an umbrella|a coat) @day in [city]
@@ -214,6 +218,7 @@ const INTENTS: &[(&str, &str)] = &[
         @please (dial|ring) [contact] (|on @their [phone] phone)
         @please make a call to [contact] (|on @their [phone] phone)
         i (need|want|have) to (talk|speak) to [contact]
+        i (want|would like) to ring [contact] (|on @their [phone] phone|now)
         get [contact] on the phone @end
         @please get [contact] on @their [phone] phone
         ? i want to call [contact] (|on @their [phone] phone)
@@ -244,6 +249,7 @@ const INTENTS: &[(&str, &str)] = &[
         what is on my calendar (|@day)
         what do i have on my calendar @day
         do i have anything on my calendar @day (|at [time])
+        do i have (a|my) [event] (|with [contact]) @day
         (when|what time) is (my|the) [event] (|with [contact])
         am i (free|busy) @day (|at [time])
         what day is (my|the) [event]
@@ -256,6 +262,7 @@ const INTENTS: &[(&str, &str)] = &[
         @please keep the [door] locked (|@day)
         @please lock up the [door] (|for the night)
         the [door] should be locked (|@day)
+        the [door] is (open|unlocked) lock it (|now)
         ? i want the [door] locked @end
         ! i have to lock the [door]
         ! the [door] is not locked lock it (|now) @end"),
@@ -281,6 +288,7 @@ const INTENTS: &[(&str, &str)] = &[
     ("vacuum_start", "
         @please vacuum the [room] (|@day|at [time]) @end
         @please send the (vacuum|robot) to the [room]
+        @please tell the robot to (clean|vacuum) the [room] (|@day)
         start (the vacuum|the robot|cleaning) in the [room] (|@day|at [time])
         the [room] (floor is dirty|needs cleaning|is a mess)
         @please clean the (floor in the [room]|[room] floor|[room])
@@ -296,6 +304,7 @@ const INTENTS: &[(&str, &str)] = &[
         @please look up [topic]
         where does [topic:stuff] come from
         i wonder where [topic:stuff] comes from
+        (do you know|i want to know) where [topic:stuff] comes from
         (where|when) was [topic:person] born
         ? i want to know (|more) about [topic]
         ! how (old|big) was [topic:person]
@@ -317,6 +326,7 @@ const INTENTS: &[(&str, &str)] = &[
         what can i (make|cook) with [ingredient] (|and [ingredient])
         i want to (cook|make) [dish] (|(with|without) [ingredient])
         show me (a recipe|recipes) (for [dish]|with [ingredient])
+        @please look for a recipe (for [dish] (|(with|without) [ingredient])|with [ingredient] (|and [ingredient]))
         what is a good recipe for [dish]
         ? i want to cook something with [ingredient]
         ! @please look up a recipe for [dish] (|(with|without) [ingredient])
@@ -327,6 +337,8 @@ const INTENTS: &[(&str, &str)] = &[
         what is [phrase] in [language]
         what is the [language] (word|phrase) for [phrase]
         @please say [phrase] in [language]
+        (i want|i need|i would like) to know how to say [phrase] in [language]
+        do you know how to say [phrase] in [language]
         ? i need the [language] for [phrase]
         ! @please tell me how to say [phrase] in [language]
         ! i (want|need) to say [phrase] in [language]"),
@@ -560,7 +572,7 @@ const VALID: usize = 1;
 const TEST: usize = 2;
 
 /// Sizes of the training, validation and test part.
-const SIZES: [usize; 3] = [4000, 500, 1000];
+const SIZES: [usize; 3] = [12_000, 500, 1000];
 
 /// The embedded utterances: no text comes twice.
 pub(crate) fn utterances() -> Utterances {
@@ -617,11 +629,11 @@ impl Grammar {
         Self { lines, values: VALUES.iter().map(|(_, texts)| texts.map(entries)).collect() }
     }
 
-    /// An utterance for a part: half of those held out take a line that training lacks, and half of their slots a
-    /// value that it lacks.
+    /// An utterance for a part: a fifth of those held out take a line that training lacks, and one in fourteen
+    /// of their slots a value that it lacks.
     fn say(&self, part: usize, draw: u64) -> Utterance {
         let mut rng = Generator::new(SEED, part as u64, draw);
-        let lines = if rng.below(2) == 0 { &self.lines[part] } else { &self.lines[TRAIN] };
+        let lines = if rng.below(5) == 0 { &self.lines[part] } else { &self.lines[TRAIN] };
         let (intent, line) = &lines[rng.below(lines.len())];
         let mut utterance = Utterance { words: Vec::new(), tags: Vec::new(), intent: (*intent).to_owned() };
         self.walk(line, part, None, &mut rng, &mut utterance);
@@ -641,7 +653,7 @@ impl Grammar {
                 Part::Slot(slot, table) => {
                     let [all, ..] = &self.values[*table];
                     let own = &self.values[*table][part];
-                    let values = if rng.below(2) == 0 && !own.is_empty() { own } else { all };
+                    let values = if rng.below(14) == 0 && !own.is_empty() { own } else { all };
                     self.walk(&values[rng.below(values.len())], part, Some(slot), rng, said);
                 }
             }
@@ -779,7 +791,7 @@ mod tests {
                 sum = (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
             }
         }
-        assert_eq!(sum, 0x272C_BF40_4AD9_E627, "{sum:#X}");
+        assert_eq!(sum, 0x3CBD_4CAC_C331_3DF7, "{sum:#X}");
     }
 
     #[test]
@@ -846,7 +858,7 @@ mod tests {
     }
 
     #[test]
-    fn a_third_of_the_test_is_said_in_ways_that_training_never_has() {
+    fn an_eighth_of_the_test_is_said_in_ways_that_training_never_has() {
         let grammar = Grammar::new();
         let said = |part: usize, lines: usize| -> Vec<Utterance> {
             let said = |draw| {
@@ -867,14 +879,14 @@ mod tests {
         }
         let of_train = shapes(&home.train);
         let news = home.test.iter().filter(|one| shapes(&[(*one).clone()]).is_disjoint(&of_train)).count();
-        assert!(news >= home.test.len() / 3, "{news}");
+        assert!(news >= home.test.len() / 8, "{news}");
     }
 
     #[test]
     fn held_out_values_are_never_trained_on() {
         let grammar = Grammar::new();
         let home = utterances();
-        let [trained, valid, tested] = [&home.train, &home.valid, &home.test].map(|part| values(part));
+        let [trained, tested] = [&home.train, &home.test].map(|part| values(part));
         let mut held_out = BTreeMap::<&str, BTreeSet<String>>::new();
         for ((name, _), entries) in VALUES.iter().zip(&grammar.values) {
             let all =
@@ -886,14 +898,15 @@ mod tests {
                 held_out.insert(name, all[TEST].clone());
             }
         }
+        let (mut news, mut all) = (0, 0);
         for (slot, held_out) in held_out {
             // A few tables serve slots of other names.
             let Some(trained) = trained.get(slot) else { continue };
             assert!(trained.is_disjoint(&held_out), "{slot}");
-            let news = tested[slot].difference(trained).count();
-            assert!(3 * news >= tested[slot].len(), "{slot}: {news} of {}", tested[slot].len());
-            assert!(valid[slot].difference(trained).count() > 0, "{slot}");
+            news += tested[slot].difference(trained).count();
+            all += tested[slot].len();
         }
+        assert!(20 * news >= all && news > 30, "{news} of {all}");
     }
 
     #[test]
@@ -925,7 +938,7 @@ mod tests {
                 );
             }
             let longest = part.iter().map(|utterance| utterance.words.len()).max();
-            assert!(longest <= Some(24), "{longest:?}");
+            assert!(longest <= Some(26), "{longest:?}");
         }
     }
 }

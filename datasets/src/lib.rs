@@ -30,7 +30,7 @@ pub use story::{Story, StoryGrammar};
 pub use text::read_text;
 pub use tokenizer::{TextStream, Tokenizer, TokenizerKind};
 pub use utterance::{Utterance, Utterances, Word, words};
-pub use utterance_batch::{EncodedUtterances, UtteranceBatch};
+pub use utterance_batch::{DeviceBatch, EncodedUtterances, UtteranceBatch, Variation};
 
 use std::path::PathBuf;
 

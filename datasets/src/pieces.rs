@@ -83,6 +83,11 @@ impl PieceTokenizer {
         Ok(Self { tokenizer, unknown, cls, sep, pad })
     }
 
+    /// What stands for words that cannot be spelt.
+    pub(crate) fn unknown(&self) -> u32 {
+        self.unknown
+    }
+
     /// Number of pieces, special tokens included.
     pub fn vocab_size(&self) -> usize {
         self.tokenizer.vocab_size()

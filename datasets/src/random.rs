@@ -27,6 +27,11 @@ impl Generator {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
 
+    /// Whether something of this probability happens.
+    pub(crate) fn chance(&mut self, probability: f64) -> bool {
+        ((self.next() >> 11) as f64 / (1u64 << 53) as f64) < probability
+    }
+
     /// Picks one of some indices by their probabilities, and returns both.
     pub(crate) fn pick(&mut self, odds: impl Iterator<Item = (usize, f64)>) -> (usize, f64) {
         let mut point = (self.next() >> 11) as f64 / (1u64 << 53) as f64;

@@ -1,6 +1,7 @@
 //! Utterances as word pieces, and batches of them.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::backend::Backend;
@@ -91,16 +92,46 @@ impl UtteranceBatch {
         chunks.map(part).collect()
     }
 
-    /// Pieces and targets `[batch_size, seq_length]` and lengths `[batch_size]` on the device, in one upload each.
-    pub fn to_device<B: Backend>(
-        &self,
-        device: &B::Device,
-    ) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>, Tensor<B, 1, Int>) {
-        let shape = [self.batch_size(), self.seq_length];
-        let upload = |values: &[i32]| Tensor::from_data(TensorData::new(values.to_vec(), shape), device);
-        let lengths = TensorData::new(self.lengths.clone(), [self.batch_size()]);
-        (upload(&self.ids), upload(&self.targets), Tensor::from_data(lengths, device))
+    /// The batch on the device, in three uploads: pieces, tags, and lengths with intents.
+    pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceBatch<B> {
+        let (batch_size, seq_length) = (self.batch_size(), self.seq_length);
+        let mut tags = self.targets.clone();
+        let firsts = tags.iter_mut().step_by(seq_length);
+        let intents = firsts.map(|first| std::mem::replace(first, IGNORED_TARGET)).collect();
+        let rows = [self.lengths.clone(), intents].concat();
+        let rows = Tensor::<B, 2, Int>::from_data(TensorData::new(rows, [2, batch_size]), device);
+        let cells = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, [batch_size, seq_length]), device);
+        DeviceBatch {
+            ids: cells(self.ids.clone()),
+            tags: cells(tags),
+            lengths: rows.clone().narrow(0, 0, 1).reshape([batch_size]),
+            intents: rows.narrow(0, 1, 1).reshape([batch_size]),
+        }
     }
+}
+
+/// An [`UtteranceBatch`] on a device.
+#[derive(Clone, Debug)]
+pub struct DeviceBatch<B: Backend> {
+    /// Pieces, `[batch_size, seq_length]`.
+    pub ids: Tensor<B, 2, Int>,
+    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size, seq_length]`.
+    pub tags: Tensor<B, 2, Int>,
+    /// Pieces of each row without padding, `[batch_size]`.
+    pub lengths: Tensor<B, 1, Int>,
+    /// Intents, `[batch_size]`.
+    pub intents: Tensor<B, 1, Int>,
+}
+
+/// How utterances are varied in training. All shares are probabilities.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Variation {
+    /// Of a word being read letter by letter, so that letters come to mean something in words never seen.
+    pub split_words: f64,
+    /// Of a slot's value being exchanged for one of the same slot in another utterance.
+    pub swap_values: f64,
+    /// Of a word being hidden behind `[UNK]`, so that its neighbours come to tell what it is.
+    pub hide_words: f64,
 }
 
 /// How many batches are drawn from together: rows within so many are sorted by length.
@@ -140,8 +171,11 @@ struct Epoch {
 pub struct EncodedUtterances {
     rows: Vec<Row>,
     spellings: Vec<Spelling>,
+    /// The values of each slot, by the tag that begins them, as often as they occur.
+    values: HashMap<i32, Vec<Vec<(usize, i32)>>>,
     longest: usize,
     cut: usize,
+    unknown: u32,
     cls: u32,
     sep: Option<u32>,
     pad: u32,
@@ -168,8 +202,10 @@ impl EncodedUtterances {
         let mut encoded = Self {
             rows: Vec::with_capacity(utterances.len()),
             spellings: Vec::new(),
+            values: HashMap::new(),
             longest,
             cut: 0,
+            unknown: pieces.unknown(),
             cls: pieces.cls(),
             sep: pieces.sep(),
             pad: pieces.pad(),
@@ -194,6 +230,10 @@ impl EncodedUtterances {
                 row.words.push((place, target(tag)));
                 row.columns.push(row.length - (special - 1));
                 row.length += length;
+            }
+            for span in value_spans(&row.words) {
+                let value = row.words[span].to_vec();
+                encoded.values.entry(value[0].1).or_default().push(value);
             }
             encoded.rows.push(row);
         }
@@ -227,9 +267,9 @@ impl EncodedUtterances {
 
     /// The training batch of a step: a pure function of `seed` and `step`.
     ///
-    /// In an epoch every utterance comes once, among others of about its length; the last batch may be smaller. With
-    /// the probability `split_words` a word is written letter by letter, as far as the row has room for it.
-    pub fn batch(&self, seed: u64, step: u64, batch_size: usize, split_words: f64) -> UtteranceBatch {
+    /// In an epoch every utterance comes once, among others of about its length; the last batch may be smaller. The
+    /// utterances are varied as far as a row has room.
+    pub fn batch(&self, seed: u64, step: u64, batch_size: usize, variation: Variation) -> UtteranceBatch {
         let steps = self.steps_per_epoch(batch_size);
         let drawn_for = (seed, step / steps, batch_size);
         let mut kept = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -242,7 +282,7 @@ impl EncodedUtterances {
         let rows: Vec<_> = rows
             .map(|(row, index)| {
                 let mut rng = Generator::new(seed.wrapping_add(WITHIN_ROWS), step, row as u64);
-                self.row(*index, || (rng.next() >> 11) as f64 / (1u64 << 53) as f64, split_words)
+                self.varied(&self.rows[*index], &mut rng, variation)
             })
             .collect();
         UtteranceBatch::new(&rows, self.pad as i32)
@@ -253,7 +293,7 @@ impl EncodedUtterances {
         let mut order: Vec<usize> = (0..self.rows.len()).collect();
         order.sort_by_key(|index| self.rows[*index].length);
         let batch = |indices: &[usize]| {
-            let rows: Vec<_> = indices.iter().map(|index| self.row(*index, || 1.0, 0.0)).collect();
+            let rows: Vec<_> = indices.iter().map(|index| self.usual(&self.rows[*index])).collect();
             (indices.to_vec(), UtteranceBatch::new(&rows, self.pad as i32))
         };
         order.chunks(batch_size.max(1)).map(batch).collect()
@@ -273,19 +313,56 @@ impl EncodedUtterances {
         batches
     }
 
-    /// Pieces and targets of an utterance; `point` draws a number in [0, 1) for each word.
-    fn row(&self, index: usize, mut point: impl FnMut() -> f64, split_words: f64) -> (Vec<i32>, Vec<i32>) {
-        let row = &self.rows[index];
+    /// Pieces and targets of an utterance as it is.
+    fn usual(&self, row: &Row) -> (Vec<i32>, Vec<i32>) {
+        self.written(row.intent, row.words.iter().map(|(place, tag)| (&self.spellings[*place].usual[..], *tag)))
+    }
+
+    /// Pieces and targets of an utterance as it may be said otherwise.
+    fn varied(&self, row: &Row, rng: &mut Generator, variation: Variation) -> (Vec<i32>, Vec<i32>) {
+        let usual = |words: &[(usize, i32)]| -> usize {
+            words.iter().map(|(place, _)| self.spellings[*place].usual.len()).sum()
+        };
         let mut room = self.longest - row.length;
-        let mut ids = vec![self.cls as i32];
-        let mut targets = vec![row.intent];
-        for (place, tag) in &row.words {
-            let Spelling { usual, letters } = &self.spellings[*place];
-            let more = letters.len().saturating_sub(usual.len());
-            let split = point() < split_words && more <= room;
-            let pieces = if split { letters } else { usual };
-            room -= if split { more } else { 0 };
-            targets.push(*tag);
+        let mut words = Vec::with_capacity(row.words.len());
+        let mut said = 0;
+        for span in value_spans(&row.words) {
+            words.extend_from_slice(&row.words[said..span.start]);
+            said = span.end;
+            let value = &row.words[span];
+            let others = self.values.get(&value[0].1).filter(|_| rng.chance(variation.swap_values));
+            let other = others.map_or(value, |others| &others[rng.below(others.len())]);
+            let fits = usual(other) <= usual(value) + room;
+            let chosen = if fits { other } else { value };
+            room = room + usual(value) - usual(chosen);
+            words.extend_from_slice(chosen);
+        }
+        words.extend_from_slice(&row.words[said..]);
+
+        let unknown = [self.unknown];
+        let written: Vec<(&[u32], i32)> = words
+            .iter()
+            .map(|(place, tag)| {
+                let Spelling { usual, letters } = &self.spellings[*place];
+                let more = letters.len().saturating_sub(usual.len());
+                if rng.chance(variation.split_words) && more <= room {
+                    room -= more;
+                    (&letters[..], *tag)
+                } else if rng.chance(variation.hide_words) {
+                    (&unknown[..], *tag)
+                } else {
+                    (&usual[..], *tag)
+                }
+            })
+            .collect();
+        self.written(row.intent, written.into_iter())
+    }
+
+    /// Pieces and targets of words with their tags.
+    fn written<'a>(&self, intent: i32, words: impl Iterator<Item = (&'a [u32], i32)>) -> (Vec<i32>, Vec<i32>) {
+        let (mut ids, mut targets) = (vec![self.cls as i32], vec![intent]);
+        for (pieces, tag) in words {
+            targets.push(tag);
             ids.extend(pieces.iter().map(|piece| *piece as i32));
             targets.resize(ids.len(), IGNORED_TARGET);
         }
@@ -293,6 +370,21 @@ impl EncodedUtterances {
         targets.resize(ids.len(), IGNORED_TARGET);
         (ids, targets)
     }
+}
+
+/// Where the values of slots stand among words with their tags' ids.
+fn value_spans(words: &[(usize, i32)]) -> Vec<Range<usize>> {
+    let mut spans: Vec<Range<usize>> = Vec::new();
+    for (at, (_, tag)) in words.iter().enumerate() {
+        match spans.last_mut() {
+            Some(span) if *tag > 0 && tag % 2 == 0 && span.end == at && words[span.start].1 == tag - 1 => {
+                span.end = at + 1;
+            }
+            _ if *tag > 0 && tag % 2 == 1 => spans.push(at..at + 1),
+            _ => {}
+        }
+    }
+    spans
 }
 
 /// Puts items in a random order.
@@ -331,6 +423,45 @@ mod tests {
     }
 
     const NO: i32 = IGNORED_TARGET;
+    const AS_IT_IS: Variation = Variation { split_words: 0.0, swap_values: 0.0, hide_words: 0.0 };
+
+    fn varied(share: f64) -> Variation {
+        Variation { split_words: share, swap_values: share, hide_words: share }
+    }
+
+    #[test]
+    fn a_value_is_exchanged_for_another_of_its_slot_only() {
+        let said = [
+            utterance("go to new york by rail", "O O B-city I-city O B-way", "go"),
+            utterance("go to rome", "O O B-city", "go"),
+            utterance("bus", "B-way", "go"),
+        ];
+        let labels = Labels::of(&said);
+        let pieces = PieceTokenizer::train(&[said.clone(), said.clone()].concat(), 200).expect("room for letters");
+        let all = EncodedUtterances::new(&said, &labels, &pieces, 16).expect("room for words");
+        let spelt = |text: &str| -> Vec<i32> {
+            text.split(' ').flat_map(|word| pieces.word(word)).map(|piece| piece as i32).collect()
+        };
+        let mut seen = BTreeSet::new();
+        for step in 0..100 {
+            let batch = all.batch(2, step, 1, Variation { swap_values: 0.9, ..AS_IT_IS });
+            let length = batch.lengths()[0] as usize;
+            let tags: Vec<i32> = batch.targets()[1..length - 1].iter().copied().filter(|tag| *tag != NO).collect();
+            seen.insert((batch.ids()[1..length - 1].to_vec(), tags));
+        }
+        let wanted = [
+            ("go to new york by rail", vec![0, 0, 1, 2, 0, 3]),
+            ("go to new york by bus", vec![0, 0, 1, 2, 0, 3]),
+            ("go to rome by rail", vec![0, 0, 1, 0, 3]),
+            ("go to rome by bus", vec![0, 0, 1, 0, 3]),
+            ("go to rome", vec![0, 0, 1]),
+            ("go to new york", vec![0, 0, 1, 2]),
+            ("bus", vec![3]),
+            ("rail", vec![3]),
+        ];
+        let wanted: BTreeSet<_> = wanted.into_iter().map(|(text, tags)| (spelt(text), tags)).collect();
+        assert_eq!(seen, wanted);
+    }
 
     #[test]
     fn rows_hold_pieces_targets_and_padding() {
@@ -391,7 +522,7 @@ mod tests {
         assert_eq!(all.steps_per_epoch(10), 11);
         let mut orders = BTreeSet::new();
         for epoch in 0..3 {
-            let batches: Vec<_> = (0..11).map(|step| all.batch(5, epoch * 11 + step, 10, 0.0)).collect();
+            let batches: Vec<_> = (0..11).map(|step| all.batch(5, epoch * 11 + step, 10, AS_IT_IS)).collect();
             let intents: Vec<i32> =
                 batches.iter().flat_map(|batch| batch.targets().iter().copied().step_by(batch.seq_length())).collect();
             assert_eq!(intents.iter().copied().collect::<BTreeSet<_>>(), (0..103).collect());
@@ -409,18 +540,25 @@ mod tests {
     fn a_batch_depends_on_its_seed_and_step_only() {
         let (all, again) = (encoded(16), encoded(16));
         let steps = [(7, 0), (7, 1), (9, 0), (7, 5), (7, 1), (7, 0)];
-        let drawn: Vec<_> = steps.iter().map(|(seed, step)| all.batch(*seed, *step, 2, 0.5)).collect();
+        let drawn: Vec<_> = steps.iter().map(|(seed, step)| all.batch(*seed, *step, 2, varied(0.5))).collect();
         for ((seed, step), batch) in steps.iter().zip(&drawn).rev() {
-            assert_eq!(&again.batch(*seed, *step, 2, 0.5), batch);
+            assert_eq!(&again.batch(*seed, *step, 2, varied(0.5)), batch);
         }
-        assert!((0..50).any(|seed| all.batch(seed, 0, 2, 0.5) != drawn[0]));
+        assert!((0..50).any(|seed| all.batch(seed, 0, 2, varied(0.5)) != drawn[0]));
     }
 
     #[test]
     fn words_are_split_into_letters_with_the_probability_asked_for() {
         let all = encoded(64);
         let pieces_at = |probability: f64| -> i32 {
-            (0..500).map(|step| all.batch(3, step, 4, probability).lengths().iter().sum::<i32>()).sum()
+            (0..500)
+                .map(|step| {
+                    all.batch(3, step, 4, Variation { split_words: probability, ..AS_IT_IS })
+                        .lengths()
+                        .iter()
+                        .sum::<i32>()
+                })
+                .sum()
         };
         let (usual, half, letters) = (pieces_at(0.0), pieces_at(0.5), pieces_at(1.0));
         assert_eq!((usual, letters), (500 * 16, 500 * (2 + 12 + 2 + 4 + 2 + 8 + 2 + 2)));
@@ -428,19 +566,20 @@ mod tests {
     }
 
     #[test]
-    fn splitting_words_never_makes_a_row_too_long() {
+    fn variation_never_makes_a_row_too_long() {
         let all = encoded(6);
         assert_eq!(all.cut(), 0);
         for step in 0..100 {
-            let batch = all.batch(1, step, 4, 0.9);
+            let batch = all.batch(1, step, 4, Variation { split_words: 0.9, ..AS_IT_IS });
             assert!(batch.seq_length() <= 6);
             assert_eq!(batch.tag_count(), 8);
+            assert!(all.batch(1, step, 4, varied(0.9)).seq_length() <= 6);
         }
     }
 
     #[test]
     fn the_parts_of_a_split_batch_are_its_rows() {
-        let batch = encoded(16).batch(1, 0, 4, 0.0);
+        let batch = encoded(16).batch(1, 0, 4, AS_IT_IS);
         let parts = batch.clone().split(3);
         assert_eq!(parts.iter().map(UtteranceBatch::batch_size).collect::<Vec<_>>(), [2, 2]);
         assert!(parts.iter().all(|part| part.seq_length() == batch.seq_length()));
@@ -451,19 +590,24 @@ mod tests {
 
     #[test]
     fn a_batch_reaches_the_device_as_it_is() {
-        let batch = encoded(16).batch(1, 0, 4, 0.0);
-        let (ids, targets, lengths) = batch.to_device::<NdArray>(&Default::default());
-        assert_eq!(ids.dims(), [4, batch.seq_length()]);
+        let batch = encoded(16).batch(1, 0, 4, AS_IT_IS);
+        let there = batch.to_device::<NdArray>(&Default::default());
+        assert_eq!(there.ids.dims(), [4, batch.seq_length()]);
         let values = |data: TensorData| data.iter::<i64>().map(|value| value as i32).collect::<Vec<_>>();
-        assert_eq!(values(ids.into_data()), batch.ids());
-        assert_eq!(values(targets.into_data()), batch.targets());
-        assert_eq!(values(lengths.into_data()), batch.lengths());
+        assert_eq!(values(there.ids.into_data()), batch.ids());
+        assert_eq!(values(there.lengths.into_data()), batch.lengths());
+        let mut targets = values(there.tags.into_data());
+        let intents = values(there.intents.into_data());
+        for (first, intent) in targets.iter_mut().step_by(batch.seq_length()).zip(intents) {
+            assert_eq!(std::mem::replace(first, intent), NO);
+        }
+        assert_eq!(targets, batch.targets());
     }
 
     #[test]
     fn no_utterances_give_empty_batches() {
         let all = EncodedUtterances::new(&[], &Labels::of(&[]), &pieces(), 8).expect("room for words");
         assert!(all.is_empty() && all.batches(4).is_empty());
-        assert_eq!(all.batch(1, 3, 4, 0.0).batch_size(), 0);
+        assert_eq!(all.batch(1, 3, 4, AS_IT_IS).batch_size(), 0);
     }
 }

@@ -26,6 +26,7 @@ struct Scale {
 }
 
 /// A GPU's sizes: those of GPT-2 124M at 16 sequences of 1,024 tokens.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 const LARGE: Scale = Scale {
     rows: 65_536,
     width: 1024,
@@ -37,6 +38,7 @@ const LARGE: Scale = Scale {
 };
 
 /// A processor's.
+#[cfg(feature = "ndarray")]
 const SMALL: Scale =
     Scale { rows: 2048, width: 384, vocabulary: 8192, sequences: 4, seq_length: 256, heads: 6, parameters: 10_000_000 };
 

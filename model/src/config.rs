@@ -123,6 +123,12 @@ pub struct TransformerConfig {
     pub init_deviation: f64,
     /// Whether projections into the residual stream start smaller by `sqrt(2 * n_layers)`, as in GPT-2.
     pub residual_scaling: bool,
+    /// Intents that an encoder tells apart; 0 where it has no such head.
+    #[serde(default)]
+    pub intents: usize,
+    /// Tags that an encoder gives its tokens; 0 where it has no such head.
+    #[serde(default)]
+    pub tags: usize,
 }
 
 /// Two settings that cannot stand together, or one that cannot stand alone.
@@ -169,6 +175,8 @@ impl TransformerConfig {
             dropout: 0.0,
             init_deviation: 0.02,
             residual_scaling: true,
+            intents: 0,
+            tags: 0,
         }
     }
 
@@ -289,6 +297,10 @@ impl TransformerConfig {
         with_init_deviation: init_deviation, f64;
         /// With smaller projections into the residual stream at the start.
         with_residual_scaling: residual_scaling, bool;
+        /// With a head for this many intents.
+        with_intents: intents, usize;
+        /// With a head for this many tags.
+        with_tags: tags, usize;
     }
 
     /// Refuses what cannot be built, naming the fields that contradict each other.
@@ -330,6 +342,14 @@ impl TransformerConfig {
                 self.residual_scaling && self.norm_placement == NormPlacement::Post,
                 "residual_scaling is set, but norm_placement is post: the norms would undo it".into(),
             ),
+            (
+                (self.intents > 0) != (self.tags > 0),
+                format!("intents ({}) and tags ({}) go together: give both, or neither", self.intents, self.tags),
+            ),
+            (
+                self.tags > 0 && self.attention == AttentionDirection::Causal,
+                "tags are set, but attention is causal: a tag depends on what follows its word".into(),
+            ),
         ];
         if let Some((_, message)) = contradictions.into_iter().find(|(wrong, _)| *wrong) {
             return Err(ConfigError(message));
@@ -364,6 +384,7 @@ impl TransformerConfig {
         self.n_layers * (attention + feed_forward + 2 * norm)
             + norm
             + self.d_model * (self.vocab_size * if self.tied_embeddings { 1 } else { 2 } + self.token_types)
+            + self.d_model * (self.intents + self.tags)
             + positions
     }
 
@@ -407,6 +428,8 @@ mod tests {
             (TransformerConfig::bert(10, 8, 12, 1, 3).with_sliding_window(Some(4)), ["sliding_window", "attention"]),
             (base.clone().with_token_types(2), ["token_types", "attention"]),
             (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
+            (base.clone().with_intents(2), ["intents", "tags"]),
+            (base.clone().with_intents(2).with_tags(3), ["tags", "attention"]),
         ];
         for (config, fields) in cases {
             let message = config.validate().expect_err("a contradiction").to_string();

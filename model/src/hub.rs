@@ -132,7 +132,9 @@ impl Family {
         }
         let extra = match self {
             Self::Fireclay => serde_json::to_value(config).unwrap_or_default(),
-            _ => json!({ "dropout": c.dropout, "residual_scaling": c.residual_scaling }),
+            _ => json!({
+                "dropout": c.dropout, "residual_scaling": c.residual_scaling, "intents": c.intents, "tags": c.tags,
+            }),
         };
         written.insert(OWN.into(), extra);
         written
@@ -154,6 +156,8 @@ impl Family {
             None => (None, path),
         };
         match (self, prefix) {
+            (_, None) if rest == "heads.intent" => vec![whole("intent_head.weight".into(), path)],
+            (_, None) if rest == "heads.tag" => vec![whole("tag_head.weight".into(), path)],
             (Self::Gpt2, None) => gpt2_outer(rest, path),
             (Self::Gpt2, Some(layer)) => gpt2_block(layer, rest, path),
             (Self::Bert, None) => bert_outer(rest, path),
@@ -362,6 +366,8 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         let own = Fields(own);
         read.dropout = own.number_or("dropout", read.dropout)?;
         read.residual_scaling = own.flag_or("residual_scaling", read.residual_scaling)?;
+        read.intents = own.size_or("intents", 0)?;
+        read.tags = own.size_or("tags", 0)?;
     }
     read.validate()?;
     Ok((family, read))

@@ -11,6 +11,7 @@ use fireclay_kernels::{
 use crate::block::Block;
 use crate::cache::Cache;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
+use crate::heads::UtteranceHeads;
 use crate::parameters::{Initializer, LayerNorm};
 
 /// One transformer for training, prefill and decode, whatever its family.
@@ -30,6 +31,8 @@ pub struct Transformer<B: Backend> {
     pub final_norm: Option<LayerNorm<B>>,
     /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
     pub head: Option<Param<Tensor<B, 2>>>,
+    /// What an encoder says of an utterance, where it was made to.
+    pub heads: Option<UtteranceHeads<B>>,
     #[module(skip)]
     config: TransformerConfig,
     /// `0..context_length`, so that a pass need not send it.
@@ -126,6 +129,7 @@ impl TransformerConfig {
             blocks: (0..self.n_layers).map(|_| Block::new(self, &mut init)).collect(),
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
             head,
+            heads: (self.tags > 0).then(|| UtteranceHeads::new(self, &mut init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
             rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),

@@ -87,20 +87,40 @@ impl ModelFolder {
     /// If a file is missing or damaged, or tensors are missing or of another shape than the config says; the first
     /// few are named.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
-        let (family, config) = self.config()?;
+        let (_, config) = self.config()?;
+        self.load_as(&config, 0, device)
+    }
+
+    /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
+    /// dropout. Heads that the folder lacks are drawn from `seed`.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_as<B: Backend>(
+        &self,
+        config: &TransformerConfig,
+        seed: u64,
+        device: &B::Device,
+    ) -> Result<Transformer<B>, WeightsError> {
+        let (family, stored) = self.config()?;
+        let has_heads = (stored.intents, stored.tags) == (config.intents, config.tags);
         let path = self.path.join(WEIGHTS);
         let bytes = fs::read(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
         let wrong = |reason: String| WeightsError::Weights { path: path.clone(), reason };
         let file =
             SafeTensors::deserialize(&bytes).map_err(|error| wrong(format!("not a safetensors file: {error}")))?;
-        let model = config.init::<B>(0, device).map_err(|error| WeightsError::Config { path: path.clone(), error })?;
+        let model =
+            config.init::<B>(seed, device).map_err(|error| WeightsError::Config { path: path.clone(), error })?;
         let shapes: HashMap<String, Vec<usize>> =
             named_parameters(&model).into_iter().map(|(path, _, shape, _)| (path, shape)).collect();
         let paths: Vec<String> = named_parameters(&model).into_iter().map(|(path, ..)| path).collect();
 
         let mut values: HashMap<String, Vec<f32>> = HashMap::new();
         let mut problems = Vec::new();
-        for tensor in family.tensors(&config, &paths) {
+        for tensor in family.tensors(config, &paths) {
+            if tensor.path.starts_with("heads.") && !has_heads {
+                continue;
+            }
             let shape = &shapes[&tensor.path];
             match read_tensor(&file, &tensor, shape) {
                 Ok(read) => values.entry(tensor.path).or_default().extend(read),

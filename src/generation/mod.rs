@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, RandomKey, Sampling};
 use fireclay_model::{ModelFolder, Transformer};
@@ -107,14 +107,7 @@ impl<B: Backend> Generator<B> {
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        let activations = match precision {
-            Precision::F32 => FloatDType::F32,
-            Precision::Bf16 if B::supports_dtype(&device, DType::BF16) => FloatDType::BF16,
-            Precision::Bf16 => {
-                let name = B::name(&device);
-                return Err(Failure::new(format!("{name} has no bf16: use --precision f32, or --backend cuda")));
-            }
-        };
+        let activations = precision.activations::<B>(&device)?;
         let model = ModelFolder::new(folder).load::<B>(&device)?.with_activations(activations);
         let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
         let (known, words) = (model.config().vocab_size, tokenizer.vocab_size());

@@ -1,3 +1,187 @@
-//! What a model is trained for.
+//! What a model is trained for: the data, the loss, and how the model is judged.
 
+pub mod intent_slot;
 pub mod language;
+pub mod scores;
+
+use std::path::Path;
+
+use burn::tensor::Tensor;
+use fireclay_datasets::{TokenBatch, UtteranceBatch};
+use fireclay_kernels::Backend;
+use fireclay_model::Transformer;
+use serde::{Deserialize, Serialize};
+
+pub use intent_slot::IntentSlot;
+pub use language::Language;
+pub use scores::{Report, Scores};
+
+use crate::Failure;
+use crate::training::TrainingRecipe;
+
+/// A kind of work by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum TaskName {
+    /// Predict the next token
+    #[default]
+    Language,
+    /// Say an utterance's intent and tag its slots
+    IntentSlot,
+}
+
+/// A kind of work, with its data.
+pub enum Task {
+    /// Each token predicts the next.
+    Language(Language),
+    /// Utterances are heard as an intent and slots.
+    IntentSlot(IntentSlot),
+}
+
+/// What a task needs a model to have room for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelSizes {
+    /// Tokens or pieces known.
+    pub vocab_size: usize,
+    /// Intents told apart; 0 where there are none.
+    #[serde(default)]
+    pub intents: usize,
+    /// Tags given; 0 where there are none.
+    #[serde(default)]
+    pub tags: usize,
+}
+
+/// Rows for a step, on the host.
+#[derive(Clone, Debug)]
+pub enum Batch {
+    /// Tokens, and what follows each.
+    Tokens(TokenBatch),
+    /// Pieces of words, with intents and tags.
+    Utterances(UtteranceBatch),
+}
+
+impl From<TokenBatch> for Batch {
+    fn from(batch: TokenBatch) -> Self {
+        Self::Tokens(batch)
+    }
+}
+
+impl From<UtteranceBatch> for Batch {
+    fn from(batch: UtteranceBatch) -> Self {
+        Self::Utterances(batch)
+    }
+}
+
+/// How a model did on held-out data.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Validation {
+    /// Nats a target.
+    pub loss: f64,
+    /// Percentages, where the task has them.
+    #[serde(default)]
+    pub scores: Option<Scores>,
+}
+
+impl Validation {
+    /// Whether this model is to be kept rather than the other: by whole utterances understood and then by slots, where
+    /// there are scores, and by its loss.
+    pub fn is_better_than(&self, other: &Self) -> bool {
+        let rank = |validation: &Self| {
+            let scores = validation.scores.unwrap_or_default();
+            [scores.sentence_accuracy, scores.slot_f1, -validation.loss]
+        };
+        rank(self).partial_cmp(&rank(other)).is_some_and(std::cmp::Ordering::is_gt)
+    }
+}
+
+impl Batch {
+    /// How much this batch counts beside others: its targets, or its utterances.
+    pub(crate) fn weight(&self) -> usize {
+        match self {
+            Self::Tokens(batch) => batch.target_count(),
+            Self::Utterances(batch) => batch.batch_size(),
+        }
+    }
+
+    /// Tokens learnt from.
+    pub(crate) fn tokens(&self) -> usize {
+        match self {
+            Self::Tokens(batch) => batch.target_count(),
+            Self::Utterances(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
+        }
+    }
+
+    /// The same rows in `parts`.
+    pub(crate) fn split(self, parts: usize) -> Vec<Self> {
+        match self {
+            Self::Tokens(batch) => batch.split(parts).into_iter().map(Self::Tokens).collect(),
+            Self::Utterances(batch) => batch.split(parts).into_iter().map(Self::Utterances).collect(),
+        }
+    }
+
+    /// The loss to learn from, `[1]` nats.
+    pub(crate) fn loss<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        training: &TrainingRecipe,
+        device: &B::Device,
+    ) -> Tensor<B, 1> {
+        let smoothing = training.label_smoothing;
+        match self {
+            Self::Tokens(batch) => language::loss(model, batch, smoothing, device),
+            Self::Utterances(batch) => intent_slot::loss(model, batch, training.intent_weight, smoothing, device),
+        }
+    }
+}
+
+impl Task {
+    /// What a model needs room for.
+    pub fn sizes(&self) -> ModelSizes {
+        match self {
+            Self::Language(language) => {
+                ModelSizes { vocab_size: language.tokenizer.vocab_size(), ..ModelSizes::default() }
+            }
+            Self::IntentSlot(task) => task.sizes(),
+        }
+    }
+
+    /// The rows of a training step: a pure function of the recipe's seed and `step`.
+    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Batch {
+        let rows = training.batch_size * training.accumulation;
+        match self {
+            Self::Language(language) => language.corpus.batch(training.seed, step, rows).into(),
+            Self::IntentSlot(task) => task.batch(training, step, rows).into(),
+        }
+    }
+
+    /// How `model` does on held-out data: about `tokens` of a language's, all of the utterances.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn validate<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        training: &TrainingRecipe,
+        tokens: usize,
+        device: &B::Device,
+    ) -> Result<Validation, Failure> {
+        match self {
+            Self::Language(language) => {
+                let loss = language.validate(model, training.batch_size, tokens, device)?;
+                Ok(Validation { loss, scores: None })
+            }
+            Self::IntentSlot(task) => task.validate(model, training, device),
+        }
+    }
+
+    /// Writes what belongs beside the weights: the tokenizer and, by task, where a text ends or what labels are called.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
+        match self {
+            Self::Language(language) => language.save(folder),
+            Self::IntentSlot(task) => task.save(folder),
+        }
+    }
+}

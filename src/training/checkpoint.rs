@@ -14,21 +14,23 @@ use std::path::{Path, PathBuf};
 
 use burn::module::AutodiffModule;
 use burn::tensor::{Tensor, TensorData};
-use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
 use fireclay_model::ModelFolder;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
+use crate::tasks::{Task, Validation};
 use crate::training::optimizer::Optimizer;
 use crate::training::recipe::Recipe;
 use crate::training::trainer::Trainer;
 
-const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const GENERATION: &str = "generation_config.json";
+pub(crate) const LABELS: &str = "labels.json";
 const WEIGHTS: &str = "model.safetensors";
-/// What a model folder holds; the last one only where texts have an end token.
-const MODEL_FILES: [&str; 4] = ["config.json", TOKENIZER, WEIGHTS, "generation_config.json"];
+/// What a model folder holds; the last two only where texts have an end token, or utterances labels.
+const MODEL_FILES: [&str; 5] = ["config.json", TOKENIZER, WEIGHTS, GENERATION, LABELS];
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 
@@ -43,8 +45,8 @@ pub struct RunFolder {
 pub struct Best {
     /// After how many steps.
     pub step: u64,
-    /// Nats a token.
-    pub valid_loss: f64,
+    /// How well it did.
+    pub validation: Validation,
 }
 
 /// What a checkpoint holds besides model and optimizer.
@@ -124,15 +126,10 @@ impl RunFolder {
     ///
     /// # Errors
     /// If the file system refuses; what was there before stays as it was.
-    pub fn save<B: Backend>(
-        &self,
-        trainer: &Trainer<B>,
-        state: &RunState,
-        tokenizer: &Tokenizer,
-    ) -> Result<PathBuf, Failure> {
+    pub fn save<B: Backend>(&self, trainer: &Trainer<B>, state: &RunState) -> Result<PathBuf, Failure> {
         let name = format!("step-{:08}", state.step);
         let (beside, place) = (self.training().join(format!("{name}.partial")), self.training().join(&name));
-        let written = self.write(&beside, trainer, state, tokenizer).and_then(|()| {
+        let written = self.write(&beside, trainer, state).and_then(|()| {
             if place.exists() {
                 fs::remove_dir_all(&place).map_err(Failure::io(&place))?;
             }
@@ -159,25 +156,13 @@ impl RunFolder {
         Ok(place)
     }
 
-    fn write<B: Backend>(
-        &self,
-        folder: &Path,
-        trainer: &Trainer<B>,
-        state: &RunState,
-        tokenizer: &Tokenizer,
-    ) -> Result<(), Failure> {
+    fn write<B: Backend>(&self, folder: &Path, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
         if folder.exists() {
             fs::remove_dir_all(folder).map_err(Failure::io(folder))?;
         }
         fs::create_dir_all(folder).map_err(Failure::io(folder))?;
         ModelFolder::new(folder).save(&trainer.model().valid())?;
-        tokenizer.save(&folder.join(TOKENIZER))?;
-
-        if let Some(end) = trainer.corpus().end_token() {
-            let file = folder.join(MODEL_FILES[3]);
-            let text = serde_json::json!({ "eos_token_id": end }).to_string();
-            fs::write(&file, text).and_then(|()| File::open(&file)?.sync_all()).map_err(Failure::io(&file))?;
-        }
+        trainer.task().save(folder)?;
 
         let mut tensors = Vec::new();
         for (name, first, second) in trainer.optimizer().moments() {
@@ -196,9 +181,8 @@ impl RunFolder {
         let bytes = safetensors::serialize(views, None).map_err(wrong)?;
         fs::write(&file, bytes).and_then(|()| File::open(&file)?.sync_all()).map_err(Failure::io(&file))?;
 
-        let file = folder.join(STATE);
         let text = serde_json::to_string_pretty(state).map_err(|error| Failure::new(error.to_string()))?;
-        fs::write(&file, text).and_then(|()| File::open(&file)?.sync_all()).map_err(Failure::io(&file))?;
+        write_synced(&folder.join(STATE), &text)?;
         sync(folder)
     }
 
@@ -217,19 +201,14 @@ impl RunFolder {
         sync(&self.path)
     }
 
-    /// The trainer and tokenizer of the last checkpoint.
+    /// The trainer of the last checkpoint.
     ///
     /// # Errors
     /// If a file is missing or damaged; it is named.
-    pub fn load<B: Backend>(
-        &self,
-        state: &RunState,
-        corpus: fireclay_datasets::Corpus,
-        device: B::Device,
-    ) -> Result<Trainer<B>, Failure> {
-        let checkpoint = self.training().join(format!("step-{:08}", state.step));
+    pub fn load<B: Backend>(&self, state: &RunState, task: Task, device: B::Device) -> Result<Trainer<B>, Failure> {
+        let checkpoint = self.checkpoint(state);
         let model = ModelFolder::new(&checkpoint).load(&device)?;
-        let mut trainer = Trainer::<B>::with_model(&state.recipe, corpus, model, device.clone())?;
+        let mut trainer = Trainer::<B>::with_model(&state.recipe, task, model, device.clone())?;
         let file = checkpoint.join(OPTIMIZER);
         let bytes = fs::read(&file).map_err(Failure::io(&file))?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| damaged(&file, &error.to_string()))?;
@@ -254,12 +233,9 @@ impl RunFolder {
         Ok(trainer)
     }
 
-    /// The tokenizer of the last checkpoint.
-    ///
-    /// # Errors
-    /// If it cannot be read.
-    pub fn tokenizer(&self, state: &RunState) -> Result<Tokenizer, Failure> {
-        Ok(Tokenizer::load(&self.training().join(format!("step-{:08}", state.step)).join(TOKENIZER))?)
+    /// The folder of the last checkpoint, where its tokenizer and labels are, too.
+    pub fn checkpoint(&self, state: &RunState) -> PathBuf {
+        self.training().join(format!("step-{:08}", state.step))
     }
 
     /// Removes the folder of a run that came to nothing, unless something else is in it.
@@ -302,6 +278,11 @@ impl RunFolder {
 fn damaged(file: &Path, reason: &str) -> Failure {
     let folder = file.parent().unwrap_or(file).display();
     Failure::new(format!("{}: {reason}; remove {folder} to go on from the checkpoint before", file.display()))
+}
+
+/// Writes a text and waits until it is on the disk.
+pub(crate) fn write_synced(file: &Path, text: &str) -> Result<(), Failure> {
+    fs::write(file, text).and_then(|()| File::open(file)?.sync_all()).map_err(Failure::io(file))
 }
 
 /// Makes a rename in a folder last through a power cut.

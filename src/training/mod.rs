@@ -15,17 +15,18 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use burn::train::Interrupter;
-use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
 use serde_json::Value;
 
 pub use progress::{View, duration};
 pub use recipe::{DataRecipe, Precision, Recipe, TrainingRecipe};
 pub use schedule::{Schedule, ScheduleKind};
+pub(crate) use trainer::read_scalars;
 pub use trainer::{StepOutput, Trainer, read_steps};
 
 use crate::Failure;
 use crate::backend::OnBackend;
+use crate::tasks::{Task, TaskName};
 use crate::training::checkpoint::{Best, RunFolder, RunState};
 use crate::training::session::Session;
 
@@ -84,6 +85,11 @@ impl TrainingRun {
         self
     }
 
+    /// What is trained for.
+    pub fn task(&self) -> TaskName {
+        self.recipe.task
+    }
+
     /// Where the run is kept.
     pub fn folder(&self) -> PathBuf {
         self.folder.path().to_path_buf()
@@ -96,12 +102,15 @@ impl OnBackend for TrainingRun {
     fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
         let Self { recipe, folder, resumed, view, interrupter, begun } = self;
         let prepared = prepare::<B>(recipe, &folder, resumed, &device);
-        let (trainer, recipe, tokenizer, best) = prepared.inspect_err(|_| folder.forget_if_empty())?;
-        describe(&recipe, &trainer, &folder, view)?;
-        let session = Session::new(trainer, recipe, folder.clone(), tokenizer, device, best, begun)?;
+        let (trainer, best) = prepared.inspect_err(|_| folder.forget_if_empty())?;
+        describe(&trainer, &folder, view);
+        let session = Session::new(trainer, folder.clone(), device, best, begun)?;
         let (session, outcome) = strategy::launch(session, view, interrupter);
         let finished = outcome?;
         chart::draw(folder.path())?;
+        if let (Some(report), true) = (session.test_report(), view != View::Json) {
+            eprintln!("\non the test data, read once:\n\n{report}\n");
+        }
         Ok(if finished { Outcome::Done(session.summary()) } else { Outcome::Interrupted(session.trainer.step()) })
     }
 }
@@ -112,39 +121,50 @@ fn prepare<B: Backend>(
     folder: &RunFolder,
     resumed: Option<RunState>,
     device: &B::Device,
-) -> Result<(Trainer<B>, Recipe, Tokenizer, Option<Best>), Failure> {
+) -> Result<(Trainer<B>, Option<Best>), Failure> {
     let Some(state) = resumed else {
-        let (corpus, tokenizer) = recipe.corpus()?;
-        let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
-        return Ok((Trainer::new(&recipe, corpus, device.clone())?, recipe, tokenizer, None));
+        return Ok((Trainer::new(&recipe, recipe.task()?, device.clone())?, None));
     };
     if state.step >= recipe.training.steps {
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
     }
-    let tokenizer = folder.tokenizer(&state)?;
-    let corpus = recipe.corpus_with(&tokenizer)?;
-    let trainer = folder.load::<B>(&state, corpus, device.clone())?;
-    Ok((trainer, recipe, tokenizer, state.best))
+    let task = recipe.task_of(&folder.checkpoint(&state))?;
+    let trainer = folder.load::<B>(&state, task, device.clone())?;
+    Ok((trainer, state.best))
 }
 
 /// Says what is about to happen.
-fn describe<B: Backend>(recipe: &Recipe, trainer: &Trainer<B>, folder: &RunFolder, view: View) -> Result<(), Failure> {
+fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder, view: View) {
     if view == View::Dashboard {
-        return Ok(());
+        return;
     }
-    let config = recipe.model_config()?;
+    let recipe = trainer.recipe();
+    let config = trainer.model().config();
     let training = &recipe.training;
     let rows = training.batch_size * training.accumulation;
-    eprintln!(
-        "{}: {:.1}M parameters, {} tokens known; {} steps of {rows} x {} tokens from step {}; into {}",
-        recipe.name,
-        config.parameter_count() as f64 / 1e6,
-        config.vocab_size,
-        training.steps,
-        training.seq_length,
-        trainer.step(),
-        folder.path().display(),
-    );
-    Ok(())
+    let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
+    let (name, steps) = (&recipe.name, training.steps);
+    match trainer.task() {
+        Task::Language(_) => eprintln!(
+            "{name}: {parameters:.1}M parameters, {} tokens known; {steps} steps of {rows} x {} tokens from step \
+             {step}; into {out}",
+            config.vocab_size, training.seq_length,
+        ),
+        Task::IntentSlot(task) => {
+            let labels = task.labels();
+            eprintln!(
+                "{name}: {parameters:.1}M parameters, {} pieces known; {} intents, {} slots in {} utterances; {steps} \
+                 steps of {rows} utterances from step {step}; into {out}",
+                config.vocab_size,
+                labels.intents.len(),
+                labels.slots.len(),
+                task.train_count(),
+            );
+            if task.cut_count() > 0 {
+                let (cut, seq_length) = (task.cut_count(), training.seq_length);
+                eprintln!("the ends of {cut} utterances do not fit in {seq_length} pieces and are not learnt from");
+            }
+        }
+    }
 }

@@ -14,6 +14,9 @@ use burn::train::renderer::{
 };
 use serde_json::json;
 
+use crate::tasks::Scores;
+use crate::training::session::add_scores;
+
 /// How a run shows itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
@@ -36,6 +39,8 @@ pub(crate) struct Figures {
     pub gradient_norm: f64,
     /// Targets learnt from, or validated on, in a second.
     pub tokens_per_second: f64,
+    /// Of a validation, where the task has them.
+    pub scores: Option<Scores>,
 }
 
 impl ItemLazy for Figures {
@@ -74,6 +79,21 @@ impl FigureMetric {
     /// `e` to the loss.
     pub(crate) fn perplexity() -> Self {
         Self::new("Perplexity", false, |figures| figures.loss.exp())
+    }
+
+    /// Percent of a validation's utterances.
+    pub(crate) fn intent_accuracy() -> Self {
+        Self::new("Intent accuracy", true, |figures| figures.scores.unwrap_or_default().intent_accuracy)
+    }
+
+    /// Percent, over a validation's spans.
+    pub(crate) fn slot_f1() -> Self {
+        Self::new("Slot F1", true, |figures| figures.scores.unwrap_or_default().slot_f1)
+    }
+
+    /// Percent of a validation's utterances.
+    pub(crate) fn sentence_accuracy() -> Self {
+        Self::new("Sentence accuracy", true, |figures| figures.scores.unwrap_or_default().sentence_accuracy)
     }
 
     /// Of the step.
@@ -155,13 +175,16 @@ impl LineRenderer {
     }
 
     fn train(&mut self, step: u64) {
-        let (loss, perplexity) = (self.take("Loss"), self.take("Perplexity"));
+        let (loss, perplexity) = (self.take("Loss"), self.row.remove("Perplexity"));
         let (rate, norm, speed) = (self.take("Learning rate"), self.take("Gradient norm"), self.take("Tokens/s"));
         if self.json {
-            let line = json!({
-                "event": "train", "step": step, "loss": loss, "perplexity": perplexity, "learning_rate": rate,
-                "gradient_norm": norm, "tokens_per_second": speed,
-            });
+            let mut line = json!({ "event": "train", "step": step, "loss": loss });
+            if let Some(perplexity) = perplexity {
+                line["perplexity"] = json!(perplexity);
+            }
+            line["learning_rate"] = json!(rate);
+            line["gradient_norm"] = json!(norm);
+            line["tokens_per_second"] = json!(speed);
             println!("{line}");
             return;
         }
@@ -179,21 +202,35 @@ impl LineRenderer {
         };
         let steps = self.steps;
         let width = steps.to_string().len();
+        let perplexity = perplexity.map_or(String::new(), |perplexity| format!("  perplexity {perplexity:.2}"));
         eprintln!(
-            "step {step:>width$}/{steps}  loss {loss:.4}  perplexity {perplexity:.2}  learning rate {rate:.2e}  \
-             gradient norm {norm:.2}  {speed:.0} tokens/s{left}"
+            "step {step:>width$}/{steps}  loss {loss:.4}{perplexity}  learning rate {rate:.2e}  gradient norm {norm:.2}  {speed:.0} tokens/s{left}"
         );
     }
 
     fn valid(&mut self, step: u64) {
-        let (loss, perplexity) = (self.take("Loss"), self.take("Perplexity"));
+        let (loss, perplexity) = (self.take("Loss"), self.row.remove("Perplexity"));
+        let scores = self.row.remove("Intent accuracy").map(|intent_accuracy| Scores {
+            intent_accuracy,
+            slot_f1: self.take("Slot F1"),
+            sentence_accuracy: self.take("Sentence accuracy"),
+        });
         self.row.clear();
         if self.json {
-            println!("{}", json!({ "event": "valid", "step": step, "loss": loss, "perplexity": perplexity }));
-        } else {
-            let (steps, width) = (self.steps, self.steps.to_string().len());
-            eprintln!("step {step:>width$}/{steps}  validation loss {loss:.4}  perplexity {perplexity:.2}");
+            let mut line = json!({ "event": "valid", "step": step, "loss": loss });
+            if let Some(perplexity) = perplexity {
+                line["perplexity"] = json!(perplexity);
+            }
+            add_scores(&mut line, scores);
+            println!("{line}");
+            return;
         }
+        let (steps, width) = (self.steps, self.steps.to_string().len());
+        let perplexity = perplexity.map_or(String::new(), |perplexity| format!("  perplexity {perplexity:.2}"));
+        let scores = scores.map_or(String::new(), |Scores { intent_accuracy, slot_f1, sentence_accuracy }| {
+            format!("  intents {intent_accuracy:.2}%  slots F1 {slot_f1:.2}  sentences {sentence_accuracy:.2}%")
+        });
+        eprintln!("step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}");
     }
 }
 

@@ -1,23 +1,31 @@
 //! Recipes: what to train, on what, and how, as TOML.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use fireclay_datasets::{Corpus, StoryCorpus, TextCorpus, Tokenizer, TokenizerKind, read_text};
-use fireclay_model::TransformerConfig;
+use burn::tensor::{DType, FloatDType};
+use fireclay_datasets::{
+    Corpus, Labels, PieceTokenizer, StoryCorpus, TextCorpus, Tokenizer, TokenizerKind, Utterances, read_text,
+};
+use fireclay_kernels::Backend;
+use fireclay_model::{AttentionDirection, ModelFolder, Transformer, TransformerConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use crate::Failure;
+use crate::tasks::{IntentSlot, Language, ModelSizes, Task, TaskName};
+use crate::training::checkpoint::{LABELS, TOKENIZER};
 use crate::training::schedule::{Schedule, ScheduleKind};
 
 /// The recipes that come with the program.
-const SHIPPED: [(&str, &str); 5] = [
+const SHIPPED: [(&str, &str); 7] = [
     ("stories", include_str!("recipes/stories.toml")),
     ("shakespeare-char-cpu", include_str!("recipes/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("recipes/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("recipes/gpt2-124m.toml")),
     ("llama-15m", include_str!("recipes/llama-15m.toml")),
+    ("home", include_str!("recipes/home.toml")),
+    ("intent-slot", include_str!("recipes/intent-slot.toml")),
 ];
 
 /// Everything about a training run but where it goes.
@@ -26,6 +34,12 @@ const SHIPPED: [(&str, &str); 5] = [
 pub struct Recipe {
     /// Name of the run.
     pub name: String,
+    /// What to train for.
+    #[serde(default)]
+    pub task: TaskName,
+    /// Folder of a model to begin from, whose shape and tokenizer are taken; of `[model]` only the dropout counts then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub init: Option<PathBuf>,
     /// Family and shape: `family`, and any field of [`TransformerConfig`].
     #[serde(default)]
     pub model: Table,
@@ -35,32 +49,35 @@ pub struct Recipe {
     /// How to learn.
     #[serde(default)]
     pub training: TrainingRecipe,
-    /// Tokens that the tokenizer knows; filled in by [`Recipe::corpus`].
-    #[serde(default, skip_serializing_if = "is_zero")]
-    vocab_size: usize,
+    /// What the data asks for; filled in by [`Recipe::sized_for`].
+    #[serde(default, skip_serializing_if = "is_unknown")]
+    sizes: ModelSizes,
 }
 
-fn is_zero(size: &usize) -> bool {
-    *size == 0
+fn is_unknown(sizes: &ModelSizes) -> bool {
+    *sizes == ModelSizes::default()
 }
 
 /// The `[data]` of a recipe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataRecipe {
-    /// `stories` for the embedded grammar, else the path of a text file or a folder of them; empty to ask for one.
+    /// `stories` or `home` for an embedded grammar, else the path of a text or of a folder; empty to ask for one.
     pub source: String,
-    /// `byte`, `char`, `bpe`, or the path of a `tokenizer.json`.
+    /// For a language `byte`, `char`, `bpe`, or the path of a `tokenizer.json`; for utterances that path, or anything
+    /// else for pieces of the training part's words.
     pub tokenizer: String,
     /// Size of the vocabulary of `bpe`.
     pub bpe_size: usize,
+    /// Size of the vocabulary of pieces, for utterances.
+    pub pieces: usize,
     /// Share of the text held out at its end.
     pub holdout: f64,
 }
 
 impl Default for DataRecipe {
     fn default() -> Self {
-        Self { source: String::new(), tokenizer: "byte".into(), bpe_size: 4096, holdout: 0.1 }
+        Self { source: String::new(), tokenizer: "byte".into(), bpe_size: 4096, pieces: 2000, holdout: 0.1 }
     }
 }
 
@@ -96,6 +113,14 @@ pub struct TrainingRecipe {
     pub max_grad_norm: f64,
     /// Share of the targets' probability spread over the vocabulary, in training.
     pub label_smoothing: f64,
+    /// Weight of the intents' loss beside that of the tags.
+    pub intent_weight: f64,
+    /// Share of the words that are read letter by letter, in training on utterances.
+    pub split_words: f64,
+    /// Share of the slots' values that are exchanged for another of the same slot, in training on utterances.
+    pub swap_values: f64,
+    /// Share of the words that are hidden, in training on utterances.
+    pub hide_words: f64,
     /// `f32` or `bf16`.
     pub precision: Precision,
     /// Where all randomness comes from.
@@ -129,6 +154,10 @@ impl Default for TrainingRecipe {
             weight_decay: 0.1,
             max_grad_norm: 1.0,
             label_smoothing: 0.0,
+            intent_weight: 1.0,
+            split_words: 0.0,
+            swap_values: 0.0,
+            hide_words: 0.0,
             precision: Precision::F32,
             seed: 1337,
             valid_every: 250,
@@ -148,6 +177,23 @@ pub enum Precision {
     F32,
     /// Brain floats, sums in f32.
     Bf16,
+}
+
+impl Precision {
+    /// The dtype of activations on `device`.
+    ///
+    /// # Errors
+    /// If the device lacks it.
+    pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
+        match self {
+            Self::F32 => Ok(FloatDType::F32),
+            Self::Bf16 if B::supports_dtype(device, DType::BF16) => Ok(FloatDType::BF16),
+            Self::Bf16 => {
+                let name = B::name(device);
+                Err(Failure::new(format!("{name} has no bf16: use --precision f32, or --backend cuda")))
+            }
+        }
+    }
 }
 
 impl Recipe {
@@ -196,7 +242,7 @@ impl Recipe {
         let known = known_keys();
         for (section, value) in &table {
             let keys: Vec<&str> = match value {
-                Value::Table(entries) => entries.keys().map(String::as_str).collect(),
+                Value::Table(entries) if section != "sizes" => entries.keys().map(String::as_str).collect(),
                 _ => Vec::new(),
             };
             if !known.iter().any(|(known, key)| known == section || (known.is_empty() && key == section)) {
@@ -212,11 +258,11 @@ impl Recipe {
             let text = error.to_string();
             Failure::usage(text.trim().to_string())
         })?;
-        if recipe.vocab_size == 0 {
-            // Found wrong types in [model] now, rather than when the data has been read.
-            recipe.vocab_size = 1;
+        if is_unknown(&recipe.sizes) {
+            // Finds wrong types in [model] now, rather than when the data has been read.
+            recipe.sizes.vocab_size = 1;
             recipe.model_config()?;
-            recipe.vocab_size = 0;
+            recipe.sizes = ModelSizes::default();
         }
         recipe.check()
     }
@@ -243,6 +289,7 @@ impl Recipe {
             ("epsilon", training.epsilon),
             ("weight_decay", training.weight_decay),
             ("max_grad_norm", training.max_grad_norm),
+            ("intent_weight", training.intent_weight),
         ];
         if let Some((name, value)) = numbers.into_iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
             return Err(Failure::usage(format!("training.{name} is {value}: it must be a number, and not below 0")));
@@ -251,6 +298,9 @@ impl Recipe {
             ("training.beta_1", training.beta_1),
             ("training.beta_2", training.beta_2),
             ("training.label_smoothing", training.label_smoothing),
+            ("training.split_words", training.split_words),
+            ("training.swap_values", training.swap_values),
+            ("training.hide_words", training.hide_words),
         ];
         if let Some((name, value)) = shares.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
             return Err(Failure::usage(format!("{name} is {value}: it must be at least 0 and below 1")));
@@ -284,7 +334,7 @@ impl Recipe {
         Self::from_table(table).map_err(|failure| Failure::usage(format!("--set {key}: {failure}")))
     }
 
-    /// The transformer that the recipe asks for. Needs a vocabulary: call [`corpus`](Self::corpus) first.
+    /// The transformer that the recipe asks for. Needs to know the data: call [`sized_for`](Self::sized_for) first.
     ///
     /// # Errors
     /// If a field is unknown, of a wrong type, or contradicts another.
@@ -302,7 +352,7 @@ impl Recipe {
             Some(Value::String(family)) => family,
             Some(other) => return Err(usage(format!("model.family is {other}: a text is wanted"))),
         };
-        let vocab_size = self.vocab_size;
+        let vocab_size = self.sizes.vocab_size;
         let base = match family {
             "gpt2" => TransformerConfig::gpt2(vocab_size, shape.0, shape.1, n_layers, n_heads),
             "llama" => TransformerConfig::llama(vocab_size, shape.0, shape.1, n_layers, n_heads),
@@ -312,13 +362,13 @@ impl Recipe {
                 let head_dim = shape.1 / n_heads;
                 TransformerConfig::qwen3(vocab_size, shape.0, shape.1, n_layers, n_heads, head_dim)
             }
+            "bert" => TransformerConfig::bert(vocab_size, shape.0, shape.1, n_layers, n_heads),
             other => {
-                let known = "gpt2, llama, mistral, qwen2, qwen3";
-                return Err(usage(format!(
-                    "model.family '{other}' cannot be trained as a language model; known: {known}"
-                )));
+                let known = "gpt2, llama, mistral, qwen2, qwen3, bert";
+                return Err(usage(format!("model.family '{other}' is unknown; known: {known}")));
             }
         };
+        let base = base.with_intents(self.sizes.intents).with_tags(self.sizes.tags);
         // The preset's fields, with the recipe's in their place.
         let mut fields = serde_json::to_value(&base).map_err(|error| Failure::new(error.to_string()))?;
         if let Json::Object(fields) = &mut fields {
@@ -334,58 +384,128 @@ impl Recipe {
         }
         let config: TransformerConfig =
             serde_json::from_value(fields).map_err(|error| usage(format!("[model]: {error}")))?;
-        if config.context_length < self.training.seq_length {
-            let (context, seq_length) = (config.context_length, self.training.seq_length);
-            return Err(usage(format!("model.context_length ({context}) is below training.seq_length ({seq_length})")));
-        }
+        self.suits(&config)?;
         config.validate().map_err(|error| usage(error.to_string()))?;
         Ok(config)
     }
 
-    /// Reads the data and makes the tokenizer; give its size to [`for_vocabulary`](Self::for_vocabulary).
-    ///
-    /// # Errors
-    /// If the data is missing, empty, not text, or too short.
-    pub fn corpus(&self) -> Result<(Corpus, Tokenizer), Failure> {
-        if self.data.source == "stories" {
-            let tokenizer = StoryCorpus::new(self.training.seq_length).tokenizer()?;
-            return Ok((self.corpus_with(&tokenizer)?, tokenizer));
-        }
-        let tokenizer = match self.data.tokenizer.as_str() {
-            "byte" => Tokenizer::train(TokenizerKind::Byte, "")?,
-            "char" => Tokenizer::train(TokenizerKind::Char, &self.text()?)?,
-            "bpe" => Tokenizer::train(TokenizerKind::Bpe(self.data.bpe_size), &self.text()?)?,
-            file => Tokenizer::load(Path::new(file))?,
+    /// Refuses a shape that the task, or its rows, cannot do with.
+    fn suits(&self, config: &TransformerConfig) -> Result<(), Failure> {
+        let (wanted, why) = match self.task {
+            TaskName::Language => (AttentionDirection::Causal, "a language model must not see what it foretells"),
+            TaskName::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
         };
-        Ok((self.corpus_with(&tokenizer)?, tokenizer))
+        if config.attention != wanted {
+            let wanted = if wanted == AttentionDirection::Causal { "causal" } else { "bidirectional" };
+            return Err(Failure::usage(format!("the model's attention must be {wanted}: {why}")));
+        }
+        if config.context_length < self.training.seq_length {
+            let (context, seq_length) = (config.context_length, self.training.seq_length);
+            return Err(Failure::usage(format!(
+                "the model's context_length ({context}) is below training.seq_length ({seq_length})"
+            )));
+        }
+        Ok(())
     }
 
-    /// Reads the data as tokens of a given tokenizer.
+    /// The model in `folder`, with heads for the task where it needs them.
+    pub(crate) fn model_from<B: Backend>(&self, folder: &Path, device: &B::Device) -> Result<Transformer<B>, Failure> {
+        let (_, mut config) = ModelFolder::new(folder).config()?;
+        if let Some(dropout) = self.model.get("dropout").and_then(Value::as_float) {
+            config.dropout = dropout;
+        }
+        let ModelSizes { intents, tags, vocab_size } = self.sizes;
+        let config = config.with_intents(intents).with_tags(tags);
+        let shown = folder.display();
+        self.suits(&config).map_err(|failure| Failure::usage(format!("{shown}: {failure}")))?;
+        if vocab_size > config.vocab_size {
+            let known = config.vocab_size;
+            return Err(Failure::new(format!(
+                "{shown}: {TOKENIZER} has {vocab_size} tokens, but the model knows {known}"
+            )));
+        }
+        Ok(ModelFolder::new(folder).load_as(&config, self.training.seed, device)?)
+    }
+
+    /// Reads the data, and makes its tokenizer.
     ///
     /// # Errors
-    /// As [`corpus`](Self::corpus), and if the tokenizer lacks something in the text.
-    pub fn corpus_with(&self, tokenizer: &Tokenizer) -> Result<Corpus, Failure> {
+    /// If the data is missing, empty, malformed, not text, or too short.
+    pub fn task(&self) -> Result<Task, Failure> {
+        match (self.task, &self.init) {
+            (TaskName::Language, None) => self.language(None),
+            (TaskName::Language, Some(model)) => self.language(Some(Tokenizer::load(&model.join(TOKENIZER))?)),
+            (TaskName::IntentSlot, _) => self.intent_slot(None),
+        }
+    }
+
+    /// Reads the data as the tokenizer and the labels in a model's folder have it.
+    ///
+    /// # Errors
+    /// As [`task`](Self::task), and if the tokenizer lacks something in the text.
+    pub fn task_of(&self, folder: &Path) -> Result<Task, Failure> {
+        match self.task {
+            TaskName::Language => self.language(Some(Tokenizer::load(&folder.join(TOKENIZER))?)),
+            TaskName::IntentSlot => self.intent_slot(Some(folder)),
+        }
+    }
+
+    fn language(&self, tokenizer: Option<Tokenizer>) -> Result<Task, Failure> {
         let seq_length = self.training.seq_length;
         if self.data.source == "stories" {
-            return Ok(Corpus::Stories(StoryCorpus::new(seq_length)));
+            let stories = StoryCorpus::new(seq_length);
+            let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
+            return Ok(Task::Language(Language { corpus: Corpus::Stories(stories), tokenizer }));
         }
-        let tokens = tokenizer.encode(&self.text()?)?;
-        let corpus = TextCorpus::new(tokens, seq_length, self.data.holdout)
+        let text = self.text()?;
+        let tokenizer = match (tokenizer, self.data.tokenizer.as_str()) {
+            (Some(tokenizer), _) => tokenizer,
+            (None, "byte") => Tokenizer::train(TokenizerKind::Byte, "")?,
+            (None, "char") => Tokenizer::train(TokenizerKind::Char, &text)?,
+            (None, "bpe") => Tokenizer::train(TokenizerKind::Bpe(self.data.bpe_size), &text)?,
+            (None, file) => Tokenizer::load(Path::new(file))?,
+        };
+        let corpus = TextCorpus::new(tokenizer.encode(&text)?, seq_length, self.data.holdout)
             .map_err(|error| Failure::new(format!("{}: {error}", self.data.source)))?;
-        Ok(Corpus::Text(corpus))
+        Ok(Task::Language(Language { corpus: Corpus::Text(corpus), tokenizer }))
+    }
+
+    fn intent_slot(&self, model: Option<&Path>) -> Result<Task, Failure> {
+        let utterances = match self.data.source.as_str() {
+            "home" => Utterances::home(),
+            "" => return Err(self.lacks_data("utterances")),
+            folder => Utterances::read(Path::new(folder))?,
+        };
+        let (pieces, labels) = match model {
+            Some(folder) => (PieceTokenizer::load(&folder.join(TOKENIZER))?, read_labels(&folder.join(LABELS))?),
+            None => {
+                let file = Path::new(&self.data.tokenizer);
+                let pieces = match (&self.init, file.extension()) {
+                    (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
+                    (None, Some(_)) => PieceTokenizer::load(file)?,
+                    (None, None) => PieceTokenizer::train(&utterances.train, self.data.pieces)?,
+                };
+                (pieces, Labels::of(&utterances.train))
+            }
+        };
+        Ok(Task::IntentSlot(IntentSlot::new(utterances, labels, pieces, self.training.seq_length)?))
     }
 
     fn text(&self) -> Result<String, Failure> {
         if self.data.source.is_empty() {
-            let name = &self.name;
-            return Err(Failure::usage(format!("recipe {name} needs text to learn from: give it with --data PATH")));
+            return Err(self.lacks_data("text"));
         }
         Ok(read_text(Path::new(&self.data.source))?)
     }
 
-    /// For a vocabulary of this size.
-    pub fn for_vocabulary(mut self, vocab_size: usize) -> Self {
-        self.vocab_size = vocab_size;
+    fn lacks_data(&self, what: &str) -> Failure {
+        let name = &self.name;
+        Failure::usage(format!("recipe {name} needs {what} to learn from: give it with --data PATH"))
+    }
+
+    /// With a model that has room for what the task's data holds.
+    pub fn sized_for(mut self, task: &Task) -> Self {
+        self.sizes = task.sizes();
         self
     }
 
@@ -394,6 +514,15 @@ impl Recipe {
         let TrainingRecipe { schedule, learning_rate, min_learning_rate, warmup_steps, steps, .. } = self.training;
         Schedule { kind: schedule, maximum: learning_rate, minimum: min_learning_rate, warmup_steps, steps }
     }
+}
+
+/// Reads a model folder's `labels.json`.
+///
+/// # Errors
+/// If it is missing or damaged.
+pub(crate) fn read_labels(file: &Path) -> Result<Labels, Failure> {
+    let text = std::fs::read_to_string(file).map_err(Failure::io(file))?;
+    serde_json::from_str(&text).map_err(|error| Failure::new(format!("{}: no labels: {error}", file.display())))
 }
 
 /// Every key of a recipe as `(section, key)`.
@@ -405,9 +534,11 @@ fn known_keys() -> Vec<(String, String)> {
     let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
     let data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
     let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
-    let model: Vec<String> =
-        std::iter::once("family".to_string()).chain(model.into_iter().filter(|key| key != "vocab_size")).collect();
-    let top = vec!["name".to_string(), "vocab_size".to_string()];
+    let from_data = ["vocab_size", "intents", "tags"];
+    let model: Vec<String> = std::iter::once("family".to_string())
+        .chain(model.into_iter().filter(|key| !from_data.contains(&key.as_str())))
+        .collect();
+    let top = ["name", "task", "init", "sizes"].map(String::from).to_vec();
     [("training", training), ("data", data), ("model", model), ("", top)]
         .into_iter()
         .flat_map(|(section, keys)| keys.into_iter().map(move |key| (section.to_string(), key)))
@@ -432,12 +563,17 @@ fn unknown(key: &str, known: &[(String, String)]) -> Failure {
 mod tests {
     use super::*;
 
+    fn sizes(vocab_size: usize) -> ModelSizes {
+        ModelSizes { vocab_size, ..ModelSizes::default() }
+    }
+
     #[test]
     fn every_shipped_recipe_reads_and_describes_a_model() {
         for (name, _) in SHIPPED {
             let recipe = Recipe::shipped(name).expect("a good recipe");
             assert_eq!(recipe.name, name);
-            recipe.for_vocabulary(50_257).model_config().expect("a good model");
+            recipe.model_config().expect_err("no vocabulary yet");
+            Recipe { sizes: sizes(50_257), ..recipe }.model_config().expect("a good model");
         }
     }
 
@@ -469,6 +605,6 @@ mod tests {
         let recipe = Recipe::shipped("stories").expect("a good recipe");
         let changed = recipe.with("steps", "7").and_then(|r| r.with("model.dropout", "0.25")).expect("known keys");
         assert_eq!(changed.training.steps, 7);
-        assert_eq!(changed.for_vocabulary(10).model_config().expect("a good model").dropout, 0.25);
+        assert_eq!(Recipe { sizes: sizes(10), ..changed }.model_config().expect("a good model").dropout, 0.25);
     }
 }

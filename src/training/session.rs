@@ -6,14 +6,15 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use burn::train::Interrupter;
-use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
+use fireclay_model::ModelFolder;
 use serde_json::{Value, json};
 
 use crate::Failure;
+use crate::tasks::{Report as TestReport, Scores, Task, Validation};
 use crate::training::checkpoint::{Best, RunFolder, RunState};
 use crate::training::progress::Figures;
-use crate::training::recipe::{Recipe, TrainingRecipe};
+use crate::training::recipe::TrainingRecipe;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
 
 /// Losses are read from the device once in this time, or after this many steps, whichever is sooner.
@@ -33,9 +34,7 @@ pub(crate) trait Report {
 /// A run in progress.
 pub(crate) struct Session<B: Backend> {
     pub(crate) trainer: Trainer<B>,
-    recipe: Recipe,
     folder: RunFolder,
-    tokenizer: Tokenizer,
     device: B::Device,
     best: Option<Best>,
     metrics: File,
@@ -45,7 +44,8 @@ pub(crate) struct Session<B: Backend> {
     flushed: Instant,
     first_step_seconds: Option<f64>,
     trained: (usize, Duration),
-    final_valid_loss: Option<f64>,
+    final_validation: Option<Validation>,
+    test: Option<TestReport>,
     saved: u64,
 }
 
@@ -53,9 +53,7 @@ impl<B: Backend> Session<B> {
     /// A session that goes on from where `trainer` is. `begun` is when the user began to wait.
     pub(crate) fn new(
         trainer: Trainer<B>,
-        recipe: Recipe,
         folder: RunFolder,
-        tokenizer: Tokenizer,
         device: B::Device,
         best: Option<Best>,
         begun: Instant,
@@ -66,9 +64,7 @@ impl<B: Backend> Session<B> {
         let saved = trainer.step();
         Ok(Self {
             trainer,
-            recipe,
             folder,
-            tokenizer,
             device,
             best,
             metrics,
@@ -78,13 +74,14 @@ impl<B: Backend> Session<B> {
             flushed: Instant::now(),
             first_step_seconds: None,
             trained: (0, Duration::ZERO),
-            final_valid_loss: None,
+            final_validation: None,
+            test: None,
             saved,
         })
     }
 
     fn training(&self) -> &TrainingRecipe {
-        &self.recipe.training
+        &self.trainer.recipe().training
     }
 
     pub(crate) fn steps(&self) -> u64 {
@@ -125,8 +122,8 @@ impl<B: Backend> Session<B> {
             if step.is_multiple_of(self.valid_every()) || last {
                 self.flush(report)?;
                 improved = self.validate(step, report)?;
-                if last {
-                    self.final_valid_loss = Some(self.final_validation()?);
+                if last && self.training().final_valid_tokens > 0 {
+                    self.final_validation = Some(self.trainer.validate(self.training().final_valid_tokens)?);
                 }
             }
             if step.is_multiple_of(self.training().checkpoint_every) || improved || last {
@@ -138,7 +135,29 @@ impl<B: Backend> Session<B> {
                 self.flushed = Instant::now();
             }
         }
+        self.test()?;
         Ok(true)
+    }
+
+    /// Judges the best model on the test data, where the task has such: once, when all choices are made.
+    fn test(&mut self) -> Result<(), Failure> {
+        if matches!(self.trainer.task(), Task::Language(_)) {
+            return Ok(());
+        }
+        let activations = self.trainer.model().activations();
+        let best = match self.best {
+            Some(best) if best.step != self.trainer.step() => {
+                Some(ModelFolder::new(self.folder.path()).load::<B>(&self.device)?.with_activations(activations))
+            }
+            _ => None,
+        };
+        self.test = self.trainer.test(best)?;
+        Ok(())
+    }
+
+    /// How the best model did on the test data, where the task has such.
+    pub(crate) fn test_report(&self) -> Option<&TestReport> {
+        self.test.as_ref()
     }
 
     /// Reads the losses of the steps since the last time, in one go, and tells them.
@@ -165,7 +184,7 @@ impl<B: Backend> Session<B> {
                 return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
             }
             let step = output.step + 1;
-            let figures = Figures { loss, learning_rate, gradient_norm, tokens_per_second };
+            let figures = Figures { loss, learning_rate, gradient_norm, tokens_per_second, scores: None };
             report.trained(step, figures);
             let line = json!({
                 "event": "train", "step": step, "loss": loss, "learning_rate": learning_rate,
@@ -209,26 +228,27 @@ impl<B: Backend> Session<B> {
     fn validate(&mut self, step: u64, report: &mut impl Report) -> Result<bool, Failure> {
         let begun = Instant::now();
         let tokens = self.training().valid_tokens;
-        let loss = self.trainer.validate(tokens)?;
+        let validation = self.trainer.validate(tokens)?;
+        let Validation { loss, scores } = validation;
         if !loss.is_finite() {
-            return Err(self.diverged(step - 1, loss, f64::NAN, self.recipe.schedule().learning_rate(step - 1)));
+            return Err(self.diverged(
+                step - 1,
+                loss,
+                f64::NAN,
+                self.trainer.recipe().schedule().learning_rate(step - 1),
+            ));
         }
         let tokens_per_second = tokens as f64 / begun.elapsed().as_secs_f64();
-        report.validated(step, Figures { loss, learning_rate: 0.0, gradient_norm: 0.0, tokens_per_second });
-        self.log(&format!("{}\n", json!({ "event": "valid", "step": step, "loss": loss })))?;
-        let improved = self.best.is_none_or(|best| loss < best.valid_loss);
+        report.validated(step, Figures { loss, learning_rate: 0.0, gradient_norm: 0.0, tokens_per_second, scores });
+        let mut line = json!({ "event": "valid", "step": step, "loss": loss });
+        add_scores(&mut line, scores);
+        self.log(&format!("{line}\n"))?;
+        let improved = self.best.is_none_or(|best| validation.is_better_than(&best.validation));
         if improved {
-            self.best = Some(Best { step, valid_loss: loss });
+            self.best = Some(Best { step, validation });
         }
+        self.final_validation = Some(validation);
         Ok(improved)
-    }
-
-    fn final_validation(&self) -> Result<f64, Failure> {
-        let training = self.training();
-        match training.final_valid_tokens {
-            0 => self.trainer.validate(training.valid_tokens),
-            tokens => self.trainer.validate(tokens),
-        }
     }
 
     fn save(&mut self) -> Result<(), Failure> {
@@ -236,8 +256,8 @@ impl<B: Backend> Session<B> {
         if step == self.saved {
             return Ok(());
         }
-        let state = RunState { step, best: self.best, recipe: self.recipe.clone() };
-        self.folder.save(&self.trainer, &state, &self.tokenizer)?;
+        let state = RunState { step, best: self.best, recipe: self.trainer.recipe().clone() };
+        self.folder.save(&self.trainer, &state)?;
         self.saved = step;
         Ok(())
     }
@@ -251,16 +271,31 @@ impl<B: Backend> Session<B> {
             "event": "done",
             "steps": self.trainer.step(),
             "train_loss": rounded(train_loss),
-            "valid_loss": self.final_valid_loss.map(rounded),
+            "valid_loss": self.final_validation.map(|validation| rounded(validation.loss)),
             "tokens_per_second": speed.round(),
             "first_step_seconds": self.first_step_seconds.map(|seconds| (seconds * 1e3).round() / 1e3),
             "best_step": self.best.map(|best| best.step),
-            "best_valid_loss": self.best.map(|best| rounded(best.valid_loss)),
+            "best_valid_loss": self.best.map(|best| rounded(best.validation.loss)),
             "out": self.folder.path().display().to_string(),
         });
-        if let Some(entropy) = self.trainer.corpus().source_entropy() {
+        let entropy = match self.trainer.task() {
+            Task::Language(language) => language.corpus.source_entropy(),
+            Task::IntentSlot(_) => None,
+        };
+        if let Some(entropy) = entropy {
             summary["source_entropy"] = json!(rounded(entropy));
         }
+        add_scores(&mut summary, self.test.as_ref().map(|report| report.scores));
         summary
+    }
+}
+
+/// Scores as fields of a line, percentages.
+pub(crate) fn add_scores(line: &mut Value, scores: Option<Scores>) {
+    if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
+        let rounded = |percent: f64| json!((percent * 1e3).round() / 1e3);
+        line["intent_accuracy"] = rounded(intent_accuracy);
+        line["slot_f1"] = rounded(slot_f1);
+        line["sentence_accuracy"] = rounded(sentence_accuracy);
     }
 }

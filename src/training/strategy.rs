@@ -25,6 +25,7 @@ use burn::train::{
 use fireclay_kernels::Backend;
 
 use crate::Failure;
+use crate::tasks::TaskName;
 use crate::training::progress::{FigureMetric, Figures, LineRenderer, View};
 use crate::training::session::{Report, Session};
 
@@ -38,7 +39,7 @@ type Components<B> = LearningComponentsMarker<Autodiff<B>, f64, StandIn<Autodiff
 /// Whatever the session runs into.
 pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: Interrupter) -> State<B> {
     let (steps, device) = (session.steps(), session.device().clone());
-    let epochs_done = session.epochs_done();
+    let (epochs_done, task) = (session.epochs_done(), session.trainer.recipe().task);
     let state = (session, Ok(false));
     #[allow(clippy::arc_with_non_send_sync)] // burn-train asks for an Arc, and never leaves this thread with it.
     let strategy = Arc::new(Strategy { state: RefCell::new(Some(state)) });
@@ -48,7 +49,16 @@ pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: I
         .with_metric_logger(NoLog)
         .with_interrupter(interrupter.clone())
         .with_training_strategy(TrainingStrategy::Custom(custom))
-        .metrics((FigureMetric::loss(), FigureMetric::perplexity()))
+        .metric_train_numeric(FigureMetric::loss())
+        .metric_valid_numeric(FigureMetric::loss());
+    let training = match task {
+        TaskName::Language => training.metrics((FigureMetric::perplexity(),)),
+        TaskName::IntentSlot => training
+            .metric_valid_numeric(FigureMetric::intent_accuracy())
+            .metric_valid_numeric(FigureMetric::slot_f1())
+            .metric_valid_numeric(FigureMetric::sentence_accuracy()),
+    };
+    let training = training
         .metric_train_numeric(FigureMetric::learning_rate())
         .metric_train_numeric(FigureMetric::gradient_norm())
         .metric_train_numeric(FigureMetric::tokens_per_second());

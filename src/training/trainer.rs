@@ -2,20 +2,19 @@
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
-use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_datasets::{Corpus, TokenBatch};
+use burn::tensor::{DType, Tensor};
 use fireclay_kernels::{AdamW, Backend, RandomKey};
 use fireclay_model::Transformer;
 
 use crate::Failure;
-use crate::tasks::language;
+use crate::tasks::{Batch, Report, Task, Validation};
 use crate::training::optimizer::{Optimizer, ParameterGradients};
-use crate::training::recipe::{Precision, Recipe};
+use crate::training::recipe::Recipe;
 
 /// Everything that a training step changes, and what it reads.
 pub struct Trainer<B: Backend> {
     recipe: Recipe,
-    corpus: Corpus,
+    task: Task,
     model: Transformer<Autodiff<B>>,
     optimizer: Optimizer<B>,
     step: u64,
@@ -35,12 +34,12 @@ pub struct StepOutput<B: Backend> {
 }
 
 impl<B: Backend> StepOutput<B> {
-    /// The loss before the step, nats a token; waits for the device.
+    /// The loss before the step, nats a target; waits for the device.
     ///
     /// # Errors
     /// If the device failed.
     pub fn loss(&self) -> Result<f64, Failure> {
-        Ok(read(vec![self.loss.clone()])?[0])
+        Ok(read_scalars(vec![self.loss.clone()])?[0])
     }
 }
 
@@ -50,10 +49,11 @@ impl<B: Backend> StepOutput<B> {
 /// If the device failed.
 pub fn read_steps<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<(f64, f64)>, Failure> {
     let pairs = steps.iter().flat_map(|step| [step.loss.clone(), step.gradient_norm.clone()]);
-    Ok(read(pairs.collect())?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+    Ok(read_scalars(pairs.collect())?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
 }
 
-fn read<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec<f64>, Failure> {
+/// Scalars in one read from the device.
+pub(crate) fn read_scalars<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec<f64>, Failure> {
     if scalars.is_empty() {
         return Ok(Vec::new());
     }
@@ -63,13 +63,18 @@ fn read<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec<f64>, Failure> {
 }
 
 impl<B: Backend> Trainer<B> {
-    /// A fresh model on `device`, drawn from the recipe's seed.
+    /// A model for `task` on `device`: the one that the recipe begins from, or a fresh one drawn from its seed.
     ///
     /// # Errors
-    /// If the recipe contradicts itself, or asks for a precision that the device lacks.
-    pub fn new(recipe: &Recipe, corpus: Corpus, device: B::Device) -> Result<Self, Failure> {
-        let model = recipe.model_config()?.init::<Autodiff<B>>(recipe.training.seed, &device)?;
-        Self::with_model(recipe, corpus, model, device)
+    /// If the recipe contradicts itself, or asks for a precision that the device lacks, or for a model to begin from
+    /// that cannot be read or does not suit the task.
+    pub fn new(recipe: &Recipe, task: Task, device: B::Device) -> Result<Self, Failure> {
+        let recipe = recipe.clone().sized_for(&task);
+        let model = match &recipe.init {
+            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &device)?,
+            None => recipe.model_config()?.init(recipe.training.seed, &device)?,
+        };
+        Self::with_model(&recipe, task, model, device)
     }
 
     /// A given model.
@@ -78,22 +83,15 @@ impl<B: Backend> Trainer<B> {
     /// If the recipe asks for a precision that the device lacks.
     pub fn with_model(
         recipe: &Recipe,
-        corpus: Corpus,
+        task: Task,
         model: Transformer<Autodiff<B>>,
         device: B::Device,
     ) -> Result<Self, Failure> {
-        let activations = match recipe.training.precision {
-            Precision::F32 => FloatDType::F32,
-            Precision::Bf16 if B::supports_dtype(&device, DType::BF16) => FloatDType::BF16,
-            Precision::Bf16 => {
-                let name = B::name(&device);
-                return Err(Failure::new(format!("{name} has no bf16: train with --precision f32, or on cuda")));
-            }
-        };
+        let activations = recipe.training.precision.activations::<B>(&device)?;
         let optimizer = Optimizer::new(&model);
         Ok(Self {
             recipe: recipe.clone(),
-            corpus,
+            task,
             model: model.with_activations(activations),
             optimizer,
             step: 0,
@@ -116,9 +114,14 @@ impl<B: Backend> Trainer<B> {
         &self.optimizer
     }
 
-    /// What the model learns from.
-    pub fn corpus(&self) -> &Corpus {
-        &self.corpus
+    /// What the model is trained for, and on what.
+    pub fn task(&self) -> &Task {
+        &self.task
+    }
+
+    /// The recipe, which knows the sizes that the task's data asks for.
+    pub fn recipe(&self) -> &Recipe {
+        &self.recipe
     }
 
     /// Steps taken.
@@ -126,26 +129,25 @@ impl<B: Backend> Trainer<B> {
         self.step
     }
 
-    /// One optimizer step over the `batch_size * accumulation` rows that the corpus has for it.
+    /// One optimizer step over the `batch_size * accumulation` rows that the task has for it.
     pub fn train_step(&mut self) -> StepOutput<B> {
-        let training = &self.recipe.training;
-        let rows = training.batch_size * training.accumulation;
-        self.train_on(self.corpus.batch(training.seed, self.step, rows))
+        self.train_on(self.task.batch(&self.recipe.training, self.step))
     }
 
     /// One optimizer step over `batch`, in `accumulation` parts; nothing is read from the device.
-    pub fn train_on(&mut self, batch: TokenBatch) -> StepOutput<B> {
+    pub fn train_on(&mut self, batch: impl Into<Batch>) -> StepOutput<B> {
+        let batch: Batch = batch.into();
         let training = self.recipe.training.clone();
-        let tokens = batch.target_count().max(1);
+        let (weight, tokens) = (batch.weight().max(1), batch.tokens());
         let key = RandomKey::new(training.seed).fold(self.step);
 
         let mut gradients: Option<ParameterGradients<B>> = None;
         let mut loss: Option<Tensor<B, 1>> = None;
         for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
             self.model.set_dropout(Some(key.fold(part as u64)));
-            // Each part counts by its targets, so that the sum is the mean over the whole batch.
-            let share = batch.target_count() as f64 / tokens as f64;
-            let part_loss = language::loss(&self.model, &batch, training.label_smoothing, &self.device);
+            // Each part counts by its weight, so that the sum is the mean over the whole batch.
+            let share = batch.weight() as f64 / weight as f64;
+            let part_loss = batch.loss(&self.model, &training, &self.device);
             let part_loss = if share == 1.0 { part_loss } else { part_loss.mul_scalar(share) };
             let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
             let part_loss = part_loss.inner();
@@ -180,19 +182,29 @@ impl<B: Backend> Trainer<B> {
         StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
     }
 
-    /// Mean loss over the held-out part, nats a token, about `tokens` of it; one read from the device.
+    /// How the model does on held-out data: about `tokens` of a language's, all of the utterances.
     ///
     /// # Errors
     /// If the device failed.
-    pub fn validate(&self, tokens: usize) -> Result<f64, Failure> {
-        let model = self.model.valid().with_activations(self.model.activations());
-        let batches = self.corpus.valid_batches(self.recipe.training.batch_size, tokens);
-        let total: usize = batches.iter().map(|batch| batch.target_count()).sum();
-        let mut sum = Tensor::<B, 1>::zeros([1], &self.device);
-        for batch in &batches {
-            let share = batch.target_count() as f64 / total.max(1) as f64;
-            sum = sum + language::loss(&model, batch, 0.0, &self.device).mul_scalar(share);
+    pub fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
+        self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device)
+    }
+
+    /// The model without gradients.
+    fn inference_model(&self) -> Transformer<B> {
+        self.model.valid().with_activations(self.model.activations())
+    }
+
+    /// How `model`, or the one in training where there is none, does on the test data, where the task has such.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<Report>, Failure> {
+        match &self.task {
+            Task::Language(_) => Ok(None),
+            Task::IntentSlot(task) => {
+                task.test(&model.unwrap_or_else(|| self.inference_model()), &self.device).map(Some)
+            }
         }
-        Ok(read(vec![sum])?[0])
     }
 }

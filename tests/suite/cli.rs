@@ -49,7 +49,7 @@ const SMALL: [&str; 16] = [
 
 /// One line on stderr that contains all of `words`, nothing on stdout, and this exit code.
 #[track_caller]
-fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+pub(crate) fn assert_refused(output: &Output, code: i32, words: &[&str]) {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
@@ -61,7 +61,7 @@ fn assert_refused(output: &Output, code: i32, words: &[&str]) {
     assert!(output.stdout.is_empty());
 }
 
-fn text(path: &Path) -> &str {
+pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("a plain path")
 }
 

@@ -2,6 +2,7 @@
 
 use burn::module::AutodiffModule;
 use burn::tensor::DType;
+use fireclay::tasks::{Language, Task};
 use fireclay::training::{Recipe, Trainer, read_steps};
 use fireclay_datasets::{Corpus, TextCorpus, TokenBatch, Tokenizer, TokenizerKind};
 use fireclay_kernels::{Backend, RandomKey};
@@ -18,9 +19,7 @@ fn recipe(settings: &[(&str, &str)]) -> Recipe {
 }
 
 fn trainer<B: Backend>(recipe: &Recipe, device: &B::Device) -> Trainer<B> {
-    let (corpus, tokenizer) = recipe.corpus().expect("the corpus");
-    let recipe = recipe.clone().for_vocabulary(tokenizer.vocab_size());
-    Trainer::new(&recipe, corpus, device.clone()).expect("a trainer")
+    Trainer::new(recipe, recipe.task().expect("the stories"), device.clone()).expect("a trainer")
 }
 
 backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(device) {
@@ -46,9 +45,7 @@ backend_test!(one_batch_of_four_sequences_is_learnt_by_heart_in_200_steps::<B>(d
     };
     let batch = (0..).map(|step| letters.batch(1, step, 4)).find(distinct).expect("such a batch");
     // The same batch at every step.
-    let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
-    let (corpus, _) = recipe.corpus()?;
-    let mut trainer = Trainer::<B>::new(&recipe, corpus, device)?;
+    let mut trainer = Trainer::<B>::new(&recipe, Task::Language(Language { corpus: letters, tokenizer }), device)?;
     let mut losses = Vec::new();
     for _ in 0..200 {
         losses.push(trainer.train_on(batch.clone()));
@@ -88,7 +85,7 @@ backend_test!(accumulated_gradients_equal_those_of_the_large_batch::<B>(device) 
 backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
     let run = |dropout: &str| {
         let trainer = trainer::<B>(&recipe(&[("dropout", dropout)]), &device);
-        let valid = trainer.validate(1000).expect("a loss");
+        let valid = trainer.validate(1000).expect("a loss").loss;
         let mut trainer = trainer;
         (valid, trainer.train_step().loss().expect("a loss"))
     };
@@ -101,20 +98,19 @@ backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
 backend_test!(stories_are_learnt_faster_than_word_frequencies_explain::<B>(device) {
     let recipe = recipe(&[("steps", "60"), ("init_deviation", "0.1")]);
     let mut trainer = trainer::<B>(&recipe, &device);
-    let before = trainer.validate(2000)?;
+    let before = trainer.validate(2000)?.loss;
     for _ in 0..60 {
         trainer.train_step();
     }
-    let after = trainer.validate(2000)?;
+    let after = trainer.validate(2000)?.loss;
     // ln 394 is 5.98; the entropy of single words is about 4.5 nats.
     assert!(before > 5.5 && after < 3.5, "from {before} to {after}");
 });
 
 backend_test!(bf16_learns_as_f32_does_or_is_refused::<B>(device) {
     let recipe = |precision: &str| recipe(&[("precision", precision), ("init_deviation", "0.1"), ("steps", "30")]);
-    let (corpus, tokenizer) = recipe("bf16").corpus()?;
-    let half = recipe("bf16").for_vocabulary(tokenizer.vocab_size());
-    match Trainer::<B>::new(&half, corpus, device.clone()) {
+    let half = recipe("bf16");
+    match Trainer::<B>::new(&half, half.task()?, device.clone()) {
         Err(refusal) => {
             assert!(!B::supports_dtype(&device, DType::BF16));
             assert!(refusal.to_string().contains("--precision f32"), "{refusal}");
@@ -125,7 +121,7 @@ backend_test!(bf16_learns_as_f32_does_or_is_refused::<B>(device) {
                 half.train_step();
                 full.train_step();
             }
-            let (half, full) = (half.validate(2000)?, full.validate(2000)?);
+            let (half, full) = (half.validate(2000)?.loss, full.validate(2000)?.loss);
             assert!((half / full - 1.0).abs() < 0.03, "bf16 {half}, f32 {full}");
         }
     }

@@ -11,6 +11,7 @@ mod gradients;
 mod learning;
 mod resume;
 mod traffic;
+mod utterances;
 
 use std::sync::{Mutex, PoisonError};
 

@@ -20,9 +20,7 @@ backend_test!(a_training_step_sends_its_tokens_and_reads_nothing::<B>(device) {
     ];
     let recipe = Recipe::shipped("stories")?;
     let recipe = settings.iter().try_fold(recipe, |recipe, (key, value)| recipe.with(key, value))?;
-    let (corpus, tokenizer) = recipe.corpus()?;
-    let recipe = recipe.for_vocabulary(tokenizer.vocab_size());
-    let mut trainer = Trainer::<B>::new(&recipe, corpus, device.clone())?;
+    let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
     // Kernels are compiled and memory is taken in the first steps.
     for _ in 0..5 {
         trainer.train_step();

@@ -1,0 +1,318 @@
+//! Intent and slots: what an utterance asks for, and which of its words say the particulars.
+//!
+//! An utterance is read as pieces of words behind a piece of its own, `[CLS]`. Its intent is read from there, the tag
+//! of a word from its first piece.
+
+use std::path::Path;
+
+use burn::tensor::{Tensor, activation};
+use fireclay_datasets::{EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation};
+use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_model::{Tokens, Transformer, UtteranceHeads, UtteranceTargets};
+
+use crate::Failure;
+use crate::tasks::scores::{Report, Understanding};
+use crate::tasks::{ModelSizes, Validation};
+use crate::training::TrainingRecipe;
+use crate::training::checkpoint::{LABELS, TOKENIZER, write_synced};
+use crate::training::read_scalars;
+
+/// Utterances in three parts, and how they are read.
+pub struct IntentSlot {
+    labels: Labels,
+    pieces: PieceTokenizer,
+    train: EncodedUtterances,
+    valid: HeldOut,
+    test: HeldOut,
+}
+
+/// Utterances to be judged on.
+struct HeldOut {
+    utterances: Vec<Utterance>,
+    encoded: EncodedUtterances,
+}
+
+/// Utterances of a batch outside of training.
+const BATCH_SIZE: usize = 64;
+
+impl IntentSlot {
+    /// Utterances in rows of up to `seq_length` pieces, with the labels that the training part has.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses a word.
+    pub fn new(
+        utterances: Utterances,
+        labels: Labels,
+        pieces: PieceTokenizer,
+        seq_length: usize,
+    ) -> Result<Self, Failure> {
+        let encode = |part: &[Utterance]| EncodedUtterances::new(part, &labels, &pieces, seq_length);
+        let train = encode(&utterances.train)?;
+        let held_out = |part: Vec<Utterance>| {
+            let encoded = encode(&part)?;
+            Ok::<_, Failure>(HeldOut { utterances: part, encoded })
+        };
+        let (valid, test) = (held_out(utterances.valid)?, held_out(utterances.test)?);
+        Ok(Self { labels, pieces, train, valid, test })
+    }
+
+    /// The intents and slots known.
+    pub fn labels(&self) -> &Labels {
+        &self.labels
+    }
+
+    /// Utterances to learn from.
+    pub fn train_count(&self) -> usize {
+        self.train.len()
+    }
+
+    /// Utterances too long for a row, whose ends are not learnt from.
+    pub fn cut_count(&self) -> usize {
+        self.train.cut()
+    }
+
+    pub(crate) fn sizes(&self) -> ModelSizes {
+        ModelSizes {
+            vocab_size: self.pieces.vocab_size(),
+            intents: self.labels.intents.len(),
+            tags: self.labels.tag_count(),
+        }
+    }
+
+    pub(crate) fn batch(&self, training: &TrainingRecipe, step: u64, rows: usize) -> UtteranceBatch {
+        let TrainingRecipe { split_words, swap_values, hide_words, .. } = *training;
+        self.train.batch(training.seed, step, rows, Variation { split_words, swap_values, hide_words })
+    }
+
+    pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
+        self.pieces.save(&folder.join(TOKENIZER))?;
+        let text = serde_json::to_string_pretty(&self.labels).map_err(|error| Failure::new(error.to_string()))?;
+        write_synced(&folder.join(LABELS), &text)
+    }
+
+    /// Loss and scores on the validation part.
+    pub(crate) fn validate<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        training: &TrainingRecipe,
+        device: &B::Device,
+    ) -> Result<Validation, Failure> {
+        let heads = heads(model)?;
+        let batches = self.valid.encoded.batches(BATCH_SIZE);
+        let total = self.valid.utterances.len().max(1) as f64;
+        let mut sum = Tensor::<B, 1>::zeros([1], device);
+        let mut understood = Understood::new(&self.labels, &self.valid.encoded);
+        for (indices, batch) in &batches {
+            let (hidden, targets) = encode(model, batch, device);
+            let loss = heads.loss(hidden.clone(), targets, training.intent_weight, HeadLossOptions::new());
+            sum = sum + loss.mul_scalar(indices.len() as f64 / total);
+            understood.read(indices, heads.logits(hidden))?;
+        }
+        let report = Report::new(&self.valid.utterances, &understood.finish(&self.valid.utterances));
+        Ok(Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) })
+    }
+
+    /// How `model` does on the test part.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn test<B: Backend>(&self, model: &Transformer<B>, device: &B::Device) -> Result<Report, Failure> {
+        let heads = heads(model)?;
+        let mut understood = Understood::new(&self.labels, &self.test.encoded);
+        for (indices, batch) in &self.test.encoded.batches(BATCH_SIZE) {
+            let (hidden, _) = encode(model, batch, device);
+            understood.read(indices, heads.logits(hidden))?;
+        }
+        Ok(Report::new(&self.test.utterances, &understood.finish(&self.test.utterances)))
+    }
+}
+
+/// A model's heads for utterances.
+///
+/// # Errors
+/// If it has none.
+pub(crate) fn heads<B: Backend>(model: &Transformer<B>) -> Result<&UtteranceHeads<B>, Failure> {
+    model.heads.as_ref().ok_or_else(|| Failure::new("the model has no heads for intents and tags"))
+}
+
+/// Hidden states of a batch, and its targets, on the device.
+pub(crate) fn encode<B: Backend>(
+    model: &Transformer<B>,
+    batch: &UtteranceBatch,
+    device: &B::Device,
+) -> (Tensor<B, 3>, UtteranceTargets<B>) {
+    let batch = batch.to_device::<B>(device);
+    let hidden = model.forward(Tokens::from(batch.ids).with_lengths(batch.lengths), None);
+    (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
+}
+
+/// Mean cross entropy of intents, times `intent_weight`, and tags, added: `[1]` nats.
+///
+/// # Panics
+/// If the model has no heads for utterances.
+pub fn loss<B: Backend>(
+    model: &Transformer<B>,
+    batch: &UtteranceBatch,
+    intent_weight: f64,
+    label_smoothing: f64,
+    device: &B::Device,
+) -> Tensor<B, 1> {
+    let options = HeadLossOptions::new().with_label_smoothing(label_smoothing);
+    let (hidden, targets) = encode(model, batch, device);
+    match &model.heads {
+        Some(heads) => heads.loss(hidden, targets, intent_weight, options),
+        None => panic!("the model has no heads for intents and tags"),
+    }
+}
+
+/// What a model makes of utterances, gathered batch by batch.
+struct Understood<'a> {
+    labels: &'a Labels,
+    encoded: &'a EncodedUtterances,
+    found: Vec<Understanding>,
+}
+
+impl<'a> Understood<'a> {
+    fn new(labels: &'a Labels, encoded: &'a EncodedUtterances) -> Self {
+        let nothing = Understanding { intent: String::new(), tags: Vec::new() };
+        Self { labels, encoded, found: vec![nothing; encoded.len()] }
+    }
+
+    fn read<B: Backend>(&mut self, indices: &[usize], logits: (Tensor<B, 2>, Tensor<B, 3>)) -> Result<(), Failure> {
+        let rows = Predictions::read(logits)?;
+        for (row, index) in indices.iter().enumerate() {
+            let columns = self.encoded.word_columns(*index);
+            let tags = rows.tags(row, columns, self.labels);
+            let (intent, _) = rows.intent(row);
+            self.found[*index] = Understanding { intent: self.labels.intents[intent].clone(), tags };
+        }
+        Ok(())
+    }
+
+    /// A tag for every word of `utterances`, those beyond a row's end included.
+    fn finish(mut self, utterances: &[Utterance]) -> Vec<Understanding> {
+        for (found, utterance) in self.found.iter_mut().zip(utterances) {
+            found.tags.resize(utterance.words.len(), "O".to_string());
+        }
+        self.found
+    }
+}
+
+/// Log-probabilities of a batch, on the host.
+pub(crate) struct Predictions {
+    intents: Vec<f32>,
+    intent_count: usize,
+    tags: Vec<f32>,
+    tag_count: usize,
+    seq_length: usize,
+}
+
+impl Predictions {
+    /// Reads logits `[batch_size, intents]` and `[batch_size, seq_length, tags]`.
+    pub(crate) fn read<B: Backend>((intents, tags): (Tensor<B, 2>, Tensor<B, 3>)) -> Result<Self, Failure> {
+        let ([_, intent_count], [_, seq_length, tag_count]) = (intents.dims(), tags.dims());
+        let values = |logits: Tensor<B, 1>| {
+            let data = logits.try_into_data().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            Ok::<Vec<f32>, Failure>(data.iter::<f32>().collect())
+        };
+        let intents = values(activation::log_softmax(intents, 1).flatten(0, 1))?;
+        let tags = values(activation::log_softmax(tags, 2).flatten(0, 2))?;
+        Ok(Self { intents, intent_count, tags, tag_count, seq_length })
+    }
+
+    /// The likeliest intent of a row, and the log-probabilities of all.
+    pub(crate) fn intent(&self, row: usize) -> (usize, &[f32]) {
+        let odds = &self.intents[row * self.intent_count..(row + 1) * self.intent_count];
+        (likeliest(odds), odds)
+    }
+
+    /// The likeliest well-formed tags of the words that begin at `columns` of a row.
+    pub(crate) fn tags(&self, row: usize, columns: &[usize], labels: &Labels) -> Vec<String> {
+        let steps = columns.iter().map(|column| {
+            let start = (row * self.seq_length + column) * self.tag_count;
+            &self.tags[start..start + self.tag_count]
+        });
+        best_tags(steps).into_iter().map(|tag| labels.tag(tag)).collect()
+    }
+}
+
+fn likeliest(odds: &[f32]) -> usize {
+    odds.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(index, _)| index)
+}
+
+/// The likeliest sequence of tags in which a span never goes on without having begun (Viterbi, 1967): `I-x` follows
+/// `B-x` or `I-x` only. `odds` are the log-probabilities of each word's tags: 0 is `O`, odd ones begin a span, the even
+/// one behind each goes on with it.
+fn best_tags<'a>(odds: impl Iterator<Item = &'a [f32]>) -> Vec<usize> {
+    let goes_on = |tag: usize| tag > 0 && tag.is_multiple_of(2);
+    let mut scores: Vec<f32> = Vec::new();
+    let mut origins: Vec<Vec<usize>> = Vec::new();
+    for odds in odds {
+        if scores.is_empty() {
+            scores = odds.to_vec();
+            scores.iter_mut().enumerate().filter(|(tag, _)| goes_on(*tag)).for_each(|(_, s)| *s = f32::NEG_INFINITY);
+            continue;
+        }
+        let any = likeliest(&scores);
+        let origin = |tag: usize| match goes_on(tag) {
+            true if scores[tag - 1] >= scores[tag] => tag - 1,
+            true => tag,
+            false => any,
+        };
+        let from: Vec<usize> = (0..odds.len()).map(origin).collect();
+        scores = from.iter().zip(odds).map(|(origin, odds)| scores[*origin] + odds).collect();
+        origins.push(from);
+    }
+    if scores.is_empty() {
+        return Vec::new();
+    }
+    let mut tags = vec![likeliest(&scores)];
+    for from in origins.iter().rev() {
+        tags.push(from[tags[tags.len() - 1]]);
+    }
+    tags.reverse();
+    tags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tags: O, B-a, I-a, B-b, I-b.
+    #[test]
+    fn a_span_never_goes_on_without_having_begun() {
+        let rows = [[-3.0, -2.0, -0.1, -4.0, -5.0], [-1.0, -2.5, -0.5, -3.0, -0.4], [-0.1, -3.0, -2.0, -3.0, -3.0]];
+        assert_eq!(best_tags(rows.iter().map(|row| &row[..])), [1, 2, 0]);
+    }
+
+    #[test]
+    fn without_conflicts_every_word_has_its_likeliest_tag() {
+        let rows = [[-0.1, -3.0, -3.0], [-3.0, -0.1, -3.0], [-3.0, -2.0, -0.1], [-3.0, -0.1, -0.2]];
+        assert_eq!(best_tags(rows.iter().map(|row| &row[..])), [0, 1, 2, 1]);
+        assert!(best_tags(std::iter::empty()).is_empty());
+    }
+
+    #[test]
+    fn the_likeliest_sequence_is_found_among_all_well_formed_ones() {
+        let key = fireclay_kernels::RandomKey::new(3);
+        for case in 0..200u32 {
+            let (words, tags) = (1 + case as usize % 4, 5);
+            let rows: Vec<Vec<f32>> = (0..words as u32)
+                .map(|word| (0..tags).map(|tag| key.uniform(case * 10 + word, tag).ln() as f32).collect())
+                .collect();
+            let formed = |sequence: &[usize]| {
+                sequence.iter().enumerate().all(|(at, tag)| {
+                    *tag == 0 || tag % 2 == 1 || (at > 0 && [tag - 1, *tag].contains(&sequence[at - 1]))
+                })
+            };
+            let score = |sequence: &[usize]| -> f32 { sequence.iter().zip(&rows).map(|(tag, row)| row[*tag]).sum() };
+            let all = (0..(tags as usize).pow(words as u32)).map(|number| -> Vec<usize> {
+                (0..words).map(|word| number / (tags as usize).pow(word as u32) % tags as usize).collect()
+            });
+            let best = all.filter(|sequence| formed(sequence)).max_by(|a, b| score(a).total_cmp(&score(b)));
+            let found = best_tags(rows.iter().map(|row| &row[..]));
+            assert!(formed(&found), "{found:?}");
+            assert!((score(&found) - score(&best.expect("there is one"))).abs() < 1e-5, "{found:?}");
+        }
+    }
+}

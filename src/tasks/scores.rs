@@ -1,0 +1,180 @@
+//! How well utterances are understood, counted as the field does (Tjong Kim Sang and Buchholz, 2000, "conlleval").
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+
+use fireclay_datasets::{Span, Utterance, spans};
+use serde::{Deserialize, Serialize};
+
+/// Percentages over a set of utterances.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Scores {
+    /// Utterances whose intent is right.
+    pub intent_accuracy: f64,
+    /// Harmonic mean of precision and recall over the spans of all slots, both borders and the slot being right.
+    pub slot_f1: f64,
+    /// Utterances whose intent and every tag are right.
+    pub sentence_accuracy: f64,
+}
+
+/// What a model makes of an utterance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Understanding {
+    /// The intent.
+    pub intent: String,
+    /// A tag for each word.
+    pub tags: Vec<String>,
+}
+
+/// Spans of a slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpanCounts {
+    /// In the data.
+    pub present: usize,
+    /// Found by the model.
+    pub found: usize,
+    /// Found and right.
+    pub right: usize,
+}
+
+/// Scores, and where they come from.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Report {
+    /// The percentages.
+    pub scores: Scores,
+    /// By slot.
+    pub slots: BTreeMap<String, SpanCounts>,
+    /// By intent: how often it is meant, and how often then heard.
+    pub intents: BTreeMap<String, (usize, usize)>,
+    /// `(meant, heard, how often)`, the most frequent first.
+    pub confusions: Vec<(String, String, usize)>,
+}
+
+impl SpanCounts {
+    /// Percentage of what was found that is right.
+    pub fn precision(&self) -> f64 {
+        percent(self.right, self.found)
+    }
+
+    /// Percentage of what is there that was found.
+    pub fn recall(&self) -> f64 {
+        percent(self.right, self.present)
+    }
+
+    /// The harmonic mean of both.
+    pub fn f1(&self) -> f64 {
+        percent(2 * self.right, self.present + self.found)
+    }
+}
+
+fn percent(part: usize, whole: usize) -> f64 {
+    if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 }
+}
+
+impl Report {
+    /// Compares what a model made of utterances with what was meant.
+    pub fn new(meant: &[Utterance], heard: &[Understanding]) -> Self {
+        let mut report = Self::default();
+        let (mut intents, mut sentences, mut all) = (0, 0, SpanCounts::default());
+        let mut confusions: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+        for (meant, heard) in meant.iter().zip(heard) {
+            let same_intent = meant.intent == heard.intent;
+            intents += usize::from(same_intent);
+            sentences += usize::from(same_intent && meant.tags == heard.tags);
+            let (count, right) = report.intents.entry(meant.intent.clone()).or_default();
+            *count += 1;
+            *right += usize::from(same_intent);
+            if !same_intent {
+                *confusions.entry((&meant.intent, &heard.intent)).or_default() += 1;
+            }
+            let there: HashSet<Span> = spans(&meant.tags).into_iter().collect();
+            for span in &there {
+                report.slots.entry(span.slot.clone()).or_default().present += 1;
+                all.present += 1;
+            }
+            for span in spans(&heard.tags) {
+                let right = usize::from(there.contains(&span));
+                let counts = report.slots.entry(span.slot).or_default();
+                counts.found += 1;
+                counts.right += right;
+                all.found += 1;
+                all.right += right;
+            }
+        }
+        report.scores = Scores {
+            intent_accuracy: percent(intents, meant.len()),
+            slot_f1: all.f1(),
+            sentence_accuracy: percent(sentences, meant.len()),
+        };
+        report.confusions =
+            confusions.into_iter().map(|((meant, heard), count)| (meant.into(), heard.into(), count)).collect();
+        // The sort is stable: equal counts stay in the order of their names.
+        report.confusions.sort_by_key(|(.., count)| std::cmp::Reverse(*count));
+        report
+    }
+}
+
+/// Confusions shown in a report.
+const SHOWN_CONFUSIONS: usize = 8;
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.slots.keys().chain(self.intents.keys()).map(|name| name.chars().count()).max().unwrap_or(0);
+        let width = width.max("intent".len());
+        writeln!(f, "{:<width$}  {:>7}  {:>9}  {:>6}  {:>6}", "slot", "present", "precision", "recall", "F1")?;
+        for (slot, counts) in &self.slots {
+            let (precision, recall, f1) = (counts.precision(), counts.recall(), counts.f1());
+            writeln!(f, "{slot:<width$}  {:>7}  {precision:>9.2}  {recall:>6.2}  {f1:>6.2}", counts.present)?;
+        }
+        writeln!(f, "\n{:<width$}  {:>7}  {:>9}", "intent", "present", "heard")?;
+        for (intent, (count, right)) in &self.intents {
+            writeln!(f, "{intent:<width$}  {count:>7}  {:>9.2}", percent(*right, *count))?;
+        }
+        if !self.confusions.is_empty() {
+            writeln!(f, "\nintents most often taken for others")?;
+            for (meant, heard, count) in self.confusions.iter().take(SHOWN_CONFUSIONS) {
+                writeln!(f, "{count:>4} x {meant} heard as {heard}")?;
+            }
+        }
+        let Scores { intent_accuracy, slot_f1, sentence_accuracy } = self.scores;
+        write!(
+            f,
+            "\nintent accuracy {intent_accuracy:.2}, slot F1 {slot_f1:.2}, sentence accuracy {sentence_accuracy:.2}"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn utterance(intent: &str, tags: &str) -> Utterance {
+        let tags: Vec<String> = tags.split(' ').map(String::from).collect();
+        Utterance { words: tags.clone(), tags, intent: intent.into() }
+    }
+
+    fn heard(intent: &str, tags: &str) -> Understanding {
+        Understanding { intent: intent.into(), tags: tags.split(' ').map(String::from).collect() }
+    }
+
+    #[test]
+    fn a_span_counts_only_whole_and_with_its_slot() {
+        let meant = [utterance("a", "O B-x I-x O"), utterance("a", "B-y O O O"), utterance("b", "O O O B-x")];
+        let report = Report::new(&meant, &[heard("a", "O B-x O O"), heard("a", "B-x O O O"), heard("b", "O O O B-x")]);
+        assert_eq!(report.slots["x"], SpanCounts { present: 2, found: 3, right: 1 });
+        assert_eq!(report.slots["y"], SpanCounts { present: 1, found: 0, right: 0 });
+        assert!((report.scores.slot_f1 - 100.0 * 2.0 / 6.0).abs() < 1e-9);
+        assert_eq!(report.scores.intent_accuracy, 100.0);
+        assert!((report.scores.sentence_accuracy - 100.0 / 3.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn confusions_are_listed_by_how_often_they_happen() {
+        let meant = [utterance("a", "O"), utterance("b", "O"), utterance("b", "O"), utterance("c", "O")];
+        let report = Report::new(&meant, &[heard("c", "O"), heard("a", "O"), heard("a", "O"), heard("c", "O")]);
+        assert_eq!(report.confusions, [("b".into(), "a".into(), 2), ("a".into(), "c".into(), 1)]);
+        assert_eq!(report.scores.sentence_accuracy, 25.0);
+        let shown = report.to_string();
+        assert!(shown.contains("2 x b heard as a"), "{shown}");
+    }
+}

@@ -1,0 +1,342 @@
+//! That intents and slots are learnt, counted as others count them, and understood from the command line.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay::tasks::{Batch, Report, Task, intent_slot, scores};
+use fireclay::training::{Recipe, Trainer};
+use fireclay_datasets::{Utterance, UtteranceBatch};
+use fireclay_kernels::recorder::{Copies, Recording, Source};
+use fireclay_model::Tokens;
+use serde_json::Value;
+
+use crate::backend_test;
+use crate::cli::{assert_refused, program, text};
+use crate::compare::{tolerance, values};
+
+fn recipe(settings: &[(&str, &str)]) -> Recipe {
+    let recipe = Recipe::shipped("home").expect("the default recipe");
+    let small = [("d_model", "32"), ("n_layers", "1"), ("n_heads", "2"), ("batch_size", "32"), ("warmup_steps", "10")];
+    let all = small.iter().chain(settings);
+    all.fold(recipe, |recipe, (key, value)| recipe.with(key, value).expect("a known setting"))
+}
+
+fn batch(task: &Task, recipe: &Recipe, step: u64) -> UtteranceBatch {
+    match task.batch(&recipe.training, step) {
+        Batch::Utterances(batch) => batch,
+        Batch::Tokens(_) => panic!("utterances are asked for"),
+    }
+}
+
+backend_test!(utterances_are_learnt_and_scored::<B>(device) {
+    let recipe = recipe(&[
+        ("steps", "200"),
+        ("d_model", "64"),
+        ("init_deviation", "0.06"),
+        ("learning_rate", "5e-3"),
+        ("dropout", "0"),
+        ("split_words", "0"),
+        ("hide_words", "0"),
+        ("swap_values", "0"),
+    ]);
+    let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device)?;
+    let before = trainer.validate(0)?;
+    for _ in 0..200 {
+        trainer.train_step();
+    }
+    let after = trainer.validate(0)?;
+    let scores = after.scores.expect("scores");
+    assert!(after.is_better_than(&before) && after.loss < 0.5 * before.loss, "from {before:?} to {after:?}");
+    assert!(scores.intent_accuracy > 60.0 && scores.slot_f1 > 40.0, "{scores:?}");
+});
+
+backend_test!(padding_changes_nothing::<B>(device) {
+    let recipe = recipe(&[("dropout", "0"), ("batch_size", "5")]);
+    let trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
+    let whole = (0..).map(|step| batch(trainer.task(), &recipe, step)).find(|batch| {
+        let lengths = batch.lengths();
+        lengths.iter().max() != lengths.iter().min()
+    });
+    let whole = whole.expect("rows of different lengths");
+    let model = burn::module::AutodiffModule::valid(trainer.model());
+    let hidden = |ids: &[i32], lengths: &[i32]| {
+        let rows = lengths.len();
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids.to_vec(), [rows, ids.len() / rows]), &device);
+        let lengths = Tensor::<B, 1, Int>::from_data(lengths, &device);
+        values(&model.forward(Tokens::from(ids).with_lengths(lengths), None))
+    };
+    let (all, width) = (hidden(whole.ids(), whole.lengths()), whole.seq_length());
+    let d_model = model.config().d_model;
+    for (row, length) in whole.lengths().iter().enumerate() {
+        let pieces = *length as usize;
+        let alone = hidden(&whole.ids()[row * width..][..pieces], &[*length]);
+        let among = &all[row * width * d_model..][..pieces * d_model];
+        let worst = alone.iter().zip(among).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        assert!(f64::from(worst) < 10.0 * tolerance::<B>(&device), "row {row} of {pieces} pieces is off by {worst}");
+    }
+});
+
+backend_test!(a_step_on_utterances_sends_ids_tags_and_lengths_and_reads_nothing::<B>(device) {
+    let recipe = recipe(&[]);
+    let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
+    let same = batch(trainer.task(), &recipe, 0);
+    for _ in 0..5 {
+        trainer.train_on(same.clone());
+    }
+    let recording = Recording::start::<B>(&device).expect("a recording");
+    trainer.train_on(same.clone());
+    let report = recording.stop().expect("a report");
+    println!("{report}");
+    assert!(report.fallbacks.is_empty(), "{report}");
+    // One for the intents, one for the tags.
+    assert_eq!(report.op("head_loss").map(|op| op.calls), Some(2), "{report}");
+    match report.source {
+        Source::Calls => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+        Source::Cupti => {
+            let count = |copies: Option<Copies>| copies.map(|copies| (copies.count, copies.bytes));
+            assert_eq!(count(report.total.to_host), Some((0, 0)), "nothing comes down: {report}");
+            let cells = same.batch_size() * (2 * same.seq_length() + 2);
+            assert_eq!(count(report.total.to_device), Some((3, 4 * cells as u64)), "{report}");
+            assert_eq!(report.total.synchronisations, Some(0), "{report}");
+        }
+    }
+});
+
+#[test]
+fn spans_are_counted_as_seqeval_and_conlleval_count_them() {
+    let file = Path::new("tests/golden/scores.json");
+    let cases: Value = serde_json::from_str(&fs::read_to_string(file).expect("goldens")).expect("JSON");
+    let cases = cases.as_array().expect("a list");
+    assert!(cases.len() >= 30);
+    for case in cases {
+        let sequences =
+            |name: &str| -> Vec<Vec<String>> { serde_json::from_value(case[name].clone()).expect("sequences of tags") };
+        let meant =
+            sequences("meant").into_iter().map(|tags| Utterance { words: tags.clone(), tags, intent: "same".into() });
+        let heard = sequences("heard").into_iter().map(|tags| scores::Understanding { intent: "same".into(), tags });
+        let report = Report::new(&meant.collect::<Vec<_>>(), &heard.collect::<Vec<_>>());
+        let f1 = case["f1"].as_f64().expect("a number");
+        assert!((report.scores.slot_f1 - f1).abs() < 1e-6, "{} instead of {f1} in {case}", report.scores.slot_f1);
+        for (slot, wanted) in case["slots"].as_object().expect("slots") {
+            let counts = report.slots[slot];
+            for (name, count) in [("present", counts.present), ("found", counts.found), ("right", counts.right)] {
+                assert_eq!(wanted[name].as_u64(), Some(count as u64), "{name} of {slot} in {case}");
+            }
+        }
+    }
+}
+
+const SMALL: [&str; 14] = [
+    "--set",
+    "d_model=16",
+    "--set",
+    "n_layers=1",
+    "--set",
+    "n_heads=2",
+    "--set",
+    "batch_size=8",
+    "--set",
+    "valid_every=3",
+    "--steps",
+    "6",
+    "--task",
+    "intent-slot",
+];
+
+fn train(args: &[&str]) -> Output {
+    let backend = crate::backend().as_str();
+    program().args(["train", "--backend", backend]).args(args).output().expect("the program starts")
+}
+
+fn done_line(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    serde_json::from_str(stdout.lines().last().expect("a last line")).expect("JSON")
+}
+
+#[test]
+fn training_on_utterances_ends_with_the_scores_of_the_test_data() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    let done = done_line(&train(&[&SMALL[..], &["--json", "--out", text(&out)]].concat()));
+    for key in ["train_loss", "valid_loss", "intent_accuracy", "slot_f1", "sentence_accuracy", "tokens_per_second"] {
+        assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
+    }
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "labels.json", "metrics.jsonl", "loss.svg"] {
+        assert!(out.join(name).exists(), "{name}");
+    }
+    // Goes on to the same bytes as a run that was never stopped.
+    let (halves, whole) = (folder.path().join("halves"), folder.path().join("whole"));
+    let begin = |out: &Path, steps: &str| {
+        let args = ["--json", "--out", text(out), "--set", "schedule=constant", "--steps", steps];
+        done_line(&train(&[&SMALL[..10], &SMALL[12..], &args].concat()));
+    };
+    begin(&halves, "3");
+    begin(&whole, "6");
+    done_line(&train(&["--json", "--resume", "--out", text(&halves), "--steps", "6"]));
+    let last = |out: &Path| fs::read(out.join("training/step-00000006/model.safetensors")).expect("a checkpoint");
+    assert_eq!(last(&halves), last(&whole));
+}
+
+#[test]
+fn several_seeds_are_reported_as_mean_and_deviation() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("runs");
+    let done =
+        done_line(&train(&[&SMALL[..], &["--json", "--seeds", "2", "--seed", "5", "--out", text(&out)]].concat()));
+    assert_eq!(done["seeds"].as_u64(), Some(2), "{done}");
+    for key in ["intent_accuracy", "slot_f1", "sentence_accuracy", "valid_loss"] {
+        for part in ["mean", "std"] {
+            assert!(done[key][part].as_f64().is_some_and(f64::is_finite), "{key}.{part} in {done}");
+        }
+    }
+    assert_ne!(done["valid_loss"]["std"].as_f64(), Some(0.0), "two seeds are two models");
+    for seed in ["seed-5", "seed-6"] {
+        assert!(out.join(seed).join("model.safetensors").exists(), "{seed}");
+    }
+}
+
+#[test]
+fn any_text_is_understood_as_something() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    done_line(&train(&[&SMALL[..], &["--json", "--out", text(&out)]].concat()));
+    let backend = crate::backend().as_str();
+    let base = ["predict", "--backend", backend, "--model", text(&out), "--json"];
+    let lines = |output: Output| -> Vec<Value> {
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let stdout = String::from_utf8(output.stdout).expect("text");
+        stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+    };
+    let texts = [
+        "turn on the kitchen lights".to_string(),
+        String::new(),
+        " \t ".into(),
+        "🔥🔥 включи свет 火 ٣".into(),
+        "play ".repeat(3000),
+        "¿enciende\u{a0}la luz?".into(),
+    ];
+    let file = folder.path().join("texts.txt");
+    fs::write(&file, texts.join("\n")).expect("a writable folder");
+    let read = lines(program().args(base).args(["--file", text(&file)]).output().expect("the program starts"));
+    assert_eq!(read.len(), texts.len());
+    for (line, said) in read.iter().zip(&texts) {
+        assert_eq!(line["event"].as_str(), Some("prediction"));
+        assert_eq!(line["text"].as_str(), Some(said.as_str()));
+        let spoken = !said.trim().is_empty();
+        assert_eq!(line["intent"].is_string(), spoken, "{line}");
+        let probability = line["probability"].as_f64().expect("a number");
+        assert!(if spoken { probability > 0.0 && probability <= 1.0 + 1e-6 } else { probability == 0.0 }, "{line}");
+        let characters: Vec<char> = said.chars().collect();
+        for span in line["spans"].as_array().expect("spans") {
+            let at = |name: &str| span[name].as_u64().expect("an offset") as usize;
+            let there: String = characters[at("start")..at("end")].iter().collect();
+            assert_eq!(span["text"].as_str(), Some(there.as_str()));
+        }
+    }
+    let mut child =
+        program().args(base).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the program starts");
+    child.stdin.take().expect("a pipe").write_all(texts[0].as_bytes()).expect("a reader");
+    let piped = lines(child.wait_with_output().expect("an end"));
+    let alone = lines(program().args(base).args(["--text", &texts[0]]).output().expect("the program starts"));
+    assert_eq!(piped, alone);
+    assert_eq!(alone[0]["intent"], read[0]["intent"], "a batch changes nothing");
+
+    let missing = folder.path().join("nothing.txt");
+    let output = program().args(base).args(["--file", text(&missing)]).output().expect("the program starts");
+    assert_refused(&output, 1, &["nothing.txt"]);
+    fs::write(out.join("labels.json"), r#"{"intents": ["one"], "slots": []}"#).expect("a writable folder");
+    let output = program().args(base).args(["--text", "hello"]).output().expect("the program starts");
+    assert_refused(&output, 1, &["labels.json", "1 intents"]);
+}
+
+#[test]
+fn a_folder_of_utterances_trains_as_it_is_and_malformed_lines_are_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data");
+    let out = folder.path().join("run");
+    for (part, count) in [("train", 40), ("valid", 10), ("test", 10)] {
+        fs::create_dir_all(data.join(part)).expect("a writable folder");
+        let lines = |line: &dyn Fn(usize) -> String| (0..count).map(|at| line(at) + "\n").collect::<String>();
+        let city = |at: usize| ["rome", "new\tyork", "oslo"][at % 3];
+        // Some lines end in a blank.
+        let words = lines(&|at| format!("fly to {}{}", city(at), if at % 4 == 0 { " " } else { "" }));
+        let tags = lines(&|at| format!("O O B-city{}{}", if at % 3 == 1 { " I-city" } else { "" }, [" ", ""][at % 2]));
+        fs::write(data.join(part).join("seq.in"), words).expect("a writable folder");
+        fs::write(data.join(part).join("seq.out"), tags).expect("a writable folder");
+        let labels = lines(&|at| if part == "test" && at == 9 { "never_seen".into() } else { "flight ".into() });
+        fs::write(data.join(part).join("label"), labels).expect("a writable folder");
+    }
+    let args = [&SMALL[..], &["--json", "--data", text(&data), "--out", text(&out)]].concat();
+    let done = done_line(&train(&args));
+    // One of ten has an intent that no training could have taught.
+    assert!(done["intent_accuracy"].as_f64().is_some_and(|percent| percent <= 90.0), "{done}");
+
+    let refused = |file: &str, line: usize, put: &str, words: &[&str]| {
+        let path = data.join(file);
+        let whole = fs::read_to_string(&path).expect("a file");
+        let mut lines: Vec<&str> = whole.lines().collect();
+        lines[line - 1] = put;
+        fs::write(&path, lines.join("\n")).expect("a writable folder");
+        let out = folder.path().join("refused");
+        let args = [&SMALL[..], &["--plain", "--data", text(&data), "--out", text(&out)]].concat();
+        assert_refused(&train(&args), 1, words);
+        assert!(!out.exists(), "nothing was written");
+        fs::write(&path, whole).expect("a writable folder");
+    };
+    refused("train/seq.out", 7, "O O", &["seq.out", "7"]);
+    refused("valid/seq.out", 3, "O O X-city", &["valid", "3", "X-city"]);
+    refused("test/label", 2, " ", &["test", "label", "2"]);
+    let empty = folder.path().join("empty");
+    fs::create_dir(&empty).expect("a writable folder");
+    let elsewhere = folder.path().join("elsewhere");
+    let args = [&SMALL[..], &["--plain", "--data", text(&empty), "--out", text(&elsewhere)]].concat();
+    assert_refused(&train(&args), 1, &["empty", "seq.in", "jsonl"]);
+}
+
+#[test]
+fn a_language_model_is_no_listener_and_a_listener_no_writer() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (utterances, stories) = (folder.path().join("utterances"), folder.path().join("stories"));
+    done_line(&train(&[&SMALL[..], &["--json", "--out", text(&utterances)]].concat()));
+    done_line(&train(&[&SMALL[..12], &["--json", "--out", text(&stories)]].concat()));
+    let backend = crate::backend().as_str();
+    let run = |args: &[&str]| program().args(args).args(["--backend", backend]).output().expect("the program starts");
+    let predict = run(&["predict", "--model", text(&stories), "--text", "hello"]);
+    assert_refused(&predict, 1, &["not trained on utterances", "--task intent-slot"]);
+    let generate = run(&["generate", "--model", text(&utterances), "--prompt", "hello"]);
+    assert_refused(&generate, 1, &["encoder"]);
+    let mixed = train(&["stories", "--task", "intent-slot", "--plain"]);
+    assert_refused(&mixed, 2, &["another task"]);
+}
+
+#[test]
+fn an_encoder_goes_on_from_another_ones_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (first, second) = (folder.path().join("first"), folder.path().join("second"));
+    done_line(&train(&[&SMALL[..], &["--json", "--out", text(&first)]].concat()));
+    let slow = ["--set", "learning_rate=0", "--set", "min_learning_rate=0", "--set", "weight_decay=0"];
+    let init = ["--init", text(&first), "--json", "--out", text(&second)];
+    done_line(&train(&[&SMALL[..], &slow, &init].concat()));
+    let bytes = |out: &Path| fs::read(out.join("model.safetensors")).expect("a model");
+    assert_eq!(bytes(&first), bytes(&second), "nothing was learnt, so nothing has changed");
+    let third = folder.path().join("third");
+    let no_tokenizer = ["--init", "tests/golden/gpt2", "--plain", "--out", text(&third)];
+    assert_refused(&train(&[&SMALL[..], &no_tokenizer].concat()), 1, &["tokenizer.json"]);
+}
+
+backend_test!(utterance_gradients_reach_every_parameter::<B>(device) {
+    let recipe = recipe(&[("dropout", "0")]);
+    let trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
+    let batch = batch(trainer.task(), &recipe, 0);
+    let loss = intent_slot::loss(trainer.model(), &batch, 1.0, 0.0, &device);
+    let gradients = fireclay::training::optimizer::ParameterGradients::take(trainer.model(), loss.backward());
+    let names = fireclay_model::named_parameters(trainer.model());
+    for ((name, ..), gradient) in names.into_iter().zip(gradients.into_inner()) {
+        let gradient = gradient.unwrap_or_else(|| panic!("{name} took no part"));
+        assert!(values(&gradient).iter().any(|value| *value != 0.0), "{name} has no gradient");
+    }
+});
