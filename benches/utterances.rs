@@ -15,6 +15,10 @@ use fireclay::training::{Recipe, Trainer};
 use fireclay_datasets::{Labels, PieceTokenizer, Utterance, Utterances};
 use fireclay_kernels::Backend;
 
+/// The program's.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const UTTERANCES: usize = 200;
 const PIECES: usize = 50;
 const BATCH_SIZE: usize = 32;
@@ -86,6 +90,7 @@ fn task(seq_length: usize) -> Result<IntentSlot, Failure> {
     let labels = Labels {
         intents: (0..INTENTS).map(|intent| format!("intent-{intent}")).collect(),
         slots: (0..SLOTS).map(|slot| format!("slot-{slot}")).collect(),
+        marks: Vec::new(),
     };
     let mut utterance = |words: usize| Utterance {
         words: (0..words).map(|_| word(draw(WORDS))).collect(),

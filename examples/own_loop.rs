@@ -9,7 +9,7 @@ use fireclay::Failure;
 use fireclay::tasks::language;
 use fireclay::training::optimizer::{Optimizer, ParameterGradients};
 use fireclay_datasets::{Corpus, TextCorpus, Tokenizer, TokenizerKind};
-use fireclay_kernels::{AdamW, Sampling};
+use fireclay_kernels::{AdamW, HeadLossOptions, Sampling};
 use fireclay_model::TransformerConfig;
 
 type B = NdArray;
@@ -34,7 +34,7 @@ fn main() -> Result<(), Failure> {
     };
     for step in 0..100 {
         let batch = corpus.batch(1, step, 8);
-        let loss = language::loss(&model, &batch, 0.0, &device);
+        let loss = language::loss(&model, &batch, HeadLossOptions::new(), &device);
         let gradients = ParameterGradients::take(&model, loss.backward());
         (model, _) = optimizer.step(model, gradients, adamw);
         if step % 20 == 0 {

@@ -1,6 +1,6 @@
 //! The command line: parse, resolve, run; wording and exit codes.
 
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -9,9 +9,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::{BACKENDS, BackendName};
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
-use fireclay::prediction::{PredictionRun, Understood};
+use fireclay::prediction::{PredictionRun, Texts, Understood};
+use fireclay::stdout;
 use fireclay::tasks::TaskName;
-use fireclay::training::{Outcome, Precision, Recipe, TrainingRun, View};
+use fireclay::training::{EMBEDDED, Outcome, Precision, Recipe, TrainingRun, View};
 use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
 use fireclay_kernels::{Kernels, use_kernels};
 use serde_json::{Value, json};
@@ -70,7 +71,7 @@ struct TrainArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
     seeds: Option<u64>,
     /// Go on with the run in --out, or with the latest in runs/
-    #[arg(long, conflicts_with_all = ["recipe", "data"])]
+    #[arg(long, conflicts_with_all = ["recipe", "data", "task"])]
     resume: bool,
     /// Lines rather than the dashboard
     #[arg(long)]
@@ -285,7 +286,7 @@ fn train_one(
 ) -> Result<ExitCode, Failure> {
     let (folder, task) = (run.folder(), run.task());
     match backend.run(run.with_view(view(args)).with_interrupter(interrupter))? {
-        Outcome::Done(summary) if args.run.json => println!("{summary}"),
+        Outcome::Done(summary) if args.run.json => stdout::line(&summary),
         Outcome::Done(summary) => {
             tell(&summary);
             match task {
@@ -302,11 +303,15 @@ fn train_one(
 
 fn interrupted(folder: &Path, step: u64) -> ExitCode {
     let folder = folder.display();
-    eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}");
+    match step {
+        0 => eprintln!("stopped before the first step: there is nothing to save"),
+        _ => eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}"),
+    }
     ExitCode::from(INTERRUPTED)
 }
 
-/// Trains a model from each of several seeds, one after the other, into folders of their own.
+/// Trains a model from each of several seeds, one after the other, into folders of their own. A seed that is done
+/// already is not trained again, and one that was interrupted goes on.
 fn train_seeds(
     recipe: &Recipe,
     seeds: u64,
@@ -318,24 +323,25 @@ fn train_seeds(
     let mut summaries = Vec::new();
     for seed in (recipe.training.seed..).take(seeds as usize) {
         let folder = out.join(format!("seed-{seed}"));
-        let run = TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?;
+        if let Some(summary) = TrainingRun::done(&folder)? {
+            summaries.push(of_seed(summary, seed, args.run.json));
+            continue;
+        }
+        let run = match TrainingRun::is_begun(&folder) {
+            true => TrainingRun::resume(&folder, Ok)?,
+            false => TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?,
+        };
         match backend.run(run.with_view(view(args)).with_interrupter(interrupter.clone()))? {
-            Outcome::Done(mut summary) => {
-                summary["event"] = json!("seed");
-                summary["seed"] = json!(seed);
-                if args.run.json {
-                    println!("{summary}");
-                } else {
-                    tell(&summary);
-                }
-                summaries.push(summary);
+            Outcome::Done(summary) => summaries.push(of_seed(summary, seed, args.run.json)),
+            Outcome::Interrupted(step) => {
+                eprintln!("stopped at step {step} of seed {seed}; the same command goes on from there");
+                return Ok(ExitCode::from(INTERRUPTED));
             }
-            Outcome::Interrupted(step) => return Ok(interrupted(&folder, step)),
         }
     }
     let summary = spread(&summaries, out);
     if args.run.json {
-        println!("{summary}");
+        stdout::line(&summary);
         return Ok(ExitCode::SUCCESS);
     }
     eprintln!("\nover {seeds} seeds, mean and standard deviation:");
@@ -345,6 +351,18 @@ fn train_seeds(
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Tells the summary of one of several runs.
+fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
+    summary["event"] = json!("seed");
+    summary["seed"] = json!(seed);
+    if as_json {
+        stdout::line(&summary);
+    } else {
+        tell(&summary);
+    }
+    summary
 }
 
 /// The `done` line of several runs: each measured number as its mean and (corrected) standard deviation.
@@ -372,7 +390,9 @@ fn spread(summaries: &[Value], out: &Path) -> Value {
 /// The recipe with what the command line says.
 fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     if let Some(data) = &args.data {
-        recipe.data.source = data.display().to_string();
+        // A folder may have the name of an embedded source.
+        let shown = data.display().to_string();
+        recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
         if args.recipe.is_none() {
             recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
         }
@@ -455,22 +475,14 @@ fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
         precision: Precision::F32,
         show: |event: GenerationEvent<'_>| {
             if let GenerationEvent::Text(text) = event {
-                print_text(text);
+                stdout::write(text);
             }
         },
     };
     backend.run(run)?;
-    println!();
+    stdout::line("");
     eprintln!("\nMore: fireclay generate --model {out} --prompt \"...\"");
     Ok(())
-}
-
-/// Text on stdout at once; a reader who has gone away ends the program quietly.
-fn print_text(text: &str) {
-    let mut stdout = std::io::stdout();
-    if stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_err() {
-        std::process::exit(0);
-    }
 }
 
 fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
@@ -493,19 +505,21 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     options.validate()?;
     let json = args.run.json;
     let show = move |event: GenerationEvent<'_>| match event {
-        GenerationEvent::Begun(prompt) if !json => print_text(prompt),
-        GenerationEvent::Text(text) if json => print_text(&format!("{}\n", json!({ "event": "text", "text": text }))),
-        GenerationEvent::Text(text) => print_text(text),
+        GenerationEvent::Begun(prompt) if !json => stdout::write(prompt),
+        GenerationEvent::Text(text) if json => {
+            stdout::write(&format!("{}\n", json!({ "event": "text", "text": text })))
+        }
+        GenerationEvent::Text(text) => stdout::write(text),
         GenerationEvent::Done(done) if json => {
             let line = json!({
                 "event": "done", "text": done.text, "tokens": done.tokens, "prompt_tokens": done.prompt_tokens,
                 "prefill_seconds": done.prefill.as_secs_f64(),
                 "decode_tokens_per_second": done.decode_tokens_per_second(),
             });
-            print_text(&format!("{line}\n"));
+            stdout::write(&format!("{line}\n"));
         }
         GenerationEvent::Done(done) => {
-            print_text("\n");
+            stdout::write("\n");
             eprintln!(
                 "({} tokens after {}; {:.0} tokens/s)",
                 done.tokens.len(),
@@ -526,34 +540,21 @@ fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     if let Some(setting) = args.run.set.first() {
         return Err(Failure::usage(format!("--set {setting}: predict has no recipe to change")));
     }
-    // Whoever types waits for an answer to each line.
-    let typed = args.text.is_none() && args.file.is_none() && std::io::stdin().is_terminal();
-    let texts: Box<dyn Iterator<Item = Result<String, Failure>>> = match (args.text, &args.file) {
-        (Some(text), _) => Box::new(std::iter::once(Ok(text))),
+    let texts = match (args.text, &args.file) {
+        (Some(text), _) => Texts::one(text),
         (None, Some(path)) => {
-            let failure = |error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
-            let file = std::fs::File::open(path).map_err(failure)?;
-            let shown = path.display().to_string();
-            let lines = std::io::BufReader::new(file).lines();
-            Box::new(lines.map(move |line| line.map_err(|error| Failure::new(format!("{shown}: {error}")))))
+            let name = path.display().to_string();
+            let file = std::fs::File::open(path).map_err(|error| Failure::new(format!("{name}: {error}")))?;
+            Texts::lines(name, file)
         }
-        (None, None) => {
-            let failure = |error| Failure::new(format!("standard input: {error}"));
-            Box::new(std::io::stdin().lines().map(move |line| line.map_err(failure)))
-        }
+        (None, None) => Texts::lines("standard input", std::io::stdin()),
     };
     let json = args.run.json;
     let show = move |text: &str, understood: &Understood| {
-        print_text(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
+        stdout::write(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
     };
     let backend = args.run.backend();
-    backend.run(PredictionRun {
-        model: args.model,
-        texts,
-        at_once: if typed { 1 } else { 1024 },
-        precision: args.precision,
-        show,
-    })?;
+    backend.run(PredictionRun { model: args.model, texts, precision: args.precision, show })?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -603,22 +604,21 @@ fn devices(as_json: bool) {
         if as_json {
             let devices: Vec<_> =
                 found.iter().map(|device| json!({ "name": device.name, "detail": device.detail })).collect();
-            println!(
-                "{}",
-                json!({
-                    "event": "backend", "backend": name, "built_in": built_in, "devices": devices,
-                    "missing": missing, "default": backend == best,
-                })
-            );
+            stdout::line(json!({
+                "event": "backend", "backend": name, "built_in": built_in, "devices": devices, "missing": missing,
+                "default": backend == best,
+            }));
             continue;
         }
         match missing {
-            Some(missing) => println!("{name:<7} {missing}"),
+            Some(missing) => stdout::line(format!("{name:<7} {missing}")),
             None => {
                 let default = if backend == best { ", the default" } else { "" };
                 let note = if backend.note().is_empty() { String::new() } else { format!(" ({})", backend.note()) };
-                println!("{name:<7} built in and present{default}{note}");
-                found.iter().for_each(|device| println!("        {}: {}", device.name, device.detail));
+                stdout::line(format!("{name:<7} built in and present{default}{note}"));
+                for device in found {
+                    stdout::line(format!("        {}: {}", device.name, device.detail));
+                }
             }
         }
     }

@@ -22,6 +22,7 @@ struct Readme;
 pub mod backend;
 pub mod generation;
 pub mod prediction;
+pub mod stdout;
 pub mod tasks;
 pub mod training;
 
@@ -45,6 +46,11 @@ impl Failure {
     /// It was asked for wrongly: exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
         Self { message: one_line(&message.into()), usage: true }
+    }
+
+    /// The same, of something named.
+    pub(crate) fn about(self, what: &str) -> Self {
+        Self { message: format!("{what}: {}", self.message), ..self }
     }
 
     /// The exit code that goes with it.

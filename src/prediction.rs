@@ -1,5 +1,6 @@
 //! Utterances understood by a trained model: intent, probability and spans.
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{Int, Tensor, TensorData};
@@ -17,7 +18,7 @@ use crate::training::recipe::read_labels;
 /// An utterance as it was understood.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Understood {
-    /// The intent; `None` where there are no words.
+    /// The intent; `None` where there is nothing to hear.
     pub intent: Option<String>,
     /// The intent's probability.
     pub probability: f64,
@@ -118,40 +119,46 @@ impl<B: Backend> Listener<B> {
             }
         }
 
-        let mut understood: Vec<Understood> =
-            intents.iter().zip(&words).map(|(sums, words)| self.intent(sums, words.len())).collect();
+        let mut understood =
+            intents.iter().map(|votes| self.intent(votes)).collect::<Result<Vec<Understood>, Failure>>()?;
         for (window, tags) in windows.iter().zip(tags) {
-            let text = texts[window.text];
-            let found = spans(&tags).into_iter().map(|span| {
-                let (start, end) = (window.words[span.words.start].start, window.words[span.words.end - 1].end);
-                let text = text.chars().skip(start).take(end - start).collect();
-                UnderstoodSpan { slot: span.slot, start, end, text }
-            });
-            understood[window.text].spans.extend(found);
+            for span in spans(&tags) {
+                let (first, last) = (window.words[span.words.start], window.words[span.words.end - 1]);
+                let (start, end) = (first.start, last.end);
+                understood[window.text].spans.push(UnderstoodSpan { slot: span.slot, start, end, text: String::new() });
+            }
+        }
+        for (understood, text) in understood.iter_mut().zip(texts) {
+            let characters: Vec<char> = text.chars().collect();
+            for span in &mut understood.spans {
+                span.text = characters[span.start..span.end].iter().collect();
+            }
         }
         Ok(understood)
     }
 
-    fn intent(&self, sums: &[f64], words: usize) -> Understood {
-        let best =
-            sums.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).filter(|_| sums.iter().any(|sum| *sum > 0.0));
+    /// The intent with the most votes.
+    fn intent(&self, votes: &[f64]) -> Result<Understood, Failure> {
+        let all: f64 = votes.iter().sum();
+        if !all.is_finite() {
+            return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+        }
+        let best = votes.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).filter(|_| all > 0.0);
         let (intent, probability) = match best {
-            Some((index, sum)) => (Some(self.labels.intents[index].clone()), sum / sums.iter().sum::<f64>()),
+            Some((index, votes)) => (Some(self.labels.intents[index].clone()), votes / all),
             None => (None, 0.0),
         };
-        debug_assert!(intent.is_some() || words == 0 || sums.is_empty());
-        Understood { intent, probability, spans: Vec::new() }
+        Ok(Understood { intent, probability, spans: Vec::new() })
     }
 
-    /// The words of a text in parts that fit the context. Punctuation that the model never met is passed over.
+    /// The words of a text in parts that fit the context. Marks that the model never met are passed over.
     fn windows<'a>(&self, text: usize, words: &'a [Word]) -> Vec<Window<'a>> {
         let room = self.model.config().context_length;
         let (first, last) = (self.pieces.cls(), self.pieces.sep());
         let begun = || Window { text, words: Vec::new(), columns: Vec::new(), pieces: vec![first] };
         let mut windows = vec![begun()];
         for word in words {
-            let unknown_mark = !word.text.chars().any(char::is_alphanumeric) && !self.pieces.is_known(&word.text);
-            if unknown_mark {
+            if self.labels.is_noise(&word.text) {
                 continue;
             }
             let mut pieces = self.pieces.word(&word.text);
@@ -187,14 +194,65 @@ impl<B: Backend> Listener<B> {
     }
 }
 
+/// Texts to be understood, a few at a time.
+pub struct Texts {
+    /// What they are called in errors.
+    name: String,
+    reader: BufReader<Box<dyn Read>>,
+    /// Lines read.
+    lines: usize,
+    one: Option<String>,
+}
+
+/// Lines that are understood together at the most.
+const AT_ONCE: usize = 1024;
+
+impl Texts {
+    /// A single text.
+    pub fn one(text: String) -> Self {
+        Self { one: Some(text), ..Self::lines("text", std::io::empty()) }
+    }
+
+    /// The lines of what is called `name`.
+    pub fn lines(name: impl Into<String>, reader: impl Read + 'static) -> Self {
+        Self { name: name.into(), reader: BufReader::new(Box::new(reader)), lines: 0, one: None }
+    }
+
+    /// The texts that are there already, and one at least: whoever sends a line may wait for its answer. None at the
+    /// end, and with what went wrong behind them.
+    fn next(&mut self) -> (Vec<String>, Option<Failure>) {
+        if let Some(text) = self.one.take() {
+            return (vec![text], None);
+        }
+        let mut texts = Vec::new();
+        while texts.is_empty() || (texts.len() < AT_ONCE && self.reader.buffer().contains(&b'\n')) {
+            let mut line = Vec::new();
+            let read = self.reader.read_until(b'\n', &mut line);
+            let wrong =
+                |reason: String| Some(Failure::new(format!("{}, line {}: {reason}", self.name, self.lines + 1)));
+            match read {
+                Ok(0) => return (texts, None),
+                Ok(_) => {}
+                Err(error) => return (texts, wrong(error.to_string())),
+            }
+            let Ok(line) = String::from_utf8(line) else { return (texts, wrong("is not UTF-8 text".into())) };
+            let line = line.strip_suffix('\n').unwrap_or(&line);
+            let line = line.strip_suffix('\r').unwrap_or(line);
+            // Some editors begin a file with a byte order mark.
+            let line = line.strip_prefix('\u{feff}').filter(|_| self.lines == 0).unwrap_or(line);
+            texts.push(line.to_string());
+            self.lines += 1;
+        }
+        (texts, None)
+    }
+}
+
 /// Texts for a model folder, as work for any backend.
 pub struct PredictionRun<S> {
     /// The model folder.
     pub model: PathBuf,
     /// The texts.
-    pub texts: Box<dyn Iterator<Item = Result<String, Failure>>>,
-    /// How many of them are read before they are understood together.
-    pub at_once: usize,
+    pub texts: Texts,
     /// Dtype of activations.
     pub precision: Precision,
     /// Told of each text, in their order.
@@ -207,13 +265,15 @@ impl<S: FnMut(&str, &Understood)> OnBackend for PredictionRun<S> {
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
         let listener = Listener::<B>::open(&self.model, self.precision, device)?;
         loop {
-            let texts = self.texts.by_ref().take(self.at_once).collect::<Result<Vec<String>, Failure>>()?;
-            if texts.is_empty() {
-                return Ok(());
-            }
+            let (texts, failure) = self.texts.next();
             let borrowed: Vec<&str> = texts.iter().map(String::as_str).collect();
             for (text, understood) in texts.iter().zip(listener.understand(&borrowed)?) {
                 (self.show)(text, &understood);
+            }
+            match failure {
+                Some(failure) => return Err(failure),
+                None if texts.is_empty() => return Ok(()),
+                None => {}
             }
         }
     }

@@ -1,7 +1,7 @@
 //! A batch of token rows and what should follow each token.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 
 /// The target of a position that does not count.
 pub const IGNORED_TARGET: i32 = -100;
@@ -71,7 +71,8 @@ impl TokenBatch {
     /// Tokens and targets on the device, each `[batch_size, seq_length]`, in one upload each.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
         let shape = [self.batch_size(), self.seq_length];
-        let upload = |values: &[i32]| Tensor::from_data(TensorData::new(values.to_vec(), shape), device);
+        // As one row, and then as many: devices may lay the rows of a matrix apart.
+        let upload = |values: &[i32]| Tensor::<B, 1, Int>::from_data(values, device).reshape(shape);
         (upload(&self.inputs), upload(&self.targets))
     }
 }

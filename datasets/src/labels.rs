@@ -14,6 +14,9 @@ pub struct Labels {
     pub intents: Vec<String>,
     /// Names of the slots, without `B-` and `I-`.
     pub slots: Vec<String>,
+    /// Punctuation that stands as a word of its own; any other mark means nothing.
+    #[serde(default)]
+    pub marks: Vec<String>,
 }
 
 impl Labels {
@@ -23,7 +26,19 @@ impl Labels {
         let tags = train.iter().flat_map(|utterance| &utterance.tags);
         let slots: BTreeSet<&str> = tags.filter_map(|tag| slot_of(tag)).map(|(slot, _)| slot).collect();
         let owned = |names: BTreeSet<&str>| names.into_iter().map(str::to_owned).collect();
-        Self { intents: owned(intents), slots: owned(slots) }
+        let words = train.iter().flat_map(|utterance| &utterance.words);
+        let marks: BTreeSet<&str> = words.map(String::as_str).filter(|word| is_mark(word)).collect();
+        Self { intents: owned(intents), slots: owned(slots), marks: owned(marks) }
+    }
+
+    /// Whether intents and slots are the same, so that one model serves both.
+    pub fn same_names(&self, other: &Self) -> bool {
+        (&self.intents, &self.slots) == (&other.intents, &other.slots)
+    }
+
+    /// Whether a word of running text means nothing to a model with these labels.
+    pub fn is_noise(&self, word: &str) -> bool {
+        is_mark(word) && self.marks.iter().all(|mark| mark != word)
     }
 
     /// Number of tags: `O`, and two for each slot.
@@ -52,6 +67,11 @@ impl Labels {
     pub fn intent_id(&self, intent: &str) -> Option<usize> {
         self.intents.iter().position(|known| known == intent)
     }
+}
+
+/// Whether a word has neither letters nor digits.
+fn is_mark(word: &str) -> bool {
+    !word.chars().any(char::is_alphanumeric)
 }
 
 /// The slot of a tag and whether the tag begins it; none of `O` and of what is no tag.
@@ -116,6 +136,16 @@ mod tests {
         }
         assert_eq!(labels.intent_id("wave"), Some(1));
         assert_eq!(labels.intent_id("leave"), None);
+    }
+
+    #[test]
+    fn marks_that_training_lacks_are_noise() {
+        let utterance =
+            |word: &str| Utterance { words: vec![word.into()], tags: vec!["O".into()], intent: "ask".into() };
+        let labels = Labels::of(&["?", "st.", "-", "8"].map(utterance));
+        assert_eq!(labels.marks, ["-", "?"]);
+        let noise = ["?", ".", "🔥", "st.", "8"].map(|word| labels.is_noise(word));
+        assert_eq!(noise, [false, true, true, false, false]);
     }
 
     #[test]

@@ -116,11 +116,6 @@ impl PieceTokenizer {
         if pieces.is_empty() { vec![self.unknown] } else { pieces }
     }
 
-    /// Whether a word is spelt without `[UNK]`.
-    pub fn is_known(&self, word: &str) -> bool {
-        !self.word(word).contains(&self.unknown)
-    }
-
     /// The id of `[CLS]`.
     pub fn cls(&self) -> u32 {
         self.cls
@@ -316,10 +311,8 @@ mod tests {
         let pieces = trained(100);
         for word in ["火", "zz", "\u{7}", "", " "] {
             assert_eq!(names(&pieces, &pieces.word(word)), ["[UNK]"], "{word:?}");
-            assert!(!pieces.is_known(word), "{word:?}");
             assert!(!pieces.letters(word).is_empty(), "{word:?}");
         }
-        assert!(pieces.is_known("gap"));
         // The name of a special token is a word like any other.
         assert!(!pieces.word("[CLS]").contains(&pieces.cls()));
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::DataError;
-use crate::labels::slot_of;
+use crate::labels::{Span, slot_of, spans};
 use crate::text::read_file;
 
 /// Words, a tag in IOB2 for each, and an intent.
@@ -129,7 +129,8 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
     let mut utterances = Vec::with_capacity(words.len());
     for (line, ((words, tags), label)) in words.into_iter().zip(tags).zip(labels).enumerate() {
         let words: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
-        let tags: Vec<String> = tags.split_whitespace().map(str::to_owned).collect();
+        let mut tags: Vec<String> = tags.split_whitespace().map(str::to_owned).collect();
+        begin_spans(&mut tags);
         let odd = tags.iter().find(|tag| *tag != "O" && slot_of(tag).is_none());
         if words.is_empty() {
             faults.note(words_path, line, "an empty utterance".to_owned());
@@ -148,6 +149,13 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
         }
     }
     Ok(utterances)
+}
+
+/// Writes spans as IOB2 does: the first tag of each is a `B`.
+fn begin_spans(tags: &mut [String]) {
+    for Span { slot, words } in spans(tags) {
+        tags[words.start] = format!("B-{slot}");
+    }
 }
 
 fn counted(count: usize, thing: &str) -> String {
@@ -251,7 +259,7 @@ pub struct Word {
 }
 
 /// Marks that stand for themselves at the edge of a word.
-const MARKS: &str = ".,!?;:\"()[]{}«»„“”…'‘’";
+const MARKS: &str = ".,!?;:\"()[]{}«»„“”…'‘’¿¡。、？！，；：";
 
 /// The words of a running text: what white space parts, with each mark at the edge of a word a word of its own.
 pub fn words(text: &str) -> Vec<Word> {
@@ -345,9 +353,10 @@ mod tests {
     }
 
     #[test]
-    fn an_inside_tag_without_a_beginning_is_kept() {
-        let folder = folders("a b c", "I-x O I-y", "one");
-        assert_eq!(Utterances::read(folder.path()).expect("sound").train[0].tags, ["I-x", "O", "I-y"]);
+    fn a_span_that_begins_inside_begins_all_the_same() {
+        let folder = folders("a b c d e", "I-x I-x I-y O I-x", "one");
+        let tags = &Utterances::read(folder.path()).expect("sound").train[0].tags;
+        assert_eq!(tags, &["B-x", "I-x", "B-y", "O", "B-x"]);
     }
 
     #[test]

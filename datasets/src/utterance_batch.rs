@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 
 use crate::DataError;
 use crate::batch::IGNORED_TARGET;
@@ -92,21 +92,18 @@ impl UtteranceBatch {
         chunks.map(part).collect()
     }
 
-    /// The batch on the device, in three uploads: pieces, tags, and lengths with intents.
+    /// The batch on the device, in an upload each.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceBatch<B> {
         let (batch_size, seq_length) = (self.batch_size(), self.seq_length);
         let mut tags = self.targets.clone();
-        let firsts = tags.iter_mut().step_by(seq_length);
-        let intents = firsts.map(|first| std::mem::replace(first, IGNORED_TARGET)).collect();
-        let rows = [self.lengths.clone(), intents].concat();
-        let rows = Tensor::<B, 2, Int>::from_data(TensorData::new(rows, [2, batch_size]), device);
-        let cells = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, [batch_size, seq_length]), device);
-        DeviceBatch {
-            ids: cells(self.ids.clone()),
-            tags: cells(tags),
-            lengths: rows.clone().narrow(0, 0, 1).reshape([batch_size]),
-            intents: rows.narrow(0, 1, 1).reshape([batch_size]),
+        let mut intents = vec![IGNORED_TARGET; tags.len()];
+        for first in (0..tags.len()).step_by(seq_length) {
+            std::mem::swap(&mut tags[first], &mut intents[first]);
         }
+        // As one row, and then as many: devices may lay the rows of a matrix apart.
+        let row = |values: &[i32]| Tensor::<B, 1, Int>::from_data(values, device);
+        let cells = |values: &[i32]| row(values).reshape([batch_size, seq_length]);
+        DeviceBatch { ids: cells(&self.ids), tags: cells(&tags), intents: cells(&intents), lengths: row(&self.lengths) }
     }
 }
 
@@ -119,8 +116,8 @@ pub struct DeviceBatch<B: Backend> {
     pub tags: Tensor<B, 2, Int>,
     /// Pieces of each row without padding, `[batch_size]`.
     pub lengths: Tensor<B, 1, Int>,
-    /// Intents, `[batch_size]`.
-    pub intents: Tensor<B, 1, Int>,
+    /// Intents in the first column, [`IGNORED_TARGET`] elsewhere, `[batch_size, seq_length]`.
+    pub intents: Tensor<B, 2, Int>,
 }
 
 /// How utterances are varied in training. All shares are probabilities.
@@ -397,6 +394,7 @@ fn shuffle<T>(items: &mut [T], rng: &mut Generator) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use burn::tensor::TensorData;
     use burn_ndarray::NdArray;
     use std::collections::BTreeSet;
 
@@ -596,12 +594,11 @@ mod tests {
         let values = |data: TensorData| data.iter::<i64>().map(|value| value as i32).collect::<Vec<_>>();
         assert_eq!(values(there.ids.into_data()), batch.ids());
         assert_eq!(values(there.lengths.into_data()), batch.lengths());
-        let mut targets = values(there.tags.into_data());
-        let intents = values(there.intents.into_data());
-        for (first, intent) in targets.iter_mut().step_by(batch.seq_length()).zip(intents) {
-            assert_eq!(std::mem::replace(first, intent), NO);
+        let (tags, intents) = (values(there.tags.into_data()), values(there.intents.into_data()));
+        for (at, target) in batch.targets().iter().enumerate() {
+            let wanted = if at % batch.seq_length() == 0 { (NO, *target) } else { (*target, NO) };
+            assert_eq!((tags[at], intents[at]), wanted);
         }
-        assert_eq!(targets, batch.targets());
     }
 
     #[test]

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor};
 use criterion::{BenchmarkGroup, Criterion, Throughput, measurement::WallTime};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, recorder,
 };
 
 /// Sizes that fill the device.
@@ -135,6 +135,7 @@ fn run<B: Backend>(scale: &Scale) {
     heads(&mut bench, scale);
     vocabulary(&mut bench, scale);
     parameters(&mut bench, scale);
+    recorder_off(&mut bench);
     bench.group.finish();
 }
 
@@ -148,6 +149,15 @@ fn ceilings<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let product = bench.measure("product", 0, flops, || <B as Backend>::linear(a.clone(), b.clone(), None));
     (bench.bytes_per_second, bench.flops_per_second) = (bytes as f64 / copy, flops / product);
     println!("ceilings: {:.0} GB/s, {:.2} TFLOP/s", bench.bytes_per_second / 1e9, bench.flops_per_second / 1e12);
+}
+
+/// What each operation pays while nothing is recorded.
+fn recorder_off<B: Backend>(bench: &mut Bench<'_, B>) {
+    let x = bench.weights([2, 2]);
+    bench.group.throughput(Throughput::Elements(1));
+    bench.group.bench_function("recorder off, one operation", |bencher| {
+        bencher.iter(|| recorder::op(std::hint::black_box("nothing"), || vec![recorder::operand(&x)]));
+    });
 }
 
 /// Operations over `[rows, width]`.

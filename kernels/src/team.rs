@@ -145,6 +145,8 @@ pub(crate) fn lanes_max<N: Size>(vector: Vector<f32, N>) -> f32 {
 
 /// Rows that one piece of a sum has at least.
 const PIECE: usize = 64;
+/// Rows that are added up in one launch.
+const FEW_ROWS: usize = 4096;
 /// The most pieces of a sum.
 const PIECES: usize = 256;
 
@@ -152,7 +154,8 @@ const PIECES: usize = 256;
 pub(crate) fn sum_over_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [columns], DType::F32);
-    let pieces = (n_rows / PIECE).clamp(1, PIECES);
+    // A launch costs more than a few thousand rows do.
+    let pieces = if n_rows <= FEW_ROWS { 1 } else { (n_rows / PIECE).clamp(1, PIECES) };
     if pieces == 1 {
         add_up(x, &out, &out, 1);
         return out;

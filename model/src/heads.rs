@@ -21,8 +21,8 @@ pub struct UtteranceHeads<B: Backend> {
 /// What a batch of utterances should be heard as. `IGNORED_TARGET` stands where nothing counts.
 #[derive(Clone, Debug)]
 pub struct UtteranceTargets<B: Backend> {
-    /// The intent of each row, `[batch_size]`.
-    pub intents: Tensor<B, 1, Int>,
+    /// The intent of each row at its first token, `[batch_size, seq_length]`.
+    pub intents: Tensor<B, 2, Int>,
     /// The tag of each token, `[batch_size, seq_length]`.
     pub tags: Tensor<B, 2, Int>,
 }
@@ -40,16 +40,18 @@ impl<B: Backend> UtteranceHeads<B> {
         (intents.squeeze_dim(1), linear(hidden, self.tag.val(), None))
     }
 
-    /// Mean cross entropy of the intents times `intent_weight`, and of the tags, added: `[1]` f32 nats.
+    /// Mean cross entropies of the intents and of the tags, each times its weight and the options', added: `[1]` f32
+    /// nats.
     pub fn loss(
         &self,
         hidden: Tensor<B, 3>,
         targets: UtteranceTargets<B>,
-        intent_weight: f64,
+        (intent_weight, tag_weight): (f64, f64),
         options: HeadLossOptions,
     ) -> Tensor<B, 1> {
-        let first = hidden.clone().narrow(1, 0, 1);
-        let intents = head_loss(first, self.intent.val(), targets.intents.unsqueeze_dim::<2>(1), options);
-        head_loss(hidden, self.tag.val(), targets.tags, options) + intents * intent_weight
+        // Over all tokens, of which the first alone counts: a cut would be a copy forward and two backward.
+        let weighted = |weight: f64| options.with_weight(weight * options.weight);
+        let intents = head_loss(hidden.clone(), self.intent.val(), targets.intents, weighted(intent_weight));
+        head_loss(hidden, self.tag.val(), targets.tags, weighted(tag_weight)) + intents
     }
 }

@@ -88,22 +88,22 @@ impl ModelFolder {
     /// few are named.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
         let (_, config) = self.config()?;
-        self.load_as(&config, 0, device)
+        self.load_as(&config, true, 0, device)
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout. Heads that the folder lacks are drawn from `seed`.
+    /// dropout. Without `heads`, those for utterances are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
     pub fn load_as<B: Backend>(
         &self,
         config: &TransformerConfig,
+        heads: bool,
         seed: u64,
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
-        let (family, stored) = self.config()?;
-        let has_heads = (stored.intents, stored.tags) == (config.intents, config.tags);
+        let (family, _) = self.config()?;
         let path = self.path.join(WEIGHTS);
         let bytes = fs::read(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
         let wrong = |reason: String| WeightsError::Weights { path: path.clone(), reason };
@@ -118,7 +118,7 @@ impl ModelFolder {
         let mut values: HashMap<String, Vec<f32>> = HashMap::new();
         let mut problems = Vec::new();
         for tensor in family.tensors(config, &paths) {
-            if tensor.path.starts_with("heads.") && !has_heads {
+            if tensor.path.starts_with("heads.") && !heads {
                 continue;
             }
             let shape = &shapes[&tensor.path];

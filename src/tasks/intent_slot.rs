@@ -5,14 +5,14 @@
 
 use std::path::Path;
 
-use burn::tensor::{Tensor, activation};
+use burn::tensor::{DType, Tensor, activation};
 use fireclay_datasets::{EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation};
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, UtteranceHeads, UtteranceTargets};
 
 use crate::Failure;
 use crate::tasks::scores::{Report, Understanding};
-use crate::tasks::{ModelSizes, Validation};
+use crate::tasks::{ModelSizes, TargetCounts, Validation};
 use crate::training::TrainingRecipe;
 use crate::training::checkpoint::{LABELS, TOKENIZER, write_synced};
 use crate::training::read_scalars;
@@ -99,13 +99,14 @@ impl IntentSlot {
     ) -> Result<Validation, Failure> {
         let heads = heads(model)?;
         let batches = self.valid.encoded.batches(BATCH_SIZE);
-        let total = self.valid.utterances.len().max(1) as f64;
+        let total = batches.iter().map(|(_, batch)| counts(batch)).fold(TargetCounts::default(), |a, b| a + b);
         let mut sum = Tensor::<B, 1>::zeros([1], device);
         let mut understood = Understood::new(&self.labels, &self.valid.encoded);
         for (indices, batch) in &batches {
             let (hidden, targets) = encode(model, batch, device);
-            let loss = heads.loss(hidden.clone(), targets, training.intent_weight, HeadLossOptions::new());
-            sum = sum + loss.mul_scalar(indices.len() as f64 / total);
+            let (tags, intents) = counts(batch).shares(total);
+            let weights = (intents * training.intent_weight, tags);
+            sum = sum + heads.loss(hidden.clone(), targets, weights, HeadLossOptions::new());
             understood.read(indices, heads.logits(hidden))?;
         }
         let report = Report::new(&self.valid.utterances, &understood.finish(&self.valid.utterances));
@@ -136,7 +137,7 @@ pub(crate) fn heads<B: Backend>(model: &Transformer<B>) -> Result<&UtteranceHead
 }
 
 /// Hidden states of a batch, and its targets, on the device.
-pub(crate) fn encode<B: Backend>(
+fn encode<B: Backend>(
     model: &Transformer<B>,
     batch: &UtteranceBatch,
     device: &B::Device,
@@ -146,21 +147,25 @@ pub(crate) fn encode<B: Backend>(
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 
-/// Mean cross entropy of intents, times `intent_weight`, and tags, added: `[1]` nats.
+/// The targets of a batch that count.
+pub(crate) fn counts(batch: &UtteranceBatch) -> TargetCounts {
+    TargetCounts { tokens: batch.tag_count(), intents: batch.intent_count() }
+}
+
+/// Mean cross entropies of intents and of tags, each times its weight and the options', added: `[1]` nats.
 ///
 /// # Panics
 /// If the model has no heads for utterances.
 pub fn loss<B: Backend>(
     model: &Transformer<B>,
     batch: &UtteranceBatch,
-    intent_weight: f64,
-    label_smoothing: f64,
+    weights: (f64, f64),
+    options: HeadLossOptions,
     device: &B::Device,
 ) -> Tensor<B, 1> {
-    let options = HeadLossOptions::new().with_label_smoothing(label_smoothing);
     let (hidden, targets) = encode(model, batch, device);
     match &model.heads {
-        Some(heads) => heads.loss(hidden, targets, intent_weight, options),
+        Some(heads) => heads.loss(hidden, targets, weights, options),
         None => panic!("the model has no heads for intents and tags"),
     }
 }
@@ -215,8 +220,8 @@ impl Predictions {
             let data = logits.try_into_data().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             Ok::<Vec<f32>, Failure>(data.iter::<f32>().collect())
         };
-        let intents = values(activation::log_softmax(intents, 1).flatten(0, 1))?;
-        let tags = values(activation::log_softmax(tags, 2).flatten(0, 2))?;
+        let intents = values(activation::log_softmax(intents.cast(DType::F32), 1).flatten(0, 1))?;
+        let tags = values(activation::log_softmax(tags.cast(DType::F32), 2).flatten(0, 2))?;
         Ok(Self { intents, intent_count, tags, tag_count, seq_length })
     }
 

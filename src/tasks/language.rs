@@ -19,16 +19,16 @@ pub struct Language {
     pub tokenizer: Tokenizer,
 }
 
-/// Mean cross entropy of a batch's predictions, `[1]` nats a token.
+/// Mean cross entropy of a batch's predictions, times the options' weight, `[1]` nats a token.
 pub fn loss<B: Backend>(
     model: &Transformer<B>,
     batch: &TokenBatch,
-    label_smoothing: f64,
+    options: HeadLossOptions,
     device: &B::Device,
 ) -> Tensor<B, 1> {
     let (inputs, targets) = batch.to_device(device);
     let hidden = model.forward(inputs, None);
-    model.loss(hidden, targets, HeadLossOptions::new().with_label_smoothing(label_smoothing))
+    model.loss(hidden, targets, options)
 }
 
 impl Language {
@@ -45,7 +45,7 @@ impl Language {
         let mut sum = Tensor::<B, 1>::zeros([1], device);
         for batch in &batches {
             let share = batch.target_count() as f64 / total.max(1) as f64;
-            sum = sum + loss(model, batch, 0.0, device).mul_scalar(share);
+            sum = sum + loss(model, batch, HeadLossOptions::new().with_weight(share), device);
         }
         Ok(read_scalars(vec![sum])?[0])
     }

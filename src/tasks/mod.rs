@@ -8,7 +8,7 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{TokenBatch, UtteranceBatch};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::Transformer;
 use serde::{Deserialize, Serialize};
 
@@ -72,6 +72,29 @@ impl From<UtteranceBatch> for Batch {
     }
 }
 
+/// Targets that count, of tokens or tags and of intents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TargetCounts {
+    pub(crate) tokens: usize,
+    pub(crate) intents: usize,
+}
+
+impl TargetCounts {
+    /// The shares that these have in `whole`.
+    pub(crate) fn shares(self, whole: Self) -> (f64, f64) {
+        let share = |part: usize, whole: usize| part as f64 / whole.max(1) as f64;
+        (share(self.tokens, whole.tokens), share(self.intents, whole.intents))
+    }
+}
+
+impl std::ops::Add for TargetCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { tokens: self.tokens + other.tokens, intents: self.intents + other.intents }
+    }
+}
+
 /// How a model did on held-out data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Validation {
@@ -95,11 +118,11 @@ impl Validation {
 }
 
 impl Batch {
-    /// How much this batch counts beside others: its targets, or its utterances.
-    pub(crate) fn weight(&self) -> usize {
+    /// The targets that count.
+    pub(crate) fn counts(&self) -> TargetCounts {
         match self {
-            Self::Tokens(batch) => batch.target_count(),
-            Self::Utterances(batch) => batch.batch_size(),
+            Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
+            Self::Utterances(batch) => intent_slot::counts(batch),
         }
     }
 
@@ -119,17 +142,22 @@ impl Batch {
         }
     }
 
-    /// The loss to learn from, `[1]` nats.
+    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it: `[1]` nats.
     pub(crate) fn loss<B: Backend>(
         &self,
         model: &Transformer<B>,
         training: &TrainingRecipe,
+        whole: TargetCounts,
         device: &B::Device,
     ) -> Tensor<B, 1> {
-        let smoothing = training.label_smoothing;
+        let options = HeadLossOptions::new().with_label_smoothing(training.label_smoothing);
+        let (tokens, intents) = self.counts().shares(whole);
         match self {
-            Self::Tokens(batch) => language::loss(model, batch, smoothing, device),
-            Self::Utterances(batch) => intent_slot::loss(model, batch, training.intent_weight, smoothing, device),
+            Self::Tokens(batch) => language::loss(model, batch, options.with_weight(tokens), device),
+            Self::Utterances(batch) => {
+                let weights = (intents * training.intent_weight, tokens);
+                intent_slot::loss(model, batch, weights, options, device)
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A run's folder: the model as the hub lays it out, and under `training/` what resuming needs.
 //!
 //! ```text
-//! config.json  model.safetensors  tokenizer.json     the best model so far
+//! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json, done.json where there are such
 //! metrics.jsonl  loss.svg                            how it went
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else

@@ -19,7 +19,7 @@ use fireclay_kernels::Backend;
 use serde_json::Value;
 
 pub use progress::{View, duration};
-pub use recipe::{DataRecipe, Precision, Recipe, TrainingRecipe};
+pub use recipe::{DataRecipe, EMBEDDED, Precision, Recipe, TrainingRecipe};
 pub use schedule::{Schedule, ScheduleKind};
 pub(crate) use trainer::read_scalars;
 pub use trainer::{StepOutput, Trainer, read_steps};
@@ -29,6 +29,9 @@ use crate::backend::OnBackend;
 use crate::tasks::{Task, TaskName};
 use crate::training::checkpoint::{Best, RunFolder, RunState};
 use crate::training::session::Session;
+
+/// Where a finished run keeps the figures of its `done` line.
+const DONE: &str = "done.json";
 
 /// A run to begin or to go on with.
 pub struct TrainingRun {
@@ -66,6 +69,26 @@ impl TrainingRun {
         let (folder, mut state) = RunFolder::resume(out)?;
         state.recipe = change(state.recipe)?;
         Ok(Self::new(state.recipe.clone(), folder, Some(state)))
+    }
+
+    /// Whether there is a checkpoint in `out` to go on from.
+    pub fn is_begun(out: &Path) -> bool {
+        RunFolder::resume(out).is_ok()
+    }
+
+    /// The figures of the run in `out`, if it is done.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn done(out: &Path) -> Result<Option<Value>, Failure> {
+        let file = out.join(DONE);
+        match std::fs::read_to_string(&file) {
+            Ok(text) => serde_json::from_str(&text)
+                .map(Some)
+                .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", file.display()))),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Failure::io(&file)(error)),
+        }
     }
 
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>) -> Self {
@@ -111,7 +134,12 @@ impl OnBackend for TrainingRun {
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
             eprintln!("\non the test data, read once:\n\n{report}\n");
         }
-        Ok(if finished { Outcome::Done(session.summary()) } else { Outcome::Interrupted(session.trainer.step()) })
+        if !finished {
+            return Ok(Outcome::Interrupted(session.trainer.step()));
+        }
+        let summary = session.summary();
+        checkpoint::write_synced(&folder.path().join(DONE), &summary.to_string())?;
+        Ok(Outcome::Done(summary))
     }
 }
 

@@ -14,6 +14,7 @@ use burn::train::renderer::{
 };
 use serde_json::json;
 
+use crate::stdout;
 use crate::tasks::Scores;
 use crate::training::session::add_scores;
 
@@ -185,7 +186,7 @@ impl LineRenderer {
             line["learning_rate"] = json!(rate);
             line["gradient_norm"] = json!(norm);
             line["tokens_per_second"] = json!(speed);
-            println!("{line}");
+            stdout::line(line);
             return;
         }
         let (begun, first) = *self.begun.get_or_insert((Instant::now(), step));
@@ -222,7 +223,7 @@ impl LineRenderer {
                 line["perplexity"] = json!(perplexity);
             }
             add_scores(&mut line, scores);
-            println!("{line}");
+            stdout::line(line);
             return;
         }
         let (steps, width) = (self.steps, self.steps.to_string().len());

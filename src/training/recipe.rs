@@ -17,6 +17,9 @@ use crate::tasks::{IntentSlot, Language, ModelSizes, Task, TaskName};
 use crate::training::checkpoint::{LABELS, TOKENIZER};
 use crate::training::schedule::{Schedule, ScheduleKind};
 
+/// Data that is in the program itself.
+pub const EMBEDDED: [&str; 2] = ["stories", "home"];
+
 /// The recipes that come with the program.
 const SHIPPED: [(&str, &str); 7] = [
     ("stories", include_str!("recipes/stories.toml")),
@@ -64,8 +67,8 @@ fn is_unknown(sizes: &ModelSizes) -> bool {
 pub struct DataRecipe {
     /// `stories` or `home` for an embedded grammar, else the path of a text or of a folder; empty to ask for one.
     pub source: String,
-    /// For a language `byte`, `char`, `bpe`, or the path of a `tokenizer.json`; for utterances that path, or anything
-    /// else for pieces of the training part's words.
+    /// For a language `byte`, `char` or `bpe`, for utterances `pieces` (of the training part's words); or the path of a
+    /// `tokenizer.json`.
     pub tokenizer: String,
     /// Size of the vocabulary of `bpe`.
     pub bpe_size: usize,
@@ -258,7 +261,7 @@ impl Recipe {
             let text = error.to_string();
             Failure::usage(text.trim().to_string())
         })?;
-        if is_unknown(&recipe.sizes) {
+        if is_unknown(&recipe.sizes) && recipe.init.is_none() {
             // Finds wrong types in [model] now, rather than when the data has been read.
             recipe.sizes.vocab_size = 1;
             recipe.model_config()?;
@@ -384,13 +387,30 @@ impl Recipe {
         }
         let config: TransformerConfig =
             serde_json::from_value(fields).map_err(|error| usage(format!("[model]: {error}")))?;
-        self.suits(&config)?;
+        self.suits_rows(&config)?;
         config.validate().map_err(|error| usage(error.to_string()))?;
         Ok(config)
     }
 
-    /// Refuses a shape that the task, or its rows, cannot do with.
-    fn suits(&self, config: &TransformerConfig) -> Result<(), Failure> {
+    /// Refuses a model that the task's data does not fit.
+    pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
+        self.suits_rows(config)?;
+        let ModelSizes { vocab_size, intents, tags } = task.sizes();
+        if vocab_size > config.vocab_size {
+            let known = config.vocab_size;
+            return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
+        }
+        if (intents, tags) != (config.intents, config.tags) {
+            return Err(Failure::new(format!(
+                "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
+                config.intents, config.tags
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses a shape that the kind of task, or its rows, cannot do with.
+    fn suits_rows(&self, config: &TransformerConfig) -> Result<(), Failure> {
         let (wanted, why) = match self.task {
             TaskName::Language => (AttentionDirection::Causal, "a language model must not see what it foretells"),
             TaskName::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
@@ -408,23 +428,31 @@ impl Recipe {
         Ok(())
     }
 
-    /// The model in `folder`, with heads for the task where it needs them.
-    pub(crate) fn model_from<B: Backend>(&self, folder: &Path, device: &B::Device) -> Result<Transformer<B>, Failure> {
+    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
+    /// labels, else fresh ones.
+    pub(crate) fn model_from<B: Backend>(
+        &self,
+        folder: &Path,
+        task: &Task,
+        device: &B::Device,
+    ) -> Result<Transformer<B>, Failure> {
         let (_, mut config) = ModelFolder::new(folder).config()?;
-        if let Some(dropout) = self.model.get("dropout").and_then(Value::as_float) {
-            config.dropout = dropout;
-        }
-        let ModelSizes { intents, tags, vocab_size } = self.sizes;
+        let dropout = self.model.get("dropout").and_then(|value| match value {
+            Value::Integer(whole) => Some(*whole as f64),
+            other => other.as_float(),
+        });
+        config.dropout = dropout.unwrap_or(config.dropout);
+        let ModelSizes { intents, tags, .. } = task.sizes();
         let config = config.with_intents(intents).with_tags(tags);
-        let shown = folder.display();
-        self.suits(&config).map_err(|failure| Failure::usage(format!("{shown}: {failure}")))?;
-        if vocab_size > config.vocab_size {
-            let known = config.vocab_size;
-            return Err(Failure::new(format!(
-                "{shown}: {TOKENIZER} has {vocab_size} tokens, but the model knows {known}"
-            )));
-        }
-        Ok(ModelFolder::new(folder).load_as(&config, self.training.seed, device)?)
+        let shown = folder.display().to_string();
+        self.suits(&config, task).map_err(|failure| failure.about(&shown))?;
+        config.validate().map_err(|error| Failure::usage(format!("{shown}: {error}")))?;
+        let labels = folder.join(LABELS);
+        let same_labels = match task {
+            Task::IntentSlot(task) if labels.exists() => read_labels(&labels)?.same_names(task.labels()),
+            _ => false,
+        };
+        Ok(ModelFolder::new(folder).load_as(&config, same_labels, self.training.seed, device)?)
     }
 
     /// Reads the data, and makes its tokenizer.
@@ -453,6 +481,11 @@ impl Recipe {
     fn language(&self, tokenizer: Option<Tokenizer>) -> Result<Task, Failure> {
         let seq_length = self.training.seq_length;
         if self.data.source == "stories" {
+            if self.init.is_some() {
+                return Err(Failure::usage(
+                    "the embedded stories are in words of their own, which no other model knows: give text with --data",
+                ));
+            }
             let stories = StoryCorpus::new(seq_length);
             let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
             return Ok(Task::Language(Language { corpus: Corpus::Stories(stories), tokenizer }));
@@ -479,11 +512,11 @@ impl Recipe {
         let (pieces, labels) = match model {
             Some(folder) => (PieceTokenizer::load(&folder.join(TOKENIZER))?, read_labels(&folder.join(LABELS))?),
             None => {
-                let file = Path::new(&self.data.tokenizer);
-                let pieces = match (&self.init, file.extension()) {
+                let pieces = match (&self.init, self.data.tokenizer.as_str()) {
                     (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
-                    (None, Some(_)) => PieceTokenizer::load(file)?,
-                    (None, None) => PieceTokenizer::train(&utterances.train, self.data.pieces)?,
+                    // The default is for texts.
+                    (None, "pieces" | "byte") => PieceTokenizer::train(&utterances.train, self.data.pieces)?,
+                    (None, file) => PieceTokenizer::load(Path::new(file))?,
                 };
                 (pieces, Labels::of(&utterances.train))
             }

@@ -71,7 +71,7 @@ impl<B: Backend> Trainer<B> {
     pub fn new(recipe: &Recipe, task: Task, device: B::Device) -> Result<Self, Failure> {
         let recipe = recipe.clone().sized_for(&task);
         let model = match &recipe.init {
-            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &device)?,
+            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, &device)?,
             None => recipe.model_config()?.init(recipe.training.seed, &device)?,
         };
         Self::with_model(&recipe, task, model, device)
@@ -88,6 +88,7 @@ impl<B: Backend> Trainer<B> {
         device: B::Device,
     ) -> Result<Self, Failure> {
         let activations = recipe.training.precision.activations::<B>(&device)?;
+        recipe.suits(model.config(), &task)?;
         let optimizer = Optimizer::new(&model);
         Ok(Self {
             recipe: recipe.clone(),
@@ -138,17 +139,15 @@ impl<B: Backend> Trainer<B> {
     pub fn train_on(&mut self, batch: impl Into<Batch>) -> StepOutput<B> {
         let batch: Batch = batch.into();
         let training = self.recipe.training.clone();
-        let (weight, tokens) = (batch.weight().max(1), batch.tokens());
+        let (whole, tokens) = (batch.counts(), batch.tokens());
         let key = RandomKey::new(training.seed).fold(self.step);
 
         let mut gradients: Option<ParameterGradients<B>> = None;
         let mut loss: Option<Tensor<B, 1>> = None;
         for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
             self.model.set_dropout(Some(key.fold(part as u64)));
-            // Each part counts by its weight, so that the sum is the mean over the whole batch.
-            let share = batch.weight() as f64 / weight as f64;
-            let part_loss = batch.loss(&self.model, &training, &self.device);
-            let part_loss = if share == 1.0 { part_loss } else { part_loss.mul_scalar(share) };
+            // Each part counts by its targets, so that the sum is the mean over the whole batch.
+            let part_loss = batch.loss(&self.model, &training, whole, &self.device);
             let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
             let part_loss = part_loss.inner();
             gradients = Some(match gradients {

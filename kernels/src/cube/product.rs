@@ -19,6 +19,8 @@ const TILE: usize = 128;
 const MIN_PIECE: usize = 512;
 /// The most pieces.
 const MAX_PIECES: usize = 32;
+/// The fewest: two do not make up for the launch that adds them.
+const MIN_PIECES: usize = 4;
 
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of one dtype under any strides, as `[m, n]` of `dtype`.
 ///
@@ -53,7 +55,7 @@ fn pieces<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
     {
         pieces *= 2;
     }
-    pieces
+    if pieces < MIN_PIECES { 1 } else { pieces }
 }
 
 /// A matrix as a batch of `pieces` matrices, cut along `axis`.

@@ -40,7 +40,7 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     let chunk = chunk.clamp(1, n_rows.max(1));
 
     let nats = empty(&targets, [n_rows], DType::F32);
-    let share = gradients.then(|| share(&targets));
+    let share = gradients.then(|| share(&targets, options.weight));
     let mut d_hidden = Vec::new();
     let mut d_weight: Option<Tensor<CubeBackend<R, F, I, BT>, 2>> = None;
     for start in (0..n_rows).step_by(chunk) {
@@ -58,7 +58,7 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
             });
         }
     }
-    let loss = float(mean(&nats, &targets));
+    let loss = float(mean(&nats, &targets, options.weight));
     let gradients = gradients.then(|| {
         let d_weight = d_weight.unwrap_or_else(|| weight.zeros_like()).cast(stored);
         let d_hidden = match d_hidden.len() {
@@ -125,21 +125,21 @@ fn loss_of_rows<R: CubeRuntime>(
     logits
 }
 
-/// One over the number of targets that count, `[1]`.
-fn share<R: CubeRuntime>(targets: &CubeTensor<R>) -> CubeTensor<R> {
+/// The weight over the number of targets that count, `[1]`.
+fn share<R: CubeRuntime>(targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
     let out = empty(targets, [1], DType::F32);
-    sum_up(targets, &out, &out, false);
+    sum_up(targets, &out, &out, weight, false);
     out
 }
 
-/// The sum of `nats` over the number of targets that count, `[1]`.
-fn mean<R: CubeRuntime>(nats: &CubeTensor<R>, targets: &CubeTensor<R>) -> CubeTensor<R> {
+/// The sum of `nats` over the number of targets that count, times the weight, `[1]`.
+fn mean<R: CubeRuntime>(nats: &CubeTensor<R>, targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
     let out = empty(targets, [1], DType::F32);
-    sum_up(targets, nats, &out, true);
+    sum_up(targets, nats, &out, weight, true);
     out
 }
 
-fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &CubeTensor<R>, sums: bool) {
+fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &CubeTensor<R>, weight: f64, sums: bool) {
     let size = targets.meta.shape()[0];
     let team = Team::new(&targets.client, size, 4, 1024);
     // SAFETY: each team of the cube reads `size` targets and losses, and one unit writes the one number of `out`.
@@ -152,6 +152,7 @@ fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &C
             array(nats),
             array(out),
             size as u32,
+            weight as f32,
             team,
             sums,
             targets.dtype.into(),
@@ -230,6 +231,7 @@ fn mean_kernel<I: Int>(
     nats: &Array<f32>,
     out: &mut Array<f32>,
     size: u32,
+    weight: f32,
     #[comptime] team: Team,
     #[comptime] sums: bool,
     #[define(I)] _target_dtype: StorageType,
@@ -251,6 +253,6 @@ fn mean_kernel<I: Int>(
         sum = 1.0f32;
     }
     if UNIT_POS == 0 {
-        out[0] = sum / counted;
+        out[0] = sum / counted * weight;
     }
 }

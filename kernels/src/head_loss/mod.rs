@@ -21,6 +21,8 @@ pub const IGNORED_TARGET: i32 = -100;
 pub struct HeadLossOptions {
     /// Share of the target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016).
     pub label_smoothing: f64,
+    /// Factor on the loss.
+    pub weight: f64,
     /// Rows of logits held at a time; the default holds about 256 MB of them.
     pub chunk: Option<usize>,
 }
@@ -28,12 +30,18 @@ pub struct HeadLossOptions {
 impl HeadLossOptions {
     /// Plain cross entropy.
     pub fn new() -> Self {
-        Self { label_smoothing: 0.0, chunk: None }
+        Self { label_smoothing: 0.0, weight: 1.0, chunk: None }
     }
 
     /// With label smoothing.
     pub fn with_label_smoothing(mut self, label_smoothing: f64) -> Self {
         self.label_smoothing = label_smoothing;
+        self
+    }
+
+    /// With a factor on the loss, where it is one of several.
+    pub fn with_weight(mut self, weight: f64) -> Self {
+        self.weight = weight;
         self
     }
 
@@ -53,14 +61,14 @@ impl Default for HeadLossOptions {
 /// What the forward pass of the head's loss gives.
 #[derive(Clone, Debug)]
 pub struct HeadLossOutput<B: Backend> {
-    /// Mean over the targets that count, `[1]` f32, nats; zero where none does.
+    /// Mean over the targets that count, times the options' weight, `[1]` f32, nats; zero where none counts.
     pub loss: Tensor<B, 1>,
     /// Where asked for, the gradients for an upstream gradient of one: of the hidden states, in their dtype, and of
     /// the weight, in its own.
     pub gradients: Option<(Tensor<B, 2>, Tensor<B, 2>)>,
 }
 
-/// Mean cross entropy, `[1]` f32 in nats, of `softmax(hidden * weight^T)` against `targets`.
+/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden * weight^T)` against `targets`.
 ///
 /// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in f32;
 /// - `weight`: `[vocabulary, d_model]`;

@@ -20,7 +20,8 @@ pub(crate) fn head_loss_forward(
     let [vocabulary, _] = weight.dims();
     let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
     let targets = integers(targets);
-    let counted = targets.iter().filter(|target| **target >= 0).count().max(1) as f32;
+    // Zero where nothing weighs: the loss is then divided by infinity.
+    let counted = targets.iter().filter(|target| **target >= 0).count().max(1) as f32 / options.weight as f32;
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows.max(1));
     let smoothing = options.label_smoothing as f32;
     let spread = smoothing / vocabulary as f32;

@@ -26,8 +26,8 @@ pub fn head_loss_forward<B: Backend>(
     let smoothing = options.label_smoothing;
 
     let counted = targets.clone().greater_equal_elem(0).float().cast(DType::F32);
-    // One over the number of targets that count, on the device.
-    let share = counted.clone().sum().clamp_min(1.0).recip();
+    // The weight over the number of targets that count, on the device.
+    let share = counted.clone().sum().clamp_min(1.0).recip().mul_scalar(options.weight);
     let words = Tensor::<B, 1, Int>::arange(0..vocabulary as i64, &device).reshape([1, vocabulary]);
 
     let mut loss = Tensor::<B, 1>::zeros([1], (&device, DType::F32));

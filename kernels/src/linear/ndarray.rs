@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::LinearGradients;
-use crate::host::{Matrix, Values, product, sum_over_rows, tensor};
+use crate::host::{Matrix, Values, new_product, product, sum_over_rows, tensor};
 
 pub(crate) fn linear_forward(
     x: Tensor<NdArray, 2>,
@@ -14,15 +14,18 @@ pub(crate) fn linear_forward(
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
     let (x, weight) = (Values::rows(x), Values::rows(weight));
-    let mut out = match &bias {
-        Some(bias) => Values::rows(bias.clone()).repeat(rows),
-        None => vec![0.0; rows * d_output],
+    let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
+    let sizes = [rows, d_input, d_output];
+    let out = match bias {
+        Some(bias) => {
+            let mut out = Values::rows(bias).repeat(rows);
+            // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
+            unsafe { product(sizes, Matrix::of_mut(&mut out, d_output), a, b, true, true) };
+            out
+        }
+        // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
+        None => unsafe { new_product(sizes, a, b) },
     };
-    // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
-    unsafe {
-        let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
-        product([rows, d_input, d_output], Matrix::of_mut(&mut out, d_output), a, b, bias.is_some(), true);
-    }
     tensor(out, [rows, d_output])
 }
 
@@ -60,16 +63,13 @@ pub(crate) fn linear_backward(
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
     let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
-    let mut d_x = vec![0.0; rows * d_input];
-    let mut d_weight = vec![0.0; d_output * d_input];
-    // SAFETY: the slices hold [rows, d_output], [d_output, d_input] and [rows, d_input], and the like.
-    unsafe {
+    // SAFETY: the slices hold [rows, d_output], [d_output, d_input] and [rows, d_input].
+    let (d_x, d_weight) = unsafe {
         let grad = Matrix::of(&grad, d_output);
-        let d_x = Matrix::of_mut(&mut d_x, d_input);
-        product([rows, d_output, d_input], d_x, grad, Matrix::of(&weight, d_input), false, true);
-        let d_weight = Matrix::of_mut(&mut d_weight, d_input);
-        product([d_output, rows, d_input], d_weight, grad.transposed(), Matrix::of(&x, d_input), false, true);
-    }
+        let d_x = new_product([rows, d_output, d_input], grad, Matrix::of(&weight, d_input));
+        let d_weight = new_product([d_output, rows, d_input], grad.transposed(), Matrix::of(&x, d_input));
+        (d_x, d_weight)
+    };
     let bias = has_bias.then(|| {
         sum_over_rows(rows, d_output, |range, sums| {
             for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {

@@ -261,7 +261,8 @@ impl Drop for Recording {
 }
 
 /// The span of an operation's call: what this thread asks of the device meanwhile is the operation's.
-pub(crate) struct Scope {
+#[must_use = "the span ends when this is dropped"]
+pub struct Scope {
     probe: Option<Arc<dyn Probe>>,
     // It must end on the thread that it began on.
     _thread: PhantomData<*const ()>,
@@ -275,8 +276,9 @@ impl Drop for Scope {
     }
 }
 
-/// Counts a call of the operation `name`, with the inputs that `describe` names, until the scope ends.
-pub(crate) fn op(name: &'static str, describe: impl FnOnce() -> Vec<Operand>) -> Scope {
+/// Counts a call of the operation `name`, with the inputs that `describe` names, until the scope ends. For operations of
+/// your own; those of this crate count themselves. Without a recording it costs one load of a flag.
+pub fn op(name: &'static str, describe: impl FnOnce() -> Vec<Operand>) -> Scope {
     // What the flag guards lies behind a lock of its own.
     let probe = if ON.load(Ordering::Relaxed) { enter(name, describe()) } else { None };
     Scope { probe, _thread: PhantomData }
@@ -295,7 +297,7 @@ fn enter(name: &'static str, operands: Vec<Operand>) -> Option<Arc<dyn Probe>> {
 }
 
 /// A tensor's shape and dtype.
-pub(crate) fn operand<B, const D: usize, K>(tensor: &Tensor<B, D, K>) -> Operand
+pub fn operand<B, const D: usize, K>(tensor: &Tensor<B, D, K>) -> Operand
 where
     B: burn::tensor::backend::Backend,
     K: BasicOps<B>,

@@ -496,7 +496,7 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
         let targets: Vec<i32> = (0..rows).map(target).collect();
         let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
         for smoothing in [0.0, 0.1] {
-            let options = HeadLossOptions::new().with_label_smoothing(smoothing);
+            let options = HeadLossOptions::new().with_label_smoothing(smoothing).with_weight(1.0 - smoothing);
             for chunk in [1, 7, 64, 1000] {
                 assert_parity(
                     &format!("head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, chunk {chunk}"),
