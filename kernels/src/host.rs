@@ -29,6 +29,15 @@ impl Values {
         Self(array.as_standard_layout().into_owned().into_shared())
     }
 
+    /// The values row after row, to be changed: copied only where something else holds them.
+    pub(crate) fn into_vec(self) -> Vec<f32> {
+        let size = self.0.len();
+        match self.0.into_owned().into_raw_vec_and_offset() {
+            (values, None | Some(0)) if values.len() == size => values,
+            (values, offset) => values[offset.unwrap_or(0)..][..size].to_vec(),
+        }
+    }
+
     /// Steps from one element to the next along each dimension.
     pub(crate) fn strides(&self) -> &[isize] {
         self.0.strides()

@@ -88,13 +88,14 @@ impl Plan {
     }
 
     /// Scales a row of a tile's probabilities or their gradients as dropout says.
+    #[inline(always)]
     fn drop(&self, batch: usize, head: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) {
         let Some(dropout) = self.options.dropout else { return };
         let (threshold, scale) = (dropout.threshold(), dropout.scale() as f32);
         let line = ((batch * self.n_heads + head) * self.seq_length + query) as u32;
-        for (key, value) in seen.clone().zip(row) {
-            let dropped = dropout.key.bits(line, key as u32) < threshold;
-            *value = if dropped { 0.0 } else { *value * scale };
+        let bits = dropout.key.row(line);
+        for (key, value) in (seen.start as u32..seen.end as u32).zip(row) {
+            *value = if bits.bits(key) < threshold { 0.0 } else { *value * scale };
         }
     }
 }

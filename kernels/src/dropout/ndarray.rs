@@ -9,13 +9,13 @@ use crate::host::{Values, for_rows, tensor};
 pub(crate) fn dropout(x: Tensor<NdArray, 2>, dropout: Dropout) -> Tensor<NdArray, 2> {
     let shape = x.dims();
     let columns = shape[1];
-    let mut values = Values::rows(x).to_vec();
+    let mut values = Values::rows(x).into_vec();
     let (threshold, scale) = (dropout.threshold(), dropout.scale() as f32);
     for_rows(&mut values, columns, |first, rows| {
         for (row, values) in (first..).zip(rows.chunks_exact_mut(columns)) {
-            for (column, value) in values.iter_mut().enumerate() {
-                let dropped = dropout.key.bits(row as u32, column as u32) < threshold;
-                *value = if dropped { 0.0 } else { *value * scale };
+            let bits = dropout.key.row(row as u32);
+            for (column, value) in (0..columns as u32).zip(values) {
+                *value = if bits.bits(column) < threshold { 0.0 } else { *value * scale };
             }
         }
     });

@@ -39,7 +39,7 @@ pub(crate) fn linear_add_forward(
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
     let (x, weight, residual) = (Values::rows(x), Values::rows(weight), Values::rows(residual));
-    let mut out = residual.to_vec();
+    let mut out = residual.into_vec();
     if let Some(bias) = bias {
         let bias = Values::rows(bias);
         for row in out.chunks_exact_mut(d_output) {
