@@ -31,6 +31,7 @@ pub enum TaskName {
 }
 
 /// A kind of work, with its data.
+#[allow(clippy::large_enum_variant)] // A run has one of them.
 pub enum Task {
     /// Each token predicts the next.
     Language(Language),
