@@ -10,6 +10,7 @@ use fireclay_model::{ModelFolder, Tokens, Transformer};
 
 use crate::Failure;
 use crate::backend::OnBackend;
+use crate::tasks::ModelSizes;
 use crate::tasks::intent_slot::{Predictions, heads};
 use crate::training::Precision;
 use crate::training::checkpoint::{LABELS, TOKENIZER};
@@ -75,21 +76,9 @@ impl<B: Backend> Listener<B> {
             )));
         }
         let labels = read_labels(&folder.join(LABELS))?;
-        let config = model.config();
-        if config.intents != labels.intents.len() || config.tags != labels.tag_count() {
-            return Err(Failure::new(format!(
-                "{shown}: {LABELS} has {} intents and {} tags, but the model {} and {}",
-                labels.intents.len(),
-                labels.tag_count(),
-                config.intents,
-                config.tags
-            )));
-        }
         let pieces = PieceTokenizer::load(&folder.join(TOKENIZER))?;
-        if pieces.vocab_size() > config.vocab_size {
-            let (known, pieces) = (config.vocab_size, pieces.vocab_size());
-            return Err(Failure::new(format!("{shown}: {TOKENIZER} has {pieces} pieces, but the model knows {known}")));
-        }
+        let sizes = ModelSizes::of_utterances(&labels, &pieces);
+        sizes.fit(model.config()).map_err(|failure| failure.about(&shown.to_string()))?;
         Ok(Self { model, labels, pieces, device })
     }
 

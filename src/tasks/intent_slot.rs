@@ -72,11 +72,7 @@ impl IntentSlot {
     }
 
     pub(crate) fn sizes(&self) -> ModelSizes {
-        ModelSizes {
-            vocab_size: self.pieces.vocab_size(),
-            intents: self.labels.intents.len(),
-            tags: self.labels.tag_count(),
-        }
+        ModelSizes::of_utterances(&self.labels, &self.pieces)
     }
 
     pub(crate) fn batch(&self, training: &TrainingRecipe, step: u64, rows: usize) -> UtteranceBatch {

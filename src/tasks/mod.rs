@@ -7,9 +7,9 @@ pub mod scores;
 use std::path::Path;
 
 use burn::tensor::Tensor;
-use fireclay_datasets::{TokenBatch, UtteranceBatch};
+use fireclay_datasets::{Labels, PieceTokenizer, TokenBatch, UtteranceBatch};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::Transformer;
+use fireclay_model::{Transformer, TransformerConfig};
 use serde::{Deserialize, Serialize};
 
 pub use intent_slot::IntentSlot;
@@ -18,6 +18,7 @@ pub use scores::{Report, Scores};
 
 use crate::Failure;
 use crate::training::TrainingRecipe;
+use crate::training::checkpoint::{LABELS, TOKENIZER};
 
 /// A kind of work by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -50,6 +51,29 @@ pub struct ModelSizes {
     /// Tags given; 0 where there are none.
     #[serde(default)]
     pub tags: usize,
+}
+
+impl ModelSizes {
+    /// What utterances with these labels, read in these pieces, need.
+    pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
+        Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
+    }
+
+    /// Refuses a model without the room.
+    pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
+        let Self { vocab_size, intents, tags } = self;
+        if vocab_size > config.vocab_size {
+            let known = config.vocab_size;
+            return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
+        }
+        if (intents, tags) != (config.intents, config.tags) {
+            return Err(Failure::new(format!(
+                "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
+                config.intents, config.tags
+            )));
+        }
+        Ok(())
+    }
 }
 
 /// Rows for a step, on the host.

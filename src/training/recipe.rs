@@ -395,18 +395,7 @@ impl Recipe {
     /// Refuses a model that the task's data does not fit.
     pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
         self.suits_rows(config)?;
-        let ModelSizes { vocab_size, intents, tags } = task.sizes();
-        if vocab_size > config.vocab_size {
-            let known = config.vocab_size;
-            return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
-        }
-        if (intents, tags) != (config.intents, config.tags) {
-            return Err(Failure::new(format!(
-                "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
-                config.intents, config.tags
-            )));
-        }
-        Ok(())
+        task.sizes().fit(config)
     }
 
     /// Refuses a shape that the kind of task, or its rows, cannot do with.
