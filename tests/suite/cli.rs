@@ -23,7 +23,7 @@ fn fireclay(args: &[&str]) -> Output {
 }
 
 /// `train` on the backend under test.
-fn train(args: &[&str]) -> Output {
+pub(crate) fn train(args: &[&str]) -> Output {
     let backend = crate::backend().as_str();
     fireclay(&[&["train", "--backend", backend], args].concat())
 }

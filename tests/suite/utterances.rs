@@ -15,7 +15,7 @@ use fireclay_model::Tokens;
 use serde_json::Value;
 
 use crate::backend_test;
-use crate::cli::{assert_refused, program, text};
+use crate::cli::{assert_refused, program, text, train};
 use crate::compare::{relative_error, tolerance, values};
 
 fn recipe(settings: &[(&str, &str)]) -> Recipe {
@@ -148,11 +148,6 @@ const SMALL: [&str; 14] = [
     "--task",
     "intent-slot",
 ];
-
-fn train(args: &[&str]) -> Output {
-    let backend = crate::backend().as_str();
-    program().args(["train", "--backend", backend]).args(args).output().expect("the program starts")
-}
 
 fn done_line(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
