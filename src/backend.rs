@@ -102,11 +102,12 @@ impl BackendName {
     ///
     /// # Errors
     /// If the backend is not there, and whatever the work runs into.
-    pub fn run<W: OnBackend>(self, work: W) -> Result<W::Output, Failure> {
+    pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
         self.keep_compiled_kernels(&self.devices()?);
         match self {
             #[cfg(feature = "ndarray")]
-            Self::Cpu => run_on::<burn::backend::NdArray, W>(work),
+            // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
+            Self::Cpu => rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work)),
             #[cfg(feature = "wgpu")]
             Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
             #[cfg(feature = "cuda")]

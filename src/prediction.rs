@@ -187,7 +187,7 @@ impl<B: Backend> Listener<B> {
 pub struct Texts {
     /// What they are called in errors.
     name: String,
-    reader: BufReader<Box<dyn Read>>,
+    reader: BufReader<Box<dyn Read + Send>>,
     /// Lines read.
     lines: usize,
     one: Option<String>,
@@ -203,7 +203,7 @@ impl Texts {
     }
 
     /// The lines of what is called `name`.
-    pub fn lines(name: impl Into<String>, reader: impl Read + 'static) -> Self {
+    pub fn lines(name: impl Into<String>, reader: impl Read + Send + 'static) -> Self {
         Self { name: name.into(), reader: BufReader::new(Box::new(reader)), lines: 0, one: None }
     }
 

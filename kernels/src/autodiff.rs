@@ -7,7 +7,7 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::Ops;
-use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorKind, TensorPrimitive};
+use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive};
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionMask, AttentionOptions};
@@ -18,6 +18,7 @@ use crate::linear;
 use crate::norm::{self, Norm};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::Probe;
+use crate::reshape;
 use crate::rotary::{self, RotaryTable};
 use crate::softmax;
 use crate::{Backend, RandomKey};
@@ -25,6 +26,10 @@ use crate::{Backend, RandomKey};
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
     fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
         B::probe(device)
+    }
+
+    fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
+        reshape::backward::reshape(x, shape)
     }
 
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
@@ -173,24 +178,15 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
 }
 
 /// `[rows, columns]` as `[.., columns]`; a matrix stays the same node of the graph.
-pub(crate) fn as_dims<B: burn::tensor::backend::Backend, const D: usize>(
-    rows: Tensor<B, 2>,
-    dims: [usize; D],
-) -> Tensor<B, D> {
-    if D == 2 { Tensor::from_primitive(rows.into_primitive()) } else { rows.reshape(dims) }
+pub(crate) fn as_dims<B: Backend, const D: usize>(rows: Tensor<B, 2>, dims: [usize; D]) -> Tensor<B, D> {
+    if D == 2 { Tensor::from_primitive(rows.into_primitive()) } else { B::reshape(rows, dims) }
 }
 
 /// `[.., columns]` as `[rows, columns]`; a matrix stays the same node of the graph.
-pub(crate) fn as_rows<B, const D: usize, K>(tensor: Tensor<B, D, K>) -> Tensor<B, 2, K>
-where
-    B: burn::tensor::backend::Backend,
-    K: TensorKind<B> + BasicOps<B>,
-{
+pub(crate) fn as_rows<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 2> {
     if D == 2 {
         return Tensor::from_primitive(tensor.into_primitive());
     }
     let dims: [usize; D] = tensor.dims();
-    let columns = dims[D - 1];
-    let rows = dims[..D - 1].iter().product::<usize>();
-    tensor.reshape([rows, columns])
+    B::reshape(tensor, [dims[..D - 1].iter().product(), dims[D - 1]])
 }

@@ -32,6 +32,11 @@ pub trait Backend: burn::tensor::backend::Backend {
         None
     }
 
+    /// Body of [`reshape`](crate::reshape).
+    fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
+        x.reshape(shape)
+    }
+
     /// Body of [`random_bits`](crate::random_bits).
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         random::reference::random_bits(rows, columns, key, device)

@@ -1,9 +1,19 @@
 //! What the CPU's operations are built from: tensors as slices, vectorised loops, products.
+//!
+//! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first would be one more pass
+//! over it, by one thread.
 
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
 use rayon::prelude::*;
+
+/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or a multiple.
+const SLAB: usize = 64;
+/// Slabs of a product at most; wider ones beyond.
+const SLABS: usize = 64;
+/// Multiplications below which a product is not worth a second thread.
+const SMALL_PRODUCT: usize = 1 << 17;
 
 /// Elements that a thread should have at least, or starting it costs more than it brings.
 const GRAIN: usize = 1 << 13;
@@ -26,7 +36,7 @@ impl Values {
         if array.is_standard_layout() {
             return Self(array);
         }
-        Self(array.as_standard_layout().into_owned().into_shared())
+        Self(Self::in_rows(&array))
     }
 
     /// The values row after row, to be changed: copied only where something else holds them.
@@ -36,6 +46,16 @@ impl Values {
             (values, None | Some(0)) if values.len() == size => values,
             (values, offset) => values[offset.unwrap_or(0)..][..size].to_vec(),
         }
+    }
+
+    /// The same values seen in another shape of as many elements; copied only if they do not lie row after row.
+    pub(crate) fn reshaped<const D: usize>(self, shape: [usize; D]) -> Tensor<NdArray, D> {
+        let array = if self.0.is_standard_layout() { self.0 } else { Self::in_rows(&self.0) };
+        from_array(array.into_shape_with_order(IxDyn(&shape)).expect("as many elements as before"))
+    }
+
+    fn in_rows(array: &SharedArray<f32>) -> SharedArray<f32> {
+        array.as_standard_layout().into_owned().into_shared()
     }
 
     /// Steps from one element to the next along each dimension.
@@ -60,7 +80,10 @@ impl std::ops::Deref for Values {
 
 /// A tensor of the given values.
 pub(crate) fn tensor<const D: usize>(values: Vec<f32>, shape: [usize; D]) -> Tensor<NdArray, D> {
-    let array = SharedArray::from_shape_vec(IxDyn(&shape), values).expect("as many values as the shape says");
+    from_array(SharedArray::from_shape_vec(IxDyn(&shape), values).expect("as many values as the shape says"))
+}
+
+fn from_array<const D: usize>(array: SharedArray<f32>) -> Tensor<NdArray, D> {
     Tensor::from_primitive(TensorPrimitive::Float(NdArrayTensor::F32(array.into())))
 }
 
@@ -82,6 +105,55 @@ pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mu
         return vectorised(|| work(0, out));
     }
     out.par_chunks_mut(rows * columns).enumerate().for_each(|(piece, out)| vectorised(|| work(piece * rows, out)));
+}
+
+/// An address that threads share, each of which writes elsewhere.
+#[derive(Clone, Copy)]
+struct Shared(*mut f32);
+
+// SAFETY: whoever makes one sees to it that no two threads write the same elements, or one what another reads.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+/// New matrices of `rows` rows, of `columns` columns each: `work` gets the index of a piece's first row and that piece
+/// of each matrix, cleared, on all cores if that pays.
+pub(crate) fn new_rows<const N: usize>(
+    rows: usize,
+    columns: [usize; N],
+    work: impl Fn(usize, [&mut [f32]; N]) + Sync,
+) -> [Vec<f32>; N] {
+    let mut out = columns.map(|columns| Vec::<f32>::with_capacity(rows * columns));
+    let begin: [Shared; N] = std::array::from_fn(|i| Shared(out[i].as_mut_ptr()));
+    let widest = columns.iter().max().map_or(1, |columns| (*columns).max(1));
+    let piece = (GRAIN / widest).max(1);
+    let fill = |index: usize| {
+        let first = index * piece;
+        let size = piece.min(rows - first);
+        // SAFETY: rows `first` to `first + size` lie within each matrix's memory; no other piece has them, and they are
+        // written before a slice of them is made.
+        let pieces = std::array::from_fn(|i| unsafe {
+            let at = begin[i].0.add(first * columns[i]);
+            at.write_bytes(0, size * columns[i]);
+            std::slice::from_raw_parts_mut(at, size * columns[i])
+        });
+        vectorised(|| work(first, pieces));
+    };
+    match rows.div_ceil(piece) {
+        pieces @ 0..=1 => (0..pieces).for_each(fill),
+        pieces => (0..pieces).into_par_iter().for_each(fill),
+    }
+    for (out, columns) in out.iter_mut().zip(columns) {
+        // SAFETY: the pieces cover all rows.
+        unsafe { out.set_len(rows * columns) };
+    }
+    out
+}
+
+/// As many zeros.
+pub(crate) fn zeros(size: usize) -> Vec<f32> {
+    let [zeros] = new_rows(size, [1], |_, _| {});
+    zeros
 }
 
 /// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]` sums it fills.
@@ -169,6 +241,12 @@ pub(crate) struct Matrix {
     column: isize,
 }
 
+// SAFETY: a matrix is an address and two steps; `product`, which follows them, is unsafe, and its callers see to it that
+// nothing else touches what it writes.
+unsafe impl Send for Matrix {}
+// SAFETY: as above.
+unsafe impl Sync for Matrix {}
+
 impl Matrix {
     /// A matrix of `columns` columns that lies row after row. Only the destination of a product is written.
     pub(crate) fn of(values: &[f32], columns: usize) -> Self {
@@ -185,21 +263,22 @@ impl Matrix {
         Self { pointer, row, column }
     }
 
+    /// The matrix from column `first` on.
+    fn from_column(self, first: usize) -> Self {
+        Self { pointer: self.pointer.wrapping_offset(first as isize * self.column), ..self }
+    }
+
     /// Rows as columns.
     pub(crate) fn transposed(self) -> Self {
         Self { row: self.column, column: self.row, ..self }
     }
 }
 
-/// `out = a * b`, or `out += a * b` with `add`: `[m, k]` times `[k, n]`. On all cores with `threads`.
+/// `out = a * b`, or `out += a * b` with `add`: `[m, k]` times `[k, n]`, by the thread that calls.
 ///
 /// # Safety
 /// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
-pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool, threads: bool) {
-    let parallelism = match threads && m * k * n > 1 << 17 {
-        true => gemm::Parallelism::Rayon(0),
-        false => gemm::Parallelism::None,
-    };
+pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     // SAFETY: passed on to the caller.
     unsafe {
         gemm::gemm(
@@ -221,21 +300,39 @@ pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: M
             false,
             false,
             false,
-            parallelism,
+            gemm::Parallelism::None,
         );
     }
 }
 
-/// `a * b` in memory of its own, which nothing clears beforehand.
+/// [`product`] on all cores, a slab of columns at a time: the slabs depend on the sizes alone.
+///
+/// # Safety
+/// As for [`product`].
+pub(crate) unsafe fn wide_product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
+    let width = SLAB * n.div_ceil(SLAB * SLABS).max(1);
+    let slab = |index: usize| {
+        let first = index * width;
+        // SAFETY: columns `first` and on lie within `b` and `out`, and no other slab has them; the rest is the caller's.
+        unsafe { product([m, k, width.min(n - first)], out.from_column(first), a, b.from_column(first), add) };
+    };
+    match n.div_ceil(width) {
+        slabs if slabs > 1 && m * k * n > SMALL_PRODUCT => (0..slabs).into_par_iter().with_max_len(1).for_each(slab),
+        slabs => (0..slabs).for_each(slab),
+    }
+}
+
+/// `a * b` in memory of its own, which nothing clears beforehand; [`wide_product`] otherwise.
 ///
 /// # Safety
 /// The two matrices must lie within live allocations for these sizes.
-pub(crate) unsafe fn new_product([m, k, n]: [usize; 3], a: Matrix, b: Matrix) -> Vec<f32> {
+pub(crate) unsafe fn new_product(sizes: [usize; 3], a: Matrix, b: Matrix) -> Vec<f32> {
+    let [m, _, n] = sizes;
     let mut out = Vec::with_capacity(m * n);
     // SAFETY: there is room for [m, n] behind the pointer, all of which a product that adds to nothing writes before it
     // is read; the rest is the caller's.
     unsafe {
-        product([m, k, n], Matrix::at(out.as_mut_ptr(), n as isize, 1), a, b, false, true);
+        wide_product(sizes, Matrix::at(out.as_mut_ptr(), n as isize, 1), a, b, false);
         out.set_len(m * n);
     }
     out
@@ -258,14 +355,14 @@ mod tests {
 
     #[test]
     fn products_of_odd_sizes_and_strides_are_right() {
-        for [m, k, n] in [[1, 1, 1], [3, 5, 2], [17, 33, 9], [65, 64, 63]] {
+        for [m, k, n] in [[1, 1, 1], [3, 5, 2], [17, 33, 9], [65, 64, 63], [40, 31, 130], [2, 3, 4200]] {
             let a: Vec<f32> = (0..m * k).map(|i| (i % 13) as f32 - 6.0).collect();
             let b: Vec<f32> = (0..n * k).map(|i| (i % 7) as f32 - 3.0).collect();
             let mut out = vec![1.0; m * n];
             // SAFETY: the slices hold [m, k], [n, k] and [m, n].
             unsafe {
                 let b = Matrix::of(&b, k).transposed();
-                product([m, k, n], Matrix::of_mut(&mut out, n), Matrix::of(&a, k), b, true, true);
+                wide_product([m, k, n], Matrix::of_mut(&mut out, n), Matrix::of(&a, k), b, true);
             }
             for row in 0..m {
                 for column in 0..n {

@@ -11,6 +11,7 @@ use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions
 use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::host::Values;
 use crate::linear::{self, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
@@ -22,6 +23,10 @@ use crate::softmax;
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
+    fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
+        Values::strided(x).reshaped(shape)
+    }
+
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
         if reference_only() {
             return random::reference::random_bits(rows, columns, key, device);
@@ -186,6 +191,18 @@ impl Backend for NdArray {
         attention::ndarray::attention_backward(grad, query, key, value, saved, mask, options)
     }
 
+    fn qkv_attention_forward(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        mask: &AttentionMask<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        if reference_only() {
+            return attention::reference::qkv_attention_forward(qkv, heads, mask, options);
+        }
+        attention::ndarray::qkv_attention_forward(qkv, heads, mask, options)
+    }
+
     fn qkv_attention_backward(
         grad: Tensor<Self, 4>,
         qkv: Tensor<Self, 3>,
@@ -211,6 +228,17 @@ impl Backend for NdArray {
             return head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients);
         }
         head_loss::ndarray::head_loss_forward(hidden, weight, targets, options, gradients)
+    }
+
+    fn head_loss_backward(
+        grad: Tensor<Self, 1>,
+        d_hidden: Tensor<Self, 2>,
+        d_weight: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        if reference_only() {
+            return head_loss::reference::head_loss_backward(grad, d_hidden, d_weight);
+        }
+        head_loss::ndarray::head_loss_backward(grad, d_hidden, d_weight)
     }
 
     fn optimizer_step(

@@ -4,7 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, qkv_rotary, rotary,
+    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape,
+    rotary,
 };
 
 use crate::cache::LayerCache;
@@ -63,7 +64,7 @@ impl<B: Backend> Attention<B> {
         let qkv = norm_linear(x, pre_norm, self.qkv.val(), bias);
         let [batch_size, seq_length] = pass.positions.dims();
         let [rows, width] = qkv.dims();
-        let qkv = qkv.reshape([batch_size, seq_length, width]);
+        let qkv = reshape(qkv, [batch_size, seq_length, width]);
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
         let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
@@ -72,7 +73,7 @@ impl<B: Backend> Attention<B> {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
             };
-            return qkv_attention(qkv, heads, &pass.mask, options).reshape([rows, self.n_heads * head_dim]);
+            return reshape(qkv_attention(qkv, heads, &pass.mask, options), [rows, self.n_heads * head_dim]);
         }
         let [query, key, value] = heads.split(qkv);
         let query = self.place(query, self.query_norm.as_ref(), pass);
@@ -81,7 +82,7 @@ impl<B: Backend> Attention<B> {
             Some(cache) => cache.append(key, value),
             None => (key, value),
         };
-        attention(query, key, value, &pass.mask, options).reshape([rows, self.n_heads * head_dim])
+        reshape(attention(query, key, value, &pass.mask, options), [rows, self.n_heads * head_dim])
     }
 
     /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.

@@ -5,7 +5,7 @@ use burn::tensor::{FloatDType, Int, Tensor};
 
 use fireclay_kernels::{
     AttentionMask, Backend, Dropout, HeadLossOptions, RandomKey, RotaryTable, Sampling, dropout, embed, head_loss,
-    head_sample, linear, norm,
+    head_sample, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -199,7 +199,7 @@ impl<B: Backend> Transformer<B> {
             x = dropout(x, Dropout { probability, key });
         }
         // From here on a row for each token, the same in all operations that work on tokens alone.
-        let mut x = x.reshape([batch_size * seq_length, self.config.d_model]);
+        let mut x = reshape(x, [batch_size * seq_length, self.config.d_model]);
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
             x = block.forward(x, &pass, layer, cache);
@@ -211,7 +211,7 @@ impl<B: Backend> Transformer<B> {
             Some(weights) => norm(x, &weights.weights()),
             None => x,
         };
-        hidden.reshape([batch_size, seq_length, self.config.d_model])
+        reshape(hidden, [batch_size, seq_length, self.config.d_model])
     }
 
     fn pass(&self, batch_size: usize, range: std::ops::Range<usize>, lengths: Option<Tensor<B, 1, Int>>) -> Pass<B> {

@@ -4,7 +4,7 @@ use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use fireclay_kernels::{AdamW, AdamWParameter, Backend, optimizer_step};
+use fireclay_kernels::{AdamW, AdamWParameter, Backend, optimizer_step, reshape};
 use fireclay_model::{Transformer, named_parameters};
 
 /// Gradients of all parameters in the order of [`named_parameters`], each flattened; `None` where a parameter took no
@@ -22,7 +22,7 @@ impl<B: Backend> ParameterGradients<B> {
         impl<B: Backend> ModuleVisitor<Autodiff<B>> for Taker<B> {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
                 let gradient = param.val().grad_remove(&mut self.gradients);
-                self.taken.push(gradient.map(|gradient| gradient.flatten(0, D - 1)));
+                self.taken.push(gradient.map(flat));
             }
         }
         let mut taker = Taker { gradients, taken: Vec::new() };
@@ -130,6 +130,12 @@ impl<B: Backend> Optimizer<B> {
     }
 }
 
+/// All elements in one dimension.
+fn flat<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 1> {
+    let elements = tensor.dims().iter().product();
+    reshape(tensor, [elements])
+}
+
 /// Moves the values out of a model's parameters, in their order, so that a kernel may overwrite them: what nothing else
 /// holds need not be copied. The model keeps their shapes, and no values.
 fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> Vec<Tensor<B, 1>> {
@@ -140,7 +146,7 @@ fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> Vec<Tensor<B
                 let value = value.inner();
                 // One element seen as many.
                 let nothing = Tensor::<B, D>::empty([1; D], &value.device()).expand(value.shape());
-                self.0.push(value.flatten(0, D - 1));
+                self.0.push(flat(value));
                 Tensor::from_inner(nothing)
             })
         }
@@ -158,7 +164,7 @@ fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tens
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
             let value = self.0.next();
             param.map(|old| match value {
-                Some(value) => Tensor::from_inner(value.reshape(old.shape())).require_grad(),
+                Some(value) => Tensor::from_inner(reshape(value, old.dims())).require_grad(),
                 None => old,
             })
         }

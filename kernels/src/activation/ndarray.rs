@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::{Activation, ActivationKind};
-use crate::host::{Values, exp, for_rows, sigmoid, tensor};
+use crate::host::{Values, exp, new_rows, sigmoid, tensor};
 
 pub(crate) fn activate(x: Tensor<NdArray, 2>, activation: Activation) -> Tensor<NdArray, 2> {
     match activation.kind {
@@ -32,8 +32,7 @@ fn forward(x: Tensor<NdArray, 2>, gated: bool, f: impl Fn(f32) -> (f32, f32) + S
     let [rows, width] = x.dims();
     let columns = if gated { width / 2 } else { width };
     let x = Values::rows(x);
-    let mut out = vec![0.0; rows * columns];
-    for_rows(&mut out, columns, |first, out| {
+    let [out] = new_rows(rows, [columns], |first, [out]| {
         for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
             let (x, up) = x[row * width..][..width].split_at(columns);
             out.iter_mut().zip(x).for_each(|(out, x)| *out = f(*x).0);
@@ -53,8 +52,7 @@ fn backward(
     let [rows, width] = x.dims();
     let columns = if gated { width / 2 } else { width };
     let (grad, x) = (Values::rows(grad), Values::rows(x));
-    let mut d_x = vec![0.0; rows * width];
-    for_rows(&mut d_x, width, |first, d_x| {
+    let [d_x] = new_rows(rows, [width], |first, [d_x]| {
         for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
             let (gate, up) = x[row * width..][..width].split_at(columns);
             let grad = &grad[row * columns..][..columns];

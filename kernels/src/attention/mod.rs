@@ -102,7 +102,10 @@ pub fn attention<B: Backend>(
         n_heads.is_multiple_of(n_kv_heads),
         "attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
     );
-    <B as Backend>::attention(query, key, value, mask, options).reshape([batch_size, seq_length, n_heads * head_dim])
+    B::reshape(
+        <B as Backend>::attention(query, key, value, mask, options),
+        [batch_size, seq_length, n_heads * head_dim],
+    )
 }
 
 /// [`attention`] of queries, keys and values that lie in one tensor, as their joint projection leaves them.
@@ -126,5 +129,5 @@ pub fn qkv_attention<B: Backend>(
         n_heads.is_multiple_of(n_kv_heads),
         "qkv_attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
     );
-    B::qkv_attention(qkv, heads, mask, options).reshape([batch_size, seq_length, n_heads * head_dim])
+    B::reshape(B::qkv_attention(qkv, heads, mask, options), [batch_size, seq_length, n_heads * head_dim])
 }

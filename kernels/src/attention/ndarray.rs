@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
 use crate::PackedHeads;
-use crate::host::{Matrix, Values, exp, integers, max_of, product, sum_of, tensor, vectorised};
+use crate::host::{Matrix, Values, exp, integers, max_of, product, sum_of, tensor, vectorised, zeros};
 
 /// Queries worked on together.
 const TILE: usize = 64;
@@ -33,14 +33,13 @@ enum Visible {
 }
 
 impl Plan {
+    /// For queries and keys of these sizes.
     fn new(
-        query: &Tensor<NdArray, 4>,
-        key: &Tensor<NdArray, 4>,
+        [batch_size, n_heads, seq_length, head_dim]: [usize; 4],
+        [_, n_kv_heads, keys, _]: [usize; 4],
         mask: &AttentionMask<NdArray>,
         options: AttentionOptions,
     ) -> Self {
-        let [batch_size, n_heads, seq_length, head_dim] = query.dims();
-        let [_, n_kv_heads, keys, _] = key.dims();
         let mask = match mask.clone() {
             AttentionMask::None => Visible::All,
             AttentionMask::Causal { window } => Visible::Causal(window),
@@ -48,6 +47,17 @@ impl Plan {
             AttentionMask::Lengths(lengths) => Visible::Lengths(integers(lengths)),
         };
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, mask, options }
+    }
+
+    /// For queries, keys and values in one.
+    fn packed(
+        [batch_size, seq_length, _]: [usize; 3],
+        heads: PackedHeads,
+        mask: &AttentionMask<NdArray>,
+        options: AttentionOptions,
+    ) -> Self {
+        let sizes = |count: usize| [batch_size, count, seq_length, heads.head_dim];
+        Self::new(sizes(heads.n_heads), sizes(heads.n_kv_heads), mask, options)
     }
 
     /// The keys that a query sees.
@@ -119,6 +129,14 @@ impl Heads {
         Self { pointer: values.pointer().cast_mut(), strides }
     }
 
+    /// Queries, keys and values that lie `[batch_size, tokens, width]` from `pointer` on.
+    fn of_packed(pointer: *mut f32, tokens: usize, heads: PackedHeads) -> [Self; 3] {
+        let token = heads.width() as isize;
+        let strides = [tokens as isize * token, heads.head_dim as isize, token, 1];
+        let firsts = [0, heads.n_heads, heads.n_heads + heads.n_kv_heads];
+        firsts.map(|head| Self { pointer: pointer.wrapping_add(head * heads.head_dim), strides })
+    }
+
     /// Heads that lie `[batch_size, tokens, heads, head_dim]`.
     fn of_tokens(values: &mut [f32], [tokens, heads, head_dim]: [usize; 3]) -> Self {
         Self { pointer: values.as_mut_ptr(), strides: token_strides(tokens, heads, head_dim) }
@@ -151,13 +169,28 @@ pub(crate) fn attention_forward(
     mask: &AttentionMask<NdArray>,
     options: AttentionOptions,
 ) -> AttentionOutput<NdArray> {
-    let plan = Plan::new(&query, &key, mask, options);
-    let Plan { batch_size, n_heads, seq_length, head_dim, .. } = plan;
+    let plan = Plan::new(query.dims(), key.dims(), mask, options);
     let [query, key, value] = [query, key, value].map(Values::strided);
-    let [q, k, v] = [&query, &key, &value].map(Heads::of);
-    let mut output = vec![0.0; batch_size * seq_length * n_heads * head_dim];
+    forward(&plan, [&query, &key, &value].map(Heads::of))
+}
+
+pub(crate) fn qkv_attention_forward(
+    qkv: Tensor<NdArray, 3>,
+    heads: PackedHeads,
+    mask: &AttentionMask<NdArray>,
+    options: AttentionOptions,
+) -> AttentionOutput<NdArray> {
+    let plan = Plan::packed(qkv.dims(), heads, mask, options);
+    let qkv = Values::rows(qkv);
+    forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
+}
+
+/// Output and log-sum-exp of heads that outlive the call.
+fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
+    let Plan { batch_size, n_heads, seq_length, head_dim, .. } = *plan;
+    let mut output = zeros(batch_size * seq_length * n_heads * head_dim);
     let out = Heads::of_tokens(&mut output, [seq_length, n_heads, head_dim]);
-    let mut log_sum_exp = vec![0.0; batch_size * n_heads * seq_length];
+    let mut log_sum_exp = zeros(batch_size * n_heads * seq_length);
     // One value a query, seen as heads of width one.
     let sums = Heads {
         pointer: log_sum_exp.as_mut_ptr(),
@@ -176,15 +209,15 @@ pub(crate) fn attention_forward(
                     let keys = k.matrix(batch, kv, seen.start).transposed();
                     let queries_matrix = q.matrix(batch, head, queries.start);
                     let scores = Matrix::of_mut(&mut tile, columns);
-                    product([rows, head_dim, columns], scores, queries_matrix, keys, false, false);
+                    product([rows, head_dim, columns], scores, queries_matrix, keys, false);
                     for (query, row) in queries.clone().zip(tile.chunks_exact_mut(columns.max(1))) {
-                        let sum = softmax(&plan, batch, query, &seen, row);
+                        let sum = softmax(plan, batch, query, &seen, row);
                         plan.drop(batch, head, query, &seen, row);
                         *sums.token(batch, head, query) = sum;
                     }
                     let (probabilities, values) = (Matrix::of(&tile, columns), v.matrix(batch, kv, seen.start));
                     let out = out.matrix(batch, head, queries.start);
-                    product([rows, columns, head_dim], out, probabilities, values, false, false);
+                    product([rows, columns, head_dim], out, probabilities, values, false);
                 }
             }
         }
@@ -227,17 +260,18 @@ pub(crate) fn attention_backward(
     mask: &AttentionMask<NdArray>,
     options: AttentionOptions,
 ) -> AttentionGradients<NdArray> {
-    let plan = Plan::new(&query, &key, mask, options);
+    let plan = Plan::new(query.dims(), key.dims(), mask, options);
     let Plan { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = plan;
-    let mut d_query = vec![0.0; batch_size * seq_length * n_heads * head_dim];
-    let mut d_key = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
-    let mut d_value = vec![0.0; batch_size * keys * n_kv_heads * head_dim];
+    let mut d_query = zeros(batch_size * seq_length * n_heads * head_dim);
+    let mut d_key = zeros(batch_size * keys * n_kv_heads * head_dim);
+    let mut d_value = zeros(batch_size * keys * n_kv_heads * head_dim);
     let into = [
         Heads::of_tokens(&mut d_query, [seq_length, n_heads, head_dim]),
         Heads::of_tokens(&mut d_key, [keys, n_kv_heads, head_dim]),
         Heads::of_tokens(&mut d_value, [keys, n_kv_heads, head_dim]),
     ];
-    gradients_into(into, grad, [query, key, value], saved, &plan);
+    let [query, key, value] = [query, key, value].map(Values::strided);
+    gradients_into(into, grad, [&query, &key, &value].map(Heads::of), saved, &plan);
     AttentionGradients {
         query: tensor(d_query, [batch_size, seq_length, n_heads, head_dim]).swap_dims(1, 2),
         key: tensor(d_key, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
@@ -254,30 +288,26 @@ pub(crate) fn qkv_attention_backward(
     options: AttentionOptions,
 ) -> Tensor<NdArray, 3> {
     let shape = qkv.dims();
-    let [query, key, value] = heads.split(qkv);
-    let plan = Plan::new(&query, &key, mask, options);
-    let mut packed = vec![0.0; shape.iter().product()];
-    let token = heads.width() as isize;
-    let strides = [shape[1] as isize * token, heads.head_dim as isize, token, 1];
-    let firsts = [0, heads.n_heads, heads.n_heads + heads.n_kv_heads];
-    let into = firsts.map(|head| Heads { pointer: packed[head * heads.head_dim..].as_mut_ptr(), strides });
-    gradients_into(into, grad, [query, key, value], saved, &plan);
+    let plan = Plan::packed(shape, heads, mask, options);
+    let qkv = Values::rows(qkv);
+    let mut packed = zeros(qkv.len());
+    let into = Heads::of_packed(packed.as_mut_ptr(), plan.seq_length, heads);
+    let inputs = Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads);
+    gradients_into(into, grad, inputs, saved, &plan);
     tensor(packed, shape)
 }
 
-/// Adds the gradients of queries, keys and values to zeroed heads.
+/// Adds the gradients of queries, keys and values to zeroed heads. The inputs outlive the call.
 fn gradients_into(
     [dq, dk, dv]: [Heads; 3],
     grad: Tensor<NdArray, 4>,
-    inputs: [Tensor<NdArray, 4>; 3],
+    [q, k, v]: [Heads; 3],
     saved: AttentionOutput<NdArray>,
     plan: &Plan,
 ) {
     let Plan { n_heads, seq_length, head_dim, options, .. } = *plan;
-    let [query, key, value] = inputs.map(Values::strided);
     let grad = Values::rows(grad);
     let output = Values::rows(saved.output);
-    let [q, k, v] = [&query, &key, &value].map(Heads::of);
     let grad_heads = Heads { strides: token_strides(seq_length, n_heads, head_dim), pointer: grad.as_ptr().cast_mut() };
     let log_sum_exp = Values::rows(saved.log_sum_exp);
     let scale = options.scale as f32;
@@ -299,9 +329,9 @@ fn gradients_into(
                     let (key_rows, value_rows) = (k.matrix(batch, kv, seen.start), v.matrix(batch, kv, seen.start));
                     let inner = [rows, head_dim, columns];
                     let scores = Matrix::of_mut(&mut tile, columns);
-                    product(inner, scores, query_rows, key_rows.transposed(), false, false);
+                    product(inner, scores, query_rows, key_rows.transposed(), false);
                     let d_scores = Matrix::of_mut(&mut d_tile, columns);
-                    product(inner, d_scores, grad_rows, value_rows.transposed(), false, false);
+                    product(inner, d_scores, grad_rows, value_rows.transposed(), false);
 
                     for (at, query) in queries.clone().enumerate() {
                         let line = (batch * n_heads + head) * seq_length + query;
@@ -332,10 +362,10 @@ fn gradients_into(
                     }
                     let d_scores = Matrix::of(&d_tile, columns);
                     let d_query_rows = dq.matrix(batch, head, queries.start);
-                    product([rows, columns, head_dim], d_query_rows, d_scores, key_rows, false, false);
+                    product([rows, columns, head_dim], d_query_rows, d_scores, key_rows, false);
                     let outer = [columns, rows, head_dim];
                     let d_key_rows = dk.matrix(batch, kv, seen.start);
-                    product(outer, d_key_rows, d_scores.transposed(), query_rows, true, false);
+                    product(outer, d_key_rows, d_scores.transposed(), query_rows, true);
                     let kept = if options.dropout.is_some() {
                         dropped.clone_from(&tile);
                         for (query, row) in queries.clone().zip(dropped.chunks_exact_mut(columns.max(1))) {
@@ -346,7 +376,7 @@ fn gradients_into(
                         &tile
                     };
                     let d_value_rows = dv.matrix(batch, kv, seen.start);
-                    product(outer, d_value_rows, Matrix::of(kept, columns).transposed(), grad_rows, true, false);
+                    product(outer, d_value_rows, Matrix::of(kept, columns).transposed(), grad_rows, true);
                 }
             }
         }

@@ -21,7 +21,7 @@ impl<B: Backend> Backward<B, 1> for EmbedNode {
         let (tokens, [vocabulary, d_model], dtype) = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let rows = tokens.dims().iter().product::<usize>();
-            let grad = float::<B, 3>(grad).reshape([rows, d_model]);
+            let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
             let _op = recorder::op("embed backward", || vec![recorder::operand(&grad), recorder::operand(&tokens)]);
             primitive(B::embed_backward(grad, tokens.reshape([rows]), vocabulary, dtype))
         });

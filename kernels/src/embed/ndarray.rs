@@ -3,7 +3,7 @@
 use burn::tensor::{Int, Tensor};
 use burn_ndarray::NdArray;
 
-use crate::host::{Values, integers, tensor, vectorised};
+use crate::host::{Values, integers, tensor, vectorised, zeros};
 
 /// Adds the rows up in their order.
 pub(crate) fn embed_backward(
@@ -13,7 +13,7 @@ pub(crate) fn embed_backward(
 ) -> Tensor<NdArray, 2> {
     let d_model = grad.dims()[1];
     let grad = Values::rows(grad);
-    let mut out = vec![0.0; vocabulary * d_model];
+    let mut out = zeros(vocabulary * d_model);
     vectorised(|| {
         for (token, row) in integers(tokens).into_iter().zip(grad.chunks_exact(d_model)) {
             let sums = &mut out[token as usize * d_model..][..d_model];

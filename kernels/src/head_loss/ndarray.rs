@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use burn_ndarray::NdArray;
 
 use super::{HeadLossOptions, HeadLossOutput};
-use crate::host::{Matrix, Values, exp, for_rows, integers, max_of, product, sum_of, tensor};
+use crate::host::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
 
 /// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
 const LOGITS: usize = 1 << 20;
@@ -27,9 +27,9 @@ pub(crate) fn head_loss_forward(
     let spread = smoothing / vocabulary as f32;
 
     let mut loss = 0.0f64;
-    let mut d_hidden = vec![0.0; if gradients { rows * d_model } else { 0 }];
-    let mut d_weight = vec![0.0; if gradients { vocabulary * d_model } else { 0 }];
-    let mut logits = vec![0.0; chunk * vocabulary];
+    let mut d_hidden = zeros(if gradients { rows * d_model } else { 0 });
+    let mut d_weight = zeros(if gradients { vocabulary * d_model } else { 0 });
+    let mut logits = zeros(chunk * vocabulary);
     // The nats of each row.
     let nats: Vec<std::sync::atomic::AtomicU32> = (0..chunk).map(|_| Default::default()).collect();
     for start in (0..rows).step_by(chunk) {
@@ -40,7 +40,7 @@ pub(crate) fn head_loss_forward(
         // [size, vocabulary].
         unsafe {
             let words = Matrix::of(&weight, d_model).transposed();
-            product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, words, false, true);
+            wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, words, false);
         }
         for_rows(logits, vocabulary, |first, logits| {
             for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
@@ -68,16 +68,36 @@ pub(crate) fn head_loss_forward(
         let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
         loss += row_nats.map(f64::from).sum::<f64>();
         if gradients {
+            let d_logits = Matrix::of(logits, vocabulary);
+            let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
+            let d_weight = Matrix::of_mut(&mut d_weight, d_model).transposed();
+            let words = Matrix::of(&weight, d_model);
             // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, `d_weight` [vocabulary, d_model].
-            unsafe {
-                let d_logits = Matrix::of(logits, vocabulary);
-                let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
-                product([size, vocabulary, d_model], d_hidden, d_logits, Matrix::of(&weight, d_model), false, true);
-                let d_weight = Matrix::of_mut(&mut d_weight, d_model);
-                product([vocabulary, size, d_model], d_weight, d_logits.transposed(), hidden, true, true);
-            }
+            rayon::join(
+                || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, words, false) },
+                || unsafe { wide_product([d_model, size, vocabulary], d_weight, hidden.transposed(), d_logits, true) },
+            );
         }
     }
     let gradients = gradients.then(|| (tensor(d_hidden, [rows, d_model]), tensor(d_weight, [vocabulary, d_model])));
     HeadLossOutput { loss: tensor(vec![(loss / f64::from(counted)) as f32], [1]), gradients }
+}
+
+/// Gradients for an upstream gradient of one are as they came.
+pub(crate) fn head_loss_backward(
+    grad: Tensor<NdArray, 1>,
+    d_hidden: Tensor<NdArray, 2>,
+    d_weight: Tensor<NdArray, 2>,
+) -> (Tensor<NdArray, 2>, Tensor<NdArray, 2>) {
+    let grad = Values::rows(grad)[0];
+    let scaled = |gradient: Tensor<NdArray, 2>| {
+        if grad == 1.0 {
+            return gradient;
+        }
+        let shape = gradient.dims();
+        let mut values = Values::rows(gradient).into_vec();
+        for_rows(&mut values, shape[1], |_, values| values.iter_mut().for_each(|value| *value *= grad));
+        tensor(values, shape)
+    };
+    (scaled(d_hidden), scaled(d_weight))
 }

@@ -4,54 +4,57 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::LinearGradients;
-use crate::host::{Matrix, Values, new_product, product, sum_over_rows, tensor};
+use crate::host::{Matrix, Values, for_rows, new_product, sum_over_rows, tensor, wide_product};
 
 pub(crate) fn linear_forward(
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
     bias: Option<Tensor<NdArray, 1>>,
 ) -> Tensor<NdArray, 2> {
-    let [rows, d_input] = x.dims();
-    let [d_output, _] = weight.dims();
-    let (x, weight) = (Values::rows(x), Values::rows(weight));
-    let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
-    let sizes = [rows, d_input, d_output];
-    let out = match bias {
-        Some(bias) => {
-            let mut out = Values::rows(bias).repeat(rows);
-            // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
-            unsafe { product(sizes, Matrix::of_mut(&mut out, d_output), a, b, true, true) };
-            out
-        }
-        // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
-        None => unsafe { new_product(sizes, a, b) },
-    };
+    let [rows, d_output] = [x.dims()[0], weight.dims()[0]];
+    let mut out = project(x, weight);
+    if let Some(bias) = bias.map(Values::rows) {
+        for_rows(&mut out, d_output, |_, out| {
+            for out in out.chunks_exact_mut(d_output) {
+                out.iter_mut().zip(&bias[..]).for_each(|(out, bias)| *out += bias);
+            }
+        });
+    }
     tensor(out, [rows, d_output])
 }
 
-/// `residual + x * weight^T + bias`, the product added to the residual in place of a zeroed output.
+/// `residual + x * weight^T + bias`.
 pub(crate) fn linear_add_forward(
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
     bias: Option<Tensor<NdArray, 1>>,
     residual: Tensor<NdArray, 2>,
 ) -> Tensor<NdArray, 2> {
+    let shape = residual.dims();
+    let mut out = project(x, weight);
+    let (residual, bias) = (Values::rows(residual), bias.map(Values::rows));
+    for_rows(&mut out, shape[1], |first, out| {
+        for (row, out) in (first..).zip(out.chunks_exact_mut(shape[1])) {
+            let residual = &residual[row * shape[1]..][..shape[1]];
+            out.iter_mut().zip(residual).for_each(|(out, residual)| *out += residual);
+            if let Some(bias) = &bias {
+                out.iter_mut().zip(&bias[..]).for_each(|(out, bias)| *out += bias);
+            }
+        }
+    });
+    tensor(out, shape)
+}
+
+/// `x * weight^T`.
+fn project(x: Tensor<NdArray, 2>, weight: Tensor<NdArray, 2>) -> Vec<f32> {
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
-    let (x, weight, residual) = (Values::rows(x), Values::rows(weight), Values::rows(residual));
-    let mut out = residual.into_vec();
-    if let Some(bias) = bias {
-        let bias = Values::rows(bias);
-        for row in out.chunks_exact_mut(d_output) {
-            row.iter_mut().zip(bias.iter()).for_each(|(out, bias)| *out += bias);
-        }
-    }
-    // SAFETY: the slices hold [rows, d_input], [d_output, d_input] and [rows, d_output].
+    let (x, weight) = (Values::rows(x), Values::rows(weight));
+    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
     unsafe {
-        let (a, b) = (Matrix::of(&x, d_input), Matrix::of(&weight, d_input).transposed());
-        product([rows, d_input, d_output], Matrix::of_mut(&mut out, d_output), a, b, true, true);
+        let weight = Matrix::of(&weight, d_input).transposed();
+        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight)
     }
-    tensor(out, [rows, d_output])
 }
 
 pub(crate) fn linear_backward(
@@ -63,20 +66,34 @@ pub(crate) fn linear_backward(
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
     let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
-    // SAFETY: the slices hold [rows, d_output], [d_output, d_input] and [rows, d_input].
-    let (d_x, d_weight) = unsafe {
-        let grad = Matrix::of(&grad, d_output);
-        let d_x = new_product([rows, d_output, d_input], grad, Matrix::of(&weight, d_input));
-        let d_weight = new_product([d_output, rows, d_input], grad.transposed(), Matrix::of(&x, d_input));
-        (d_x, d_weight)
+    let d_x = || {
+        let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));
+        // SAFETY: the slices hold [rows, d_output] and [d_output, d_input].
+        unsafe { new_product([rows, d_output, d_input], grad, weight) }
     };
-    let bias = has_bias.then(|| {
-        sum_over_rows(rows, d_output, |range, sums| {
-            for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
-                sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
-            }
+    let d_weight = || {
+        let mut d_weight = Vec::with_capacity(d_output * d_input);
+        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for [d_output, d_input], all
+        // of which is written. Its rows are the product's columns, so that each slab reads its own part of `grad`.
+        unsafe {
+            let out = Matrix::at(d_weight.as_mut_ptr(), d_input as isize, 1).transposed();
+            let x = Matrix::of(&x, d_input).transposed();
+            wide_product([d_input, rows, d_output], out, x, Matrix::of(&grad, d_output), false);
+            d_weight.set_len(d_output * d_input);
+        }
+        d_weight
+    };
+    let bias = || {
+        has_bias.then(|| {
+            sum_over_rows(rows, d_output, |range, sums| {
+                for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
+                    sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
+                }
+            })
         })
-    });
+    };
+    // Where one runs out of slabs, the others still have some.
+    let (d_x, (d_weight, bias)) = rayon::join(d_x, || rayon::join(d_weight, bias));
     LinearGradients {
         x: tensor(d_x, [rows, d_input]),
         weight: tensor(d_weight, [d_output, d_input]),

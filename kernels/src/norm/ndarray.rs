@@ -4,32 +4,25 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::{Norm, NormGradients, NormKind, NormOutput};
-use crate::host::{Values, for_rows, sum_of, sum_over_rows, tensor};
+use crate::host::{Values, new_rows, sum_of, sum_over_rows, tensor};
 
 pub(crate) fn norm_forward(x: Tensor<NdArray, 2>, norm: &Norm<NdArray>) -> NormOutput<NdArray> {
     let [rows, columns] = x.dims();
     let x = Values::rows(x);
     let gamma = Values::rows(norm.gamma.clone());
     let beta = norm.beta.clone().map(Values::rows);
-    // Mean and inverse deviation of each row, side by side.
-    let mut statistics = vec![0.0; 2 * rows];
     let size = columns as f32;
-    for_rows(&mut statistics, 2, |first, statistics| {
-        for (row, statistics) in (first..).zip(statistics.chunks_exact_mut(2)) {
+    let [output, mean, inverse_deviation] = new_rows(rows, [columns, 1, 1], |first, [output, means, inverses]| {
+        let statistics = means.iter_mut().zip(inverses);
+        for ((row, output), (mean, inverse)) in (first..).zip(output.chunks_exact_mut(columns)).zip(statistics) {
             let x = &x[row * columns..][..columns];
-            let mean = match norm.kind {
-                NormKind::Layer => sum_of(x, x, |x, _| x) / size,
-                NormKind::Rms => 0.0,
-            };
+            if norm.kind == NormKind::Layer {
+                *mean = sum_of(x, x, |x, _| x) / size;
+            }
+            let mean = *mean;
             let mean_square = sum_of(x, x, |x, _| (x - mean) * (x - mean)) / size;
-            statistics.copy_from_slice(&[mean, 1.0 / (mean_square + norm.epsilon as f32).sqrt()]);
-        }
-    });
-    let mut output = vec![0.0; rows * columns];
-    for_rows(&mut output, columns, |first, output| {
-        for (row, output) in (first..).zip(output.chunks_exact_mut(columns)) {
-            let (mean, inverse) = (statistics[2 * row], statistics[2 * row + 1]);
-            let x = &x[row * columns..][..columns];
+            *inverse = 1.0 / (mean_square + norm.epsilon as f32).sqrt();
+            let inverse = *inverse;
             for (output, (x, gamma)) in output.iter_mut().zip(x.iter().zip(&gamma[..])) {
                 *output = (x - mean) * inverse * gamma;
             }
@@ -38,11 +31,10 @@ pub(crate) fn norm_forward(x: Tensor<NdArray, 2>, norm: &Norm<NdArray>) -> NormO
             }
         }
     });
-    let column = |at: usize| tensor(statistics.iter().skip(at).step_by(2).copied().collect(), [rows, 1]);
     NormOutput {
         output: tensor(output, [rows, columns]),
-        mean: (norm.kind == NormKind::Layer).then(|| column(0)),
-        inverse_deviation: column(1),
+        mean: (norm.kind == NormKind::Layer).then(|| tensor(mean, [rows, 1])),
+        inverse_deviation: tensor(inverse_deviation, [rows, 1]),
     }
 }
 
@@ -61,8 +53,7 @@ pub(crate) fn norm_backward(
     let mean_of = |row: usize| mean.as_ref().map_or(0.0, |mean| mean[row]);
     let size = columns as f32;
 
-    let mut d_x = vec![0.0; rows * columns];
-    for_rows(&mut d_x, columns, |first, d_x| {
+    let [d_x] = new_rows(rows, [columns], |first, [d_x]| {
         for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(columns)) {
             let (mean, inverse) = (mean_of(row), inverse[row]);
             let x = &x[row * columns..][..columns];

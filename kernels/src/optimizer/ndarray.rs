@@ -16,8 +16,9 @@ pub(crate) fn optimizer_step(
 ) -> (Vec<AdamWParameter<NdArray>>, Tensor<NdArray, 1>) {
     let square = |parameter: &AdamWParameter<NdArray>| {
         let gradient = Values::rows(parameter.gradient.clone());
-        let pieces = gradient.chunks(PIECE).map(|piece| f64::from(vectorised(|| sum_of(piece, piece, |a, b| a * b))));
-        pieces.sum::<f64>()
+        let sum = |piece: &[f32]| f64::from(vectorised(|| sum_of(piece, piece, |a, b| a * b)));
+        let pieces: Vec<f64> = gradient.par_chunks(PIECE).map(sum).collect();
+        pieces.iter().sum::<f64>()
     };
     let norm = parameters.iter().map(square).sum::<f64>().sqrt() as f32;
     // PyTorch's clip_grad_norm_ has the same 1e-6. NaN must reach the parameters, not vanish in a minimum.
@@ -36,19 +37,22 @@ pub(crate) fn optimizer_step(
         let size = value.dims();
         let gradients = Values::rows(gradient.clone());
         let [mut values, mut firsts, mut seconds] =
-            [value, first_moment, second_moment].map(|tensor| Values::rows(tensor).to_vec());
-        vectorised(|| {
-            for (((value, first), second), gradient) in
-                values.iter_mut().zip(&mut firsts).zip(&mut seconds).zip(gradients.iter())
-            {
-                let gradient = gradient * clip;
-                *first = beta_1 * *first + (1.0 - beta_1) * gradient;
-                *second = beta_2 * *second + (1.0 - beta_2) * gradient * gradient;
-                *value = kept * *value - rate * *first / ((*second * second_bias).sqrt() + epsilon);
-            }
+            [value, first_moment, second_moment].map(|tensor| Values::rows(tensor).into_vec());
+        let pieces = values.par_chunks_mut(PIECE).zip(firsts.par_chunks_mut(PIECE));
+        let pieces = pieces.zip(seconds.par_chunks_mut(PIECE)).zip(gradients.par_chunks(PIECE));
+        pieces.for_each(|(((values, firsts), seconds), gradients)| {
+            let moments = firsts.iter_mut().zip(seconds);
+            vectorised(|| {
+                for ((value, (first, second)), gradient) in values.iter_mut().zip(moments).zip(gradients) {
+                    let gradient = gradient * clip;
+                    *first = beta_1 * *first + (1.0 - beta_1) * gradient;
+                    *second = beta_2 * *second + (1.0 - beta_2) * gradient * gradient;
+                    *value = kept * *value - rate * *first / ((*second * second_bias).sqrt() + epsilon);
+                }
+            });
         });
         let (value, first_moment) = (tensor(values, size), tensor(firsts, size));
         AdamWParameter { value, gradient, first_moment, second_moment: tensor(seconds, size), decays }
     };
-    (parameters.into_par_iter().map(update).collect(), tensor(vec![norm], [1]))
+    (parameters.into_par_iter().with_max_len(1).map(update).collect(), tensor(vec![norm], [1]))
 }

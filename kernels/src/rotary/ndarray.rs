@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use burn_ndarray::NdArray;
 
 use super::{PackedHeads, RotaryTable};
-use crate::host::{Values, for_rows, integers, tensor};
+use crate::host::{Values, integers, new_rows, tensor};
 
 pub(crate) fn rotary(
     x: Tensor<NdArray, 4>,
@@ -19,8 +19,7 @@ pub(crate) fn rotary(
     let (cos, sin) = (Values::rows(table.cos.clone()), Values::rows(table.sin.clone()));
     let positions = integers(positions);
     let sign = if inverse { -1.0 } else { 1.0 };
-    let mut out = vec![0.0; x.len()];
-    for_rows(&mut out, heads * head_dim, |first, out| {
+    let [out] = new_rows(batch_size * seq_length, [heads * head_dim], |first, [out]| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(heads * head_dim)) {
             let at = positions[token] as usize * half;
             let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
@@ -48,8 +47,7 @@ pub(crate) fn qkv_rotary(
     let (cos, sin) = (Values::rows(table.cos.clone()), Values::rows(table.sin.clone()));
     let positions = integers(positions);
     let sign = if inverse { -1.0 } else { 1.0 };
-    let mut out = vec![0.0; qkv.len()];
-    for_rows(&mut out, width, |first, out| {
+    let [out] = new_rows(shape[0] * shape[1], [width], |first, [out]| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(width)) {
             let at = positions[token] as usize * half;
             let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);

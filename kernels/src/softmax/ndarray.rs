@@ -3,13 +3,12 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use crate::host::{Values, exp, for_rows, max_of, sum_of, tensor};
+use crate::host::{Values, exp, max_of, new_rows, sum_of, tensor};
 
 pub(crate) fn softmax(x: Tensor<NdArray, 2>) -> Tensor<NdArray, 2> {
     let [rows, columns] = x.dims();
     let x = Values::rows(x);
-    let mut out = vec![0.0; rows * columns];
-    for_rows(&mut out, columns, |first, out| {
+    let [out] = new_rows(rows, [columns], |first, [out]| {
         for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
             let x = &x[row * columns..][..columns];
             let max = max_of(x);
@@ -24,8 +23,7 @@ pub(crate) fn softmax(x: Tensor<NdArray, 2>) -> Tensor<NdArray, 2> {
 pub(crate) fn softmax_backward(grad: Tensor<NdArray, 2>, output: Tensor<NdArray, 2>) -> Tensor<NdArray, 2> {
     let [rows, columns] = output.dims();
     let (grad, output) = (Values::rows(grad), Values::rows(output));
-    let mut d_x = vec![0.0; rows * columns];
-    for_rows(&mut d_x, columns, |first, d_x| {
+    let [d_x] = new_rows(rows, [columns], |first, [d_x]| {
         for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(columns)) {
             let grad = &grad[row * columns..][..columns];
             let output = &output[row * columns..][..columns];
