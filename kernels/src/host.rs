@@ -3,6 +3,8 @@
 //! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first would be one more pass
 //! over it, by one thread.
 
+use std::sync::Once;
+
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
@@ -279,6 +281,9 @@ impl Matrix {
 /// # Safety
 /// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
+    static PACKING: Once = Once::new();
+    // In columns of a tile, six: a slab's 64 are too few to lay the other matrix out again for each of them.
+    PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
     // SAFETY: passed on to the caller.
     unsafe {
         gemm::gemm(

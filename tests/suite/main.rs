@@ -27,7 +27,7 @@ pub(crate) fn backend() -> BackendName {
 /// Runs a test's work on the backend under test, one at a time: Burn's autodiff keeps the graphs of all threads in one
 /// place, so that a pass on one thread frees tensors of another, and CubeCL, with a stream for each thread, then reuses
 /// memory that is still being read. On the H200 that gave wrong gradients.
-pub(crate) fn run(work: impl OnBackend<Output = ()>) {
+pub(crate) fn run(work: impl OnBackend<Output = ()> + Send) {
     static DEVICE: Mutex<()> = Mutex::new(());
     // A test that failed has nothing to hide from the next one.
     let _guard = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);

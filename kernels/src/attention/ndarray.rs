@@ -201,21 +201,20 @@ fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
         for head in plan.heads(kv) {
             for (queries, seen) in plan.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
-                tile.clear();
-                tile.resize(rows * columns, 0.0);
+                let tile = first_of(&mut tile, rows * columns);
                 // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `out` or
                 // `sums`.
                 unsafe {
                     let keys = k.matrix(batch, kv, seen.start).transposed();
                     let queries_matrix = q.matrix(batch, head, queries.start);
-                    let scores = Matrix::of_mut(&mut tile, columns);
+                    let scores = Matrix::of_mut(tile, columns);
                     product([rows, head_dim, columns], scores, queries_matrix, keys, false);
                     for (query, row) in queries.clone().zip(tile.chunks_exact_mut(columns.max(1))) {
                         let sum = softmax(plan, batch, query, &seen, row);
                         plan.drop(batch, head, query, &seen, row);
                         *sums.token(batch, head, query) = sum;
                     }
-                    let (probabilities, values) = (Matrix::of(&tile, columns), v.matrix(batch, kv, seen.start));
+                    let (probabilities, values) = (Matrix::of(tile, columns), v.matrix(batch, kv, seen.start));
                     let out = out.matrix(batch, head, queries.start);
                     product([rows, columns, head_dim], out, probabilities, values, false);
                 }
@@ -313,14 +312,12 @@ fn gradients_into(
     let scale = options.scale as f32;
 
     plan.for_groups(|batch, kv| {
-        let (mut tile, mut d_tile, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut tile, mut d_tile) = (Vec::new(), Vec::new());
         for head in plan.heads(kv) {
             for (queries, seen) in plan.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
-                for buffer in [&mut tile, &mut d_tile] {
-                    buffer.clear();
-                    buffer.resize(rows * columns, 0.0);
-                }
+                let tile = first_of(&mut tile, rows * columns);
+                let d_tile = first_of(&mut d_tile, rows * columns);
                 // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `dq`, or this
                 // key head of `dk` and `dv`.
                 unsafe {
@@ -328,9 +325,9 @@ fn gradients_into(
                     let grad_rows = grad_heads.matrix(batch, head, queries.start);
                     let (key_rows, value_rows) = (k.matrix(batch, kv, seen.start), v.matrix(batch, kv, seen.start));
                     let inner = [rows, head_dim, columns];
-                    let scores = Matrix::of_mut(&mut tile, columns);
+                    let scores = Matrix::of_mut(tile, columns);
                     product(inner, scores, query_rows, key_rows.transposed(), false);
-                    let d_scores = Matrix::of_mut(&mut d_tile, columns);
+                    let d_scores = Matrix::of_mut(d_tile, columns);
                     product(inner, d_scores, grad_rows, value_rows.transposed(), false);
 
                     for (at, query) in queries.clone().enumerate() {
@@ -360,27 +357,31 @@ fn gradients_into(
                             }
                         });
                     }
-                    let d_scores = Matrix::of(&d_tile, columns);
+                    let d_scores = Matrix::of(d_tile, columns);
                     let d_query_rows = dq.matrix(batch, head, queries.start);
                     product([rows, columns, head_dim], d_query_rows, d_scores, key_rows, false);
                     let outer = [columns, rows, head_dim];
                     let d_key_rows = dk.matrix(batch, kv, seen.start);
                     product(outer, d_key_rows, d_scores.transposed(), query_rows, true);
-                    let kept = if options.dropout.is_some() {
-                        dropped.clone_from(&tile);
-                        for (query, row) in queries.clone().zip(dropped.chunks_exact_mut(columns.max(1))) {
+                    if options.dropout.is_some() {
+                        for (query, row) in queries.clone().zip(tile.chunks_exact_mut(columns.max(1))) {
                             plan.drop(batch, head, query, &seen, row);
                         }
-                        &dropped
-                    } else {
-                        &tile
-                    };
+                    }
                     let d_value_rows = dv.matrix(batch, kv, seen.start);
-                    product(outer, d_value_rows, Matrix::of(kept, columns).transposed(), grad_rows, true);
+                    product(outer, d_value_rows, Matrix::of(tile, columns).transposed(), grad_rows, true);
                 }
             }
         }
     });
+}
+
+/// The first `size` elements of a buffer that grows as needed, with whatever they held.
+fn first_of(buffer: &mut Vec<f32>, size: usize) -> &mut [f32] {
+    if buffer.len() < size {
+        buffer.resize(size, 0.0);
+    }
+    &mut buffer[..size]
 }
 
 fn token_strides(tokens: usize, heads: usize, head_dim: usize) -> [isize; 4] {

@@ -9,7 +9,7 @@ use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, embed,
     head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
-    random_bits, reference, rotary, softmax,
+    random_bits, reference, reshape, rotary, softmax,
 };
 
 use crate::backend_test;
@@ -188,6 +188,18 @@ backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
                 let normed = reference::norm_forward(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)).output;
                 normed + i[0].clone() * 3.0
             },
+        );
+    }
+});
+
+backend_test!(reshape_keeps_elements_in_their_order::<B>(device) {
+    let x = random::<B, 2>(1, [6, 35], &device);
+    for x in [x.clone(), strided(x)] {
+        assert_parity(
+            "reshape",
+            &[x],
+            |x| reshape(x[0].clone() * 2.0, [2, 21, 5]) + reshape(x[0].clone(), [2, 21, 5]),
+            |x| x[0].clone().reshape([2, 21, 5]) * 3.0,
         );
     }
 });
