@@ -125,21 +125,36 @@ pub(crate) fn new_rows<const N: usize>(
     columns: [usize; N],
     work: impl Fn(usize, [&mut [f32]; N]) + Sync,
 ) -> [Vec<f32>; N] {
+    new_rows_beside(rows, (&mut [], 0), columns, |first, _, pieces| work(first, pieces))
+}
+
+/// [`new_rows`] beside those of `x`, of `width` columns, which `work` gets too, to be changed.
+pub(crate) fn new_rows_beside<const N: usize>(
+    rows: usize,
+    (x, width): (&mut [f32], usize),
+    columns: [usize; N],
+    work: impl Fn(usize, &mut [f32], [&mut [f32]; N]) + Sync,
+) -> [Vec<f32>; N] {
+    assert_eq!(x.len(), rows * width, "as many elements as rows of them");
     let mut out = columns.map(|columns| Vec::<f32>::with_capacity(rows * columns));
     let begin: [Shared; N] = std::array::from_fn(|i| Shared(out[i].as_mut_ptr()));
+    let x = Shared(x.as_mut_ptr());
     let widest = columns.iter().max().map_or(1, |columns| (*columns).max(1));
     let piece = (GRAIN / widest).max(1);
     let fill = |index: usize| {
-        let first = index * piece;
+        let (first, x) = (index * piece, x);
         let size = piece.min(rows - first);
-        // SAFETY: rows `first` to `first + size` lie within each matrix's memory; no other piece has them, and they are
-        // written before a slice of them is made.
-        let pieces = std::array::from_fn(|i| unsafe {
-            let at = begin[i].0.add(first * columns[i]);
-            at.write_bytes(0, size * columns[i]);
-            std::slice::from_raw_parts_mut(at, size * columns[i])
-        });
-        vectorised(|| work(first, pieces));
+        // SAFETY: rows `first` to `first + size` lie within each matrix's memory, and no other piece has them; those of
+        // new matrices are written before a slice of them is made.
+        let (x, pieces) = unsafe {
+            let pieces = std::array::from_fn(|i| {
+                let at = begin[i].0.add(first * columns[i]);
+                at.write_bytes(0, size * columns[i]);
+                std::slice::from_raw_parts_mut(at, size * columns[i])
+            });
+            (std::slice::from_raw_parts_mut(x.0.add(first * width), size * width), pieces)
+        };
+        vectorised(|| work(first, x, pieces));
     };
     match rows.div_ceil(piece) {
         pieces @ 0..=1 => (0..pieces).for_each(fill),
@@ -314,32 +329,54 @@ pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: M
 ///
 /// # Safety
 /// As for [`product`].
-pub(crate) unsafe fn wide_product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
+pub(crate) unsafe fn wide_product(sizes: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
+    // SAFETY: passed on to the caller.
+    for_slabs(sizes, |columns| unsafe {
+        let [m, k, _] = sizes;
+        product([m, k, columns.len()], out.from_column(columns.start), a, b.from_column(columns.start), add);
+    });
+}
+
+/// Calls `work` with the columns of each slab of a product.
+fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(std::ops::Range<usize>) + Sync) {
     let width = SLAB * n.div_ceil(SLAB * SLABS).max(1);
-    let slab = |index: usize| {
-        let first = index * width;
-        // SAFETY: columns `first` and on lie within `b` and `out`, and no other slab has them; the rest is the caller's.
-        unsafe { product([m, k, width.min(n - first)], out.from_column(first), a, b.from_column(first), add) };
-    };
+    let slab = |index: usize| work(index * width..n.min((index + 1) * width));
     match n.div_ceil(width) {
         slabs if slabs > 1 && m * k * n > SMALL_PRODUCT => (0..slabs).into_par_iter().with_max_len(1).for_each(slab),
         slabs => (0..slabs).for_each(slab),
     }
 }
 
-/// `a * b` in memory of its own, which nothing clears beforehand; [`wide_product`] otherwise.
+/// `a * b` in memory of its own, which nothing clears beforehand, as [`wide_product`] does it. `then` gets each piece of
+/// a row, with the row and its first column, while it is in the cache.
 ///
 /// # Safety
 /// The two matrices must lie within live allocations for these sizes.
-pub(crate) unsafe fn new_product(sizes: [usize; 3], a: Matrix, b: Matrix) -> Vec<f32> {
-    let [m, _, n] = sizes;
+pub(crate) unsafe fn new_product(
+    sizes: [usize; 3],
+    a: Matrix,
+    b: Matrix,
+    then: impl Fn(usize, usize, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let [m, k, n] = sizes;
     let mut out = Vec::with_capacity(m * n);
-    // SAFETY: there is room for [m, n] behind the pointer, all of which a product that adds to nothing writes before it
-    // is read; the rest is the caller's.
-    unsafe {
-        wide_product(sizes, Matrix::at(out.as_mut_ptr(), n as isize, 1), a, b, false);
-        out.set_len(m * n);
-    }
+    let matrix = Matrix::at(out.as_mut_ptr(), n as isize, 1);
+    for_slabs(sizes, |columns| {
+        let at = matrix.from_column(columns.start);
+        // SAFETY: there is room for [m, n] behind the pointer. A product that adds to nothing writes all of its slab
+        // before that is read, and no other slab has these columns; the rest is the caller's.
+        unsafe {
+            product([m, k, columns.len()], at, a, b.from_column(columns.start), false);
+            vectorised(|| {
+                for row in 0..m {
+                    let piece = std::slice::from_raw_parts_mut(at.pointer.add(row * n), columns.len());
+                    then(row, columns.start, piece);
+                }
+            });
+        }
+    });
+    // SAFETY: the slabs cover all columns.
+    unsafe { out.set_len(m * n) };
     out
 }
 

@@ -12,7 +12,7 @@ use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::host::Values;
-use crate::linear::{self, LinearGradients};
+use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
 use crate::packed_heads::PackedHeads;
@@ -122,6 +122,32 @@ impl Backend for NdArray {
             None => linear::ndarray::linear_add_forward(x, weight, bias, residual),
             dropout => linear::reference::linear_add_forward(x, weight, bias, dropout, residual),
         }
+    }
+
+    fn linear_activate_forward(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> LinearActivateOutput<Self> {
+        if reference_only() {
+            return linear::reference::linear_activate_forward(x, weight, bias, activation);
+        }
+        linear::ndarray::linear_activate_forward(x, weight, bias, activation)
+    }
+
+    fn linear_activate_backward(
+        grad: Tensor<Self, 2>,
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        saved: Tensor<Self, 2>,
+        activation: Activation,
+    ) -> LinearGradients<Self> {
+        if reference_only() {
+            return linear::reference::linear_activate_backward(grad, x, weight, bias, saved, activation);
+        }
+        linear::ndarray::linear_activate_backward(grad, x, weight, bias.is_some(), saved, activation)
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {

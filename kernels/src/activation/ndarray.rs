@@ -4,15 +4,22 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::{Activation, ActivationKind};
-use crate::host::{Values, exp, new_rows, sigmoid, tensor};
+use crate::host::{Values, exp, for_rows, new_rows, new_rows_beside, sigmoid, tensor};
+
+/// Calls a function with the activation's own: `f(x)` and its slope.
+macro_rules! with_kind {
+    ($activation:expr, $call:ident($($argument:expr),*)) => {
+        match $activation.kind {
+            ActivationKind::GeluErf => $call($($argument,)* $activation.gated, gelu_erf),
+            ActivationKind::GeluTanh => $call($($argument,)* $activation.gated, gelu_tanh),
+            ActivationKind::Relu => $call($($argument,)* $activation.gated, relu),
+            ActivationKind::Silu => $call($($argument,)* $activation.gated, silu),
+        }
+    };
+}
 
 pub(crate) fn activate(x: Tensor<NdArray, 2>, activation: Activation) -> Tensor<NdArray, 2> {
-    match activation.kind {
-        ActivationKind::GeluErf => forward(x, activation.gated, gelu_erf),
-        ActivationKind::GeluTanh => forward(x, activation.gated, gelu_tanh),
-        ActivationKind::Relu => forward(x, activation.gated, relu),
-        ActivationKind::Silu => forward(x, activation.gated, silu),
-    }
+    with_kind!(activation, forward(x))
 }
 
 pub(crate) fn activate_backward(
@@ -20,12 +27,64 @@ pub(crate) fn activate_backward(
     x: Tensor<NdArray, 2>,
     activation: Activation,
 ) -> Tensor<NdArray, 2> {
-    match activation.kind {
-        ActivationKind::GeluErf => backward(grad, x, activation.gated, gelu_erf),
-        ActivationKind::GeluTanh => backward(grad, x, activation.gated, gelu_tanh),
-        ActivationKind::Relu => backward(grad, x, activation.gated, relu),
-        ActivationKind::Silu => backward(grad, x, activation.gated, silu),
+    with_kind!(activation, backward(grad, x))
+}
+
+/// The activation of `x`, of shape `[rows, width]`, in whose place stands what a gradient of it is multiplied by
+/// afterwards: for [`activate_by_slopes`].
+pub(crate) fn activate_beside(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
+    with_kind!(activation, beside(x, shape))
+}
+
+/// The gradient of an input whose [`activate_beside`] left `slopes`.
+pub(crate) fn activate_by_slopes(
+    grad: Tensor<NdArray, 2>,
+    slopes: Tensor<NdArray, 2>,
+    activation: Activation,
+) -> Tensor<NdArray, 2> {
+    let [rows, width] = slopes.dims();
+    let slopes = Values::rows(slopes);
+    if !activation.gated {
+        let mut d_x = Values::rows(grad).into_vec();
+        for_rows(&mut d_x, width, |first, d_x| {
+            d_x.iter_mut().zip(&slopes[first * width..]).for_each(|(d_x, slope)| *d_x *= slope);
+        });
+        return tensor(d_x, [rows, width]);
     }
+    let (columns, grad) = (width / 2, Values::rows(grad));
+    let [d_x] = new_rows(rows, [width], |first, [d_x]| {
+        for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
+            let grad = &grad[row * columns..][..columns];
+            for (d_x, slopes) in d_x.chunks_exact_mut(columns).zip(slopes[row * width..].chunks_exact(columns)) {
+                d_x.iter_mut().zip(slopes.iter().zip(grad)).for_each(|(d_x, (slope, grad))| *d_x = grad * slope);
+            }
+        }
+    });
+    tensor(d_x, [rows, width])
+}
+
+fn beside(
+    x: &mut [f32],
+    [rows, width]: [usize; 2],
+    gated: bool,
+    f: impl Fn(f32) -> (f32, f32) + Sync,
+) -> Tensor<NdArray, 2> {
+    let columns = if gated { width / 2 } else { width };
+    let [out] = new_rows_beside(rows, (x, width), [columns], |_, x, [out]| {
+        for (x, out) in x.chunks_exact_mut(width).zip(out.chunks_exact_mut(columns)) {
+            let (gate, up) = x.split_at_mut(columns);
+            if gated {
+                for (out, (gate, up)) in out.iter_mut().zip(gate.iter_mut().zip(up)) {
+                    let (value, slope) = f(*gate);
+                    *out = value * *up;
+                    (*gate, *up) = (*up * slope, value);
+                }
+            } else {
+                out.iter_mut().zip(gate).for_each(|(out, x)| (*out, *x) = f(*x));
+            }
+        }
+    });
+    tensor(out, [rows, columns])
 }
 
 fn forward(x: Tensor<NdArray, 2>, gated: bool, f: impl Fn(f32) -> (f32, f32) + Sync) -> Tensor<NdArray, 2> {

@@ -3,24 +3,18 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::LinearGradients;
-use crate::host::{Matrix, Values, for_rows, new_product, sum_over_rows, tensor, wide_product};
+use super::{LinearActivateOutput, LinearGradients};
+use crate::Activation;
+use crate::activation::ndarray::{activate_beside, activate_by_slopes};
+use crate::host::{Matrix, Values, new_product, sum_over_rows, tensor, wide_product};
 
 pub(crate) fn linear_forward(
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
     bias: Option<Tensor<NdArray, 1>>,
 ) -> Tensor<NdArray, 2> {
-    let [rows, d_output] = [x.dims()[0], weight.dims()[0]];
-    let mut out = project(x, weight);
-    if let Some(bias) = bias.map(Values::rows) {
-        for_rows(&mut out, d_output, |_, out| {
-            for out in out.chunks_exact_mut(d_output) {
-                out.iter_mut().zip(&bias[..]).for_each(|(out, bias)| *out += bias);
-            }
-        });
-    }
-    tensor(out, [rows, d_output])
+    let shape = [x.dims()[0], weight.dims()[0]];
+    tensor(project(x, weight, bias, |_, _, _| {}), shape)
 }
 
 /// `residual + x * weight^T + bias`.
@@ -31,29 +25,56 @@ pub(crate) fn linear_add_forward(
     residual: Tensor<NdArray, 2>,
 ) -> Tensor<NdArray, 2> {
     let shape = residual.dims();
-    let mut out = project(x, weight);
-    let (residual, bias) = (Values::rows(residual), bias.map(Values::rows));
-    for_rows(&mut out, shape[1], |first, out| {
-        for (row, out) in (first..).zip(out.chunks_exact_mut(shape[1])) {
-            let residual = &residual[row * shape[1]..][..shape[1]];
-            out.iter_mut().zip(residual).for_each(|(out, residual)| *out += residual);
-            if let Some(bias) = &bias {
-                out.iter_mut().zip(&bias[..]).for_each(|(out, bias)| *out += bias);
-            }
-        }
+    let residual = Values::rows(residual);
+    let out = project(x, weight, bias, |row, column, out| {
+        out.iter_mut().zip(&residual[row * shape[1] + column..]).for_each(|(out, residual)| *out += residual);
     });
     tensor(out, shape)
 }
 
-/// `x * weight^T`.
-fn project(x: Tensor<NdArray, 2>, weight: Tensor<NdArray, 2>) -> Vec<f32> {
+/// What is saved is what the gradient is multiplied by, so that the activation is computed once.
+pub(crate) fn linear_activate_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    activation: Activation,
+) -> LinearActivateOutput<NdArray> {
+    let shape = [x.dims()[0], weight.dims()[0]];
+    let mut projected = project(x, weight, bias, |_, _, _| {});
+    let output = activate_beside(&mut projected, shape, activation);
+    LinearActivateOutput { output, saved: tensor(projected, shape) }
+}
+
+pub(crate) fn linear_activate_backward(
+    grad: Tensor<NdArray, 2>,
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    has_bias: bool,
+    slopes: Tensor<NdArray, 2>,
+    activation: Activation,
+) -> LinearGradients<NdArray> {
+    linear_backward(activate_by_slopes(grad, slopes, activation), x, weight, has_bias)
+}
+
+/// `x * weight^T + bias`, and then `then` as in [`new_product`].
+fn project(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    then: impl Fn(usize, usize, &mut [f32]) + Sync,
+) -> Vec<f32> {
     let [rows, d_input] = x.dims();
     let [d_output, _] = weight.dims();
-    let (x, weight) = (Values::rows(x), Values::rows(weight));
+    let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
     // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
     unsafe {
         let weight = Matrix::of(&weight, d_input).transposed();
-        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight)
+        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, |row, column, out| {
+            if let Some(bias) = &bias {
+                out.iter_mut().zip(&bias[column..]).for_each(|(out, bias)| *out += bias);
+            }
+            then(row, column, out);
+        })
     }
 }
 
@@ -69,7 +90,7 @@ pub(crate) fn linear_backward(
     let d_x = || {
         let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));
         // SAFETY: the slices hold [rows, d_output] and [d_output, d_input].
-        unsafe { new_product([rows, d_output, d_input], grad, weight) }
+        unsafe { new_product([rows, d_output, d_input], grad, weight, |_, _, _| {}) }
     };
     let d_weight = || {
         let mut d_weight = Vec::with_capacity(d_output * d_input);
