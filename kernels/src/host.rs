@@ -3,6 +3,7 @@
 //! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first would be one more pass
 //! over it, by one thread.
 
+use std::ops::Range;
 use std::sync::Once;
 
 use burn::tensor::{Int, Tensor, TensorPrimitive};
@@ -14,6 +15,9 @@ use rayon::prelude::*;
 const SLAB: usize = 64;
 /// Slabs of a product at most; wider ones beyond.
 const SLABS: usize = 64;
+/// Slabs below which they are cut across, and the rows that a piece has then at least.
+const FEW_SLABS: usize = 12;
+const TALL: usize = 256;
 /// Multiplications below which a product is not worth a second thread.
 const SMALL_PRODUCT: usize = 1 << 17;
 
@@ -91,7 +95,11 @@ fn from_array<const D: usize>(array: SharedArray<f32>) -> Tensor<NdArray, D> {
 
 /// An integer tensor's values.
 pub(crate) fn integers<const D: usize>(tensor: Tensor<NdArray, D, Int>) -> Vec<i64> {
-    tensor.into_data().iter::<i64>().collect()
+    match tensor.into_primitive() {
+        // As they lie, without a detour through bytes.
+        NdArrayTensor::I64(storage) => storage.into_shared().iter().copied().collect(),
+        primitive => Tensor::<NdArray, D, Int>::from_primitive(primitive).into_data().iter::<i64>().collect(),
+    }
 }
 
 /// Runs `work` with the widest vectors that the processor has.
@@ -174,11 +182,7 @@ pub(crate) fn zeros(size: usize) -> Vec<f32> {
 }
 
 /// Calls `work` with ranges of `rows` that are the same on every machine, and adds up the `[width]` sums it fills.
-pub(crate) fn sum_over_rows(
-    rows: usize,
-    width: usize,
-    work: impl Fn(std::ops::Range<usize>, &mut [f32]) + Sync,
-) -> Vec<f32> {
+pub(crate) fn sum_over_rows(rows: usize, width: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync) -> Vec<f32> {
     const PIECE: usize = 128;
     let pieces: Vec<Vec<f32>> = (0..rows.div_ceil(PIECE))
         .into_par_iter()
@@ -280,9 +284,10 @@ impl Matrix {
         Self { pointer, row, column }
     }
 
-    /// The matrix from column `first` on.
-    fn from_column(self, first: usize) -> Self {
-        Self { pointer: self.pointer.wrapping_offset(first as isize * self.column), ..self }
+    /// The matrix from `row` and `column` on.
+    fn from(self, row: usize, column: usize) -> Self {
+        let steps = row as isize * self.row + column as isize * self.column;
+        Self { pointer: self.pointer.wrapping_offset(steps), ..self }
     }
 
     /// Rows as columns.
@@ -331,17 +336,23 @@ pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: M
 /// As for [`product`].
 pub(crate) unsafe fn wide_product(sizes: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     // SAFETY: passed on to the caller.
-    for_slabs(sizes, |columns| unsafe {
-        let [m, k, _] = sizes;
-        product([m, k, columns.len()], out.from_column(columns.start), a, b.from_column(columns.start), add);
+    for_slabs(sizes, |rows, columns| unsafe {
+        let out = out.from(rows.start, columns.start);
+        product([rows.len(), sizes[1], columns.len()], out, a.from(rows.start, 0), b.from(0, columns.start), add);
     });
 }
 
-/// Calls `work` with the columns of each slab of a product.
-fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(std::ops::Range<usize>) + Sync) {
+/// Calls `work` with the rows and columns of each slab of a product.
+fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     let width = SLAB * n.div_ceil(SLAB * SLABS).max(1);
-    let slab = |index: usize| work(index * width..n.min((index + 1) * width));
-    match n.div_ceil(width) {
+    let slabs = n.div_ceil(width);
+    // Few slabs are cut across, too, as long as that does not lay `b` out again for too few rows.
+    let height = m.div_ceil((FEW_SLABS / slabs.max(1)).clamp(1, (m / TALL).max(1))).max(1);
+    let slab = |index: usize| {
+        let (row, column) = (index / slabs * height, index % slabs * width);
+        work(row..m.min(row + height), column..n.min(column + width));
+    };
+    match slabs * m.div_ceil(height) {
         slabs if slabs > 1 && m * k * n > SMALL_PRODUCT => (0..slabs).into_par_iter().with_max_len(1).for_each(slab),
         slabs => (0..slabs).for_each(slab),
     }
@@ -361,15 +372,16 @@ pub(crate) unsafe fn new_product(
     let [m, k, n] = sizes;
     let mut out = Vec::with_capacity(m * n);
     let matrix = Matrix::at(out.as_mut_ptr(), n as isize, 1);
-    for_slabs(sizes, |columns| {
-        let at = matrix.from_column(columns.start);
+    for_slabs(sizes, |rows, columns| {
+        let at = matrix.from(rows.start, columns.start);
         // SAFETY: there is room for [m, n] behind the pointer. A product that adds to nothing writes all of its slab
         // before that is read, and no other slab has these columns; the rest is the caller's.
         unsafe {
-            product([m, k, columns.len()], at, a, b.from_column(columns.start), false);
+            let (a, b) = (a.from(rows.start, 0), b.from(0, columns.start));
+            product([rows.len(), k, columns.len()], at, a, b, false);
             vectorised(|| {
-                for row in 0..m {
-                    let piece = std::slice::from_raw_parts_mut(at.pointer.add(row * n), columns.len());
+                for (index, row) in rows.enumerate() {
+                    let piece = std::slice::from_raw_parts_mut(at.pointer.add(index * n), columns.len());
                     then(row, columns.start, piece);
                 }
             });

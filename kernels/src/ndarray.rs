@@ -43,6 +43,13 @@ impl Backend for NdArray {
         dropout::ndarray::dropout(x, dropout)
     }
 
+    fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        if reference_only() {
+            return embed::reference::embed(table, tokens, dtype);
+        }
+        embed::ndarray::embed_forward(table, tokens)
+    }
+
     fn embed_backward(
         grad: Tensor<Self, 2>,
         tokens: Tensor<Self, 1, Int>,
