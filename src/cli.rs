@@ -3,12 +3,15 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 use burn::train::Interrupter;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::{BACKENDS, BackendName};
-use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
+use fireclay::chat::{ChatEvent, ChatRun, Lines};
+use fireclay::evaluation::EvaluationRun;
+use fireclay::generation::{Generated, GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::prediction::{PredictionRun, Texts, Understood};
 use fireclay::stdout;
 use fireclay::tasks::TaskName;
@@ -33,6 +36,10 @@ enum Command {
     Train(TrainArgs),
     /// Write text with a trained model
     Generate(GenerateArgs),
+    /// Talk with a model that has a chat template
+    Chat(ChatArgs),
+    /// Say how well a language model foretells a text
+    Evaluate(EvaluateArgs),
     /// Say what utterances ask for: intent and slots
     Predict(PredictArgs),
     /// Make a tokenizer
@@ -123,6 +130,60 @@ struct GenerateArgs {
 }
 
 #[derive(Args)]
+struct ChatArgs {
+    /// The model's folder
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// What the system says first
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Tokens of the conversation at the most [default: the model's context, up to 4096]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens of an answer at the most [default: as many as fit]
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// 0 takes the likeliest token each time
+    #[arg(long, value_name = "T", default_value_t = 0.7)]
+    temperature: f64,
+    /// Draw among this many likeliest tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draw among the likeliest tokens that make up this probability
+    #[arg(long, value_name = "P", default_value_t = 0.9)]
+    top_p: f64,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+    /// Where the draws come from
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    seed: u64,
+}
+
+#[derive(Args)]
+struct EvaluateArgs {
+    /// The model's folder
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The text to foretell: a file or a folder of them
+    #[arg(long, value_name = "PATH")]
+    data: PathBuf,
+    /// Tokens that the model sees together [default: its context, up to 1024]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens from one window to the next [default: half a window]
+    #[arg(long, value_name = "N")]
+    stride: Option<usize>,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+}
+
+#[derive(Args)]
 struct PredictArgs {
     /// The model's folder
     #[arg(long, value_name = "DIR")]
@@ -197,6 +258,8 @@ pub(crate) fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train(args),
         Command::Generate(args) => generate(args),
+        Command::Chat(args) => chat(args),
+        Command::Evaluate(args) => evaluate(args),
         Command::Predict(args) => predict(args),
         Command::Tokenizer(TokenizerCommand::Train { data, vocab_size, out }) => {
             train_tokenizer(&data, vocab_size, &out)
@@ -473,6 +536,7 @@ fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
         prompts: vec![prompt.to_string()],
         options,
         precision: Precision::F32,
+        interrupt: Interrupt::default(),
         show: |event: GenerationEvent<'_>| {
             if let GenerationEvent::Text(text) = event {
                 stdout::write(text);
@@ -506,18 +570,9 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     let json = args.run.json;
     let show = move |event: GenerationEvent<'_>| match event {
         GenerationEvent::Begun(prompt) if !json => stdout::write(prompt),
-        GenerationEvent::Text(text) if json => {
-            stdout::write(&format!("{}\n", json!({ "event": "text", "text": text })))
-        }
+        GenerationEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
         GenerationEvent::Text(text) => stdout::write(text),
-        GenerationEvent::Done(done) if json => {
-            let line = json!({
-                "event": "done", "text": done.text, "tokens": done.tokens, "prompt_tokens": done.prompt_tokens,
-                "prefill_seconds": done.prefill.as_secs_f64(),
-                "decode_tokens_per_second": done.decode_tokens_per_second(),
-            });
-            stdout::write(&format!("{line}\n"));
-        }
+        GenerationEvent::Done(done) if json => stdout::line(done_line(done)),
         GenerationEvent::Done(done) => {
             stdout::write("\n");
             eprintln!(
@@ -530,8 +585,137 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         GenerationEvent::Begun(_) => {}
     };
     let backend = args.run.backend();
-    let run = GenerationRun { model: args.model, prompts, options, precision: args.precision, show };
+    let interrupt = interrupt_on_ctrl_c()?;
+    let run = GenerationRun {
+        model: args.model,
+        prompts,
+        options,
+        precision: args.precision,
+        interrupt: interrupt.clone(),
+        show,
+    };
     backend.run(run)?;
+    Ok(if interrupt.load(Ordering::Relaxed) { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// What came of a prompt, for programs.
+fn done_line(done: &Generated) -> Value {
+    json!({
+        "event": "done", "text": done.text, "tokens": done.tokens, "prompt_tokens": done.prompt_tokens,
+        "prefill_seconds": done.prefill.as_secs_f64(), "decode_tokens_per_second": done.decode_tokens_per_second(),
+    })
+}
+
+/// Set by Ctrl-C; a second one in a row ends the program.
+fn interrupt_on_ctrl_c() -> Result<Interrupt, Failure> {
+    let interrupt = Interrupt::default();
+    let set = interrupt.clone();
+    let handler = move || {
+        if set.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED.into());
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|error| Failure::new(format!("Ctrl-C cannot be handled: {error}")))?;
+    Ok(interrupt)
+}
+
+fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    if let Some(setting) = args.run.set.first() {
+        return Err(Failure::usage(format!("--set {setting}: chat has no recipe to change")));
+    }
+    let options = GenerationOptions {
+        max_tokens: args.max_tokens,
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: Some(args.top_p),
+        stop: Vec::new(),
+        seed: args.seed,
+    };
+    options.validate()?;
+    let json = args.run.json;
+    let name = args.model.display().to_string();
+    let show = move |event: ChatEvent<'_>| match event {
+        ChatEvent::Ready => eprintln!("{name} is there; /help says what else there is"),
+        ChatEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
+        ChatEvent::Text(text) => stdout::write(text),
+        ChatEvent::Done(done) if json => stdout::line(done_line(done)),
+        ChatEvent::Done(_) => stdout::write("\n"),
+        ChatEvent::Notice(notice) => eprintln!("{notice}"),
+    };
+    let run = ChatRun {
+        model: args.model,
+        precision: args.precision,
+        options,
+        system: args.system,
+        context: args.context,
+        lines: spoken_lines()?,
+        interrupt: interrupt_on_ctrl_c()?,
+        show,
+    };
+    args.run.backend.unwrap_or_else(BackendName::best).run(run)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What is typed at a prompt with a history, or the lines of standard input.
+fn spoken_lines() -> Result<Lines, Failure> {
+    let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
+    if !std::io::stdin().is_terminal() {
+        return Ok(Box::new(move || {
+            let mut line = String::new();
+            let read = std::io::stdin().read_line(&mut line).map_err(|error| failed(&error))?;
+            Ok((read > 0).then_some(line))
+        }));
+    }
+    let mut editor = rustyline::DefaultEditor::new().map_err(|error| failed(&error))?;
+    let history = dirs::cache_dir().map(|folder| folder.join("fireclay").join("chat-history"));
+    if let Some(file) = &history {
+        // The first time there is none.
+        let _ = file.parent().map(std::fs::create_dir_all);
+        let _ = editor.load_history(file);
+    }
+    Ok(Box::new(move || match editor.readline("> ") {
+        Ok(line) => {
+            // A history that cannot be kept is no reason to stop.
+            let _ = editor.add_history_entry(&line);
+            let _ = history.as_ref().map(|file| editor.save_history(file));
+            Ok(Some(line))
+        }
+        Err(rustyline::error::ReadlineError::Interrupted) => Ok(Some(String::new())),
+        Err(rustyline::error::ReadlineError::Eof) => Ok(None),
+        Err(error) => Err(failed(&error)),
+    }))
+}
+
+fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    if let Some(setting) = args.run.set.first() {
+        return Err(Failure::usage(format!("--set {setting}: evaluate has no recipe to change")));
+    }
+    let run = EvaluationRun {
+        model: args.model,
+        data: args.data,
+        precision: args.precision,
+        context: args.context,
+        stride: args.stride,
+    };
+    let evaluation = args.run.backend().run(run)?;
+    let speed = evaluation.tokens as f64 / evaluation.elapsed.as_secs_f64().max(1e-9);
+    if args.run.json {
+        stdout::line(json!({
+            "event": "done", "perplexity": evaluation.perplexity(), "loss": evaluation.loss,
+            "bits_per_byte": evaluation.bits_per_byte(), "tokens": evaluation.tokens, "bytes": evaluation.bytes,
+            "tokens_per_second": speed,
+        }));
+    } else {
+        stdout::line(format!(
+            "perplexity {:.4} a token ({:.4} nats), {:.4} bits a byte; {} tokens at {speed:.0}/s",
+            evaluation.perplexity(),
+            evaluation.loss,
+            evaluation.bits_per_byte(),
+            evaluation.tokens
+        ));
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -167,6 +167,16 @@ impl Tokenizer {
         Ok(tokens)
     }
 
+    /// The tokens of a text that a model is to go on from: with those before and behind it that the tokenizer's own
+    /// post-processor adds, such as Llama's `<s>`.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let encoding = self.0.encode_fast(text, true).map_err(|error| self.unknown(text, error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
     /// Whether a text may be cut behind a line break between two words, and encoded in parts, by all cores. It may not
     /// where a tokenizer puts something before each text, as Llama's do.
     fn may_cut_lines(&self) -> bool {

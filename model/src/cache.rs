@@ -51,6 +51,14 @@ impl<B: Backend> Cache<B> {
         self.capacity
     }
 
+    /// Forgets all tokens but the first `length`; those that are there, if they are fewer.
+    pub fn truncate(&mut self, length: usize) {
+        self.length = self.length.min(length);
+        for layer in &mut self.layers {
+            layer.start = self.length;
+        }
+    }
+
     /// Moves on by the tokens that a forward pass has written.
     pub(crate) fn advance(&mut self, tokens: usize) {
         self.length += tokens;

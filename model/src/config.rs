@@ -321,6 +321,14 @@ impl TransformerConfig {
         if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ConfigError(format!("{name} must be at least 1")));
         }
+        // Far beyond any model there is: a damaged or hostile file must not ask for memory without end.
+        for (name, size, most) in
+            [("context_length", self.context_length, 1 << 24), ("n_layers", self.n_layers, 10_000)]
+        {
+            if size > most {
+                return Err(ConfigError(format!("{name} ({size}) must be {most} at the most")));
+            }
+        }
         let contradictions = [
             (
                 !self.n_heads.is_multiple_of(self.n_kv_heads),

@@ -149,6 +149,19 @@ impl Family {
         tensors
     }
 
+    /// Whether a checkpoint may have a tensor of this name that the model has no use for: constants that older versions
+    /// stored, heads for other work, an output projection that is the embedding table.
+    pub(crate) fn ignores(self, name: &str) -> bool {
+        let constant = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids"];
+        let head = match self {
+            Self::Bert => ["pooler.", "bert.pooler.", "cls.", "classifier."].iter().any(|head| name.starts_with(head)),
+            Self::Fireclay => name.starts_with("heads."),
+            _ => name == "lm_head.weight",
+        };
+        head || constant.iter().any(|constant| name.ends_with(constant))
+            || ["intent_head.weight", "tag_head.weight"].contains(&name)
+    }
+
     /// The tensors that fill the parameter at `path`.
     fn tensors_of(self, config: &TransformerConfig, path: &str) -> Vec<HubTensor> {
         let (prefix, rest) = match path.strip_prefix("blocks.").and_then(|rest| rest.split_once('.')) {

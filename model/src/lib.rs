@@ -27,6 +27,7 @@ mod heads;
 mod hub;
 mod parameters;
 mod rotary;
+mod tensor_files;
 mod transformer;
 mod weights;
 

@@ -12,19 +12,32 @@ use crate::config::{NormKind, TransformerConfig};
 
 /// Draws starting values on the host, so that a seed gives the same model on every backend.
 pub(crate) struct Initializer<'a, B: Backend> {
-    key: RandomKey,
+    /// None where the values do not matter.
+    key: Option<RandomKey>,
     drawn: u64,
     device: &'a B::Device,
 }
 
 impl<'a, B: Backend> Initializer<'a, B> {
     pub(crate) fn new(seed: u64, device: &'a B::Device) -> Self {
-        Self { key: RandomKey::new(seed).fold(0x696e_6974), drawn: 0, device }
+        Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, device }
+    }
+
+    /// Of parameters that are yet to be read: one element seen as many.
+    pub(crate) fn blank(device: &'a B::Device) -> Self {
+        Self { key: None, drawn: 0, device }
+    }
+
+    pub(crate) fn device(&self) -> &'a B::Device {
+        self.device
     }
 
     /// A matrix of normal values (Box and Muller, 1958).
     pub(crate) fn matrix(&mut self, dims: [usize; 2], deviation: f64) -> Param<Tensor<B, 2>> {
-        let key = self.key.fold(self.drawn);
+        let Some(key) = self.key else {
+            return Param::from_tensor(Tensor::<B, 2>::zeros([1, 1], self.device).expand(dims));
+        };
+        let key = key.fold(self.drawn);
         self.drawn += 1;
         let normal = |at: usize| {
             let (row, column) = ((at / 2 / dims[1]) as u32, (at / 2 % dims[1]) as u32);
@@ -38,11 +51,16 @@ impl<'a, B: Backend> Initializer<'a, B> {
     }
 
     pub(crate) fn zeros(&self, width: usize) -> Param<Tensor<B, 1>> {
-        Param::from_tensor(Tensor::zeros([width], self.device))
+        Param::from_tensor(Tensor::<B, 1>::zeros([self.held(width)], self.device).expand([width]))
     }
 
     pub(crate) fn ones(&self, width: usize) -> Param<Tensor<B, 1>> {
-        Param::from_tensor(Tensor::ones([width], self.device))
+        Param::from_tensor(Tensor::<B, 1>::ones([self.held(width)], self.device).expand([width]))
+    }
+
+    /// Elements to have in memory of `width`.
+    fn held(&self, width: usize) -> usize {
+        if self.key.is_some() { width } else { 1 }
     }
 
     pub(crate) fn norm(&self, config: &TransformerConfig) -> LayerNorm<B> {
@@ -90,6 +108,30 @@ pub fn named_parameters<B: burn::tensor::backend::Backend, M: Module<B>>(
             let shape = value.dims().to_vec();
             let elements: usize = shape.iter().product();
             self.found.push((self.path.join("."), param.id, shape, value.reshape([elements])));
+        }
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.to_string());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+    }
+    let mut collector = Collector { path: Vec::new(), found: Vec::new() };
+    module.visit(&mut collector);
+    collector.found
+}
+
+/// Path and shape of every parameter of a module, in the order of [`named_parameters`].
+pub(crate) fn parameter_shapes<B: burn::tensor::backend::Backend, M: Module<B>>(
+    module: &M,
+) -> Vec<(String, Vec<usize>)> {
+    struct Collector {
+        path: Vec<String>,
+        found: Vec<(String, Vec<usize>)>,
+    }
+    impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.found.push((self.path.join("."), param.val().dims().to_vec()));
         }
         fn enter_module(&mut self, name: &str, _container: &str) {
             self.path.push(name.to_string());

@@ -107,8 +107,13 @@ impl TransformerConfig {
     /// # Errors
     /// If the config contradicts itself.
     pub fn init<B: Backend>(&self, seed: u64, device: &B::Device) -> Result<Transformer<B>, ConfigError> {
+        self.init_with(&mut Initializer::<B>::new(seed, device))
+    }
+
+    /// A transformer of this shape whose parameters `init` gives.
+    pub(crate) fn init_with<B: Backend>(&self, init: &mut Initializer<'_, B>) -> Result<Transformer<B>, ConfigError> {
         self.validate()?;
-        let mut init = Initializer::<B>::new(seed, device);
+        let device = init.device();
         let rotary = match self.positions {
             Positions::Rotary { base, scaling } => {
                 let frequencies = scaling.frequencies(self.head_dim, base);
@@ -126,10 +131,10 @@ impl TransformerConfig {
             position_embedding,
             token_type_embedding,
             embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
-            blocks: (0..self.n_layers).map(|_| Block::new(self, &mut init)).collect(),
+            blocks: (0..self.n_layers).map(|_| Block::new(self, init)).collect(),
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
             head,
-            heads: (self.tags > 0).then(|| UtteranceHeads::new(self, &mut init)),
+            heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
             rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),

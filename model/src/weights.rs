@@ -1,20 +1,21 @@
 //! A model folder as the hub lays it out: `config.json` and `model.safetensors`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Element, FloatDType, Tensor, TensorData};
 use half::{bf16, f16};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
 use fireclay_kernels::Backend;
 
 use crate::config::{ConfigError, TransformerConfig};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
-use crate::parameters::named_parameters;
+use crate::parameters::{Initializer, named_parameters, parameter_shapes};
+use crate::tensor_files::{Stored, StoredTensor, TensorFiles};
 use crate::transformer::Transformer;
 
 const CONFIG: &str = "config.json";
@@ -84,15 +85,31 @@ impl ModelFolder {
     /// Reads the model onto `device`, its parameters as f32.
     ///
     /// # Errors
-    /// If a file is missing or damaged, or tensors are missing or of another shape than the config says; the first
-    /// few are named.
+    /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another shape or of another kind
+    /// than the config says: the first few are named, before anything is read or allocated.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
-        let (_, config) = self.config()?;
-        self.load_as(&config, true, 0, device)
+        self.load_in(FloatDType::F32, &mut |_, _| {}, device)
+    }
+
+    /// Reads the model onto `device`, its matrices as `dtype` and its vectors as f32: for everything but training.
+    /// `progress` is told, as it goes on, how many bytes of how many are read.
+    ///
+    /// Tensors are read one after the other, so that the host holds one at a time.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_in<B: Backend>(
+        &self,
+        dtype: FloatDType,
+        progress: &mut dyn FnMut(u64, u64),
+        device: &B::Device,
+    ) -> Result<Transformer<B>, WeightsError> {
+        let (family, config) = self.config()?;
+        self.read(family, &config, None, dtype, progress, device)
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout. Without `heads`, those for utterances are drawn from `seed`.
+    /// dropout, its parameters as f32. Without `heads`, those for utterances are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -104,35 +121,77 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, _) = self.config()?;
-        let path = self.path.join(WEIGHTS);
-        let bytes = fs::read(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
-        let wrong = |reason: String| WeightsError::Weights { path: path.clone(), reason };
-        let file =
-            SafeTensors::deserialize(&bytes).map_err(|error| wrong(format!("not a safetensors file: {error}")))?;
-        let model =
-            config.init::<B>(seed, device).map_err(|error| WeightsError::Config { path: path.clone(), error })?;
-        let shapes: HashMap<String, Vec<usize>> =
-            named_parameters(&model).into_iter().map(|(path, _, shape, _)| (path, shape)).collect();
-        let paths: Vec<String> = named_parameters(&model).into_iter().map(|(path, ..)| path).collect();
+        self.read(family, config, (!heads).then_some(seed), FloatDType::F32, &mut |_, _| {}, device)
+    }
 
-        let mut values: HashMap<String, Vec<f32>> = HashMap::new();
+    fn read<B: Backend>(
+        &self,
+        family: Family,
+        config: &TransformerConfig,
+        fresh_heads: Option<u64>,
+        dtype: FloatDType,
+        progress: &mut dyn FnMut(u64, u64),
+        device: &B::Device,
+    ) -> Result<Transformer<B>, WeightsError> {
+        let files = TensorFiles::open(&self.path)?;
+        let blank = config.init_with(&mut Initializer::<B>::blank(device));
+        let mut model = blank.map_err(|error| WeightsError::Config { path: self.path.join(CONFIG), error })?;
+        if fresh_heads.is_some() {
+            model.heads = None;
+        }
+        let parts = self.parts(&files, family, config, &model)?;
+
+        let total = parts.values().flatten().map(|part| part.stored.bytes()).sum();
+        let mut done = 0;
+        let mut told = |bytes: u64| {
+            done += bytes;
+            progress(done, total);
+        };
+        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path: Vec::new(), failure: None };
+        let mut model = reader.fill(model)?;
+        if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
+            model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
+        }
+        Ok(model)
+    }
+
+    /// Which stored tensors fill each parameter, after a check that they do.
+    fn parts<B: Backend>(
+        &self,
+        files: &TensorFiles,
+        family: Family,
+        config: &TransformerConfig,
+        model: &Transformer<B>,
+    ) -> Result<HashMap<String, Vec<Part>>, WeightsError> {
+        let shapes = parameter_shapes(model);
+        let paths: Vec<String> = shapes.iter().map(|(path, _)| path.clone()).collect();
+        let shapes: HashMap<String, Vec<usize>> = shapes.into_iter().collect();
+        let mut parts: HashMap<String, Vec<Part>> = HashMap::new();
+        let mut used = BTreeSet::new();
         let mut problems = Vec::new();
         for tensor in family.tensors(config, &paths) {
-            if tensor.path.starts_with("heads.") && !heads {
+            let Some((name, stored)) = stored_as(files.tensors(), &tensor.name) else {
+                problems.push(format!("{} is missing", tensor.name));
                 continue;
-            }
-            let shape = &shapes[&tensor.path];
-            match read_tensor(&file, &tensor, shape) {
-                Ok(read) => values.entry(tensor.path).or_default().extend(read),
-                Err(problem) => problems.push(problem),
+            };
+            used.insert(name);
+            match check(&tensor, stored, &shapes[&tensor.path]) {
+                None => {
+                    let part = Part { stored: stored.clone(), transposed: tensor.transposed };
+                    parts.entry(tensor.path).or_default().push(part);
+                }
+                Some(problem) => problems.push(problem),
             }
         }
-        if !problems.is_empty() {
-            let more = if problems.len() > 3 { format!(", and {} more", problems.len() - 3) } else { String::new() };
-            problems.truncate(3);
-            return Err(wrong(format!("does not fit its config.json: {}{more}", problems.join(", "))));
+        let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !family.ignores(name));
+        problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
+        if problems.is_empty() {
+            return Ok(parts);
         }
-        Ok(fill(model, values))
+        let more = if problems.len() > 3 { format!(", and {} more", problems.len() - 3) } else { String::new() };
+        problems.truncate(3);
+        let reason = format!("the weights do not fit config.json: {}{more}", problems.join(", "));
+        Err(WeightsError::Weights { path: self.path.clone(), reason })
     }
 
     /// Writes `config.json` and `model.safetensors` into the folder, which must exist, under the names that the hub
@@ -184,15 +243,22 @@ fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -
     })
 }
 
-/// A hub tensor's values in our layout, or what is wrong with it.
-fn read_tensor(file: &SafeTensors<'_>, tensor: &HubTensor, shape: &[usize]) -> Result<Vec<f32>, String> {
+/// A stored tensor that fills a parameter or some of its rows.
+struct Part {
+    stored: StoredTensor,
+    transposed: bool,
+}
+
+/// The stored tensor of a name, under which it may be with or without the prefix that some checkpoints have.
+fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Option<(&'a String, &'a StoredTensor)> {
+    let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
+    let prefixed = || OPTIONAL_PREFIXES.iter().find_map(|prefix| stored.get_key_value(&format!("{prefix}{name}")));
+    stored.get_key_value(name).or_else(|| stored.get_key_value(bare?)).or_else(prefixed)
+}
+
+/// What is wrong with a stored tensor for a parameter of `shape`.
+fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<String> {
     let name = &tensor.name;
-    let view = file.tensor(name).ok().or_else(|| {
-        let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
-        let prefixed = OPTIONAL_PREFIXES.iter().find_map(|prefix| file.tensor(&format!("{prefix}{name}")).ok());
-        bare.and_then(|bare| file.tensor(bare).ok()).or(prefixed)
-    });
-    let view = view.ok_or_else(|| format!("{name} is missing"))?;
     let mut wanted = shape.to_vec();
     if let Some(rows) = &tensor.rows {
         wanted[0] = rows.len();
@@ -200,21 +266,82 @@ fn read_tensor(file: &SafeTensors<'_>, tensor: &HubTensor, shape: &[usize]) -> R
     if tensor.transposed {
         wanted.reverse();
     }
-    if view.shape() != wanted {
-        return Err(format!("{name} has shape {:?} instead of {wanted:?}", view.shape()));
+    if stored.shape != wanted {
+        return Some(format!("{name} has shape {:?} instead of {wanted:?}", stored.shape));
     }
-    let values = to_f32(&view).ok_or_else(|| format!("{name} has dtype {:?}", view.dtype()))?;
-    Ok(if tensor.transposed { transpose(&values, wanted[0], wanted[1]) } else { values })
+    let known = [Dtype::F32, Dtype::F16, Dtype::BF16].contains(&stored.dtype);
+    (!known).then(|| format!("{name} has dtype {:?}, which is not supported", stored.dtype))
 }
 
-fn to_f32(view: &TensorView<'_>) -> Option<Vec<f32>> {
-    let data = view.data();
-    Some(match view.dtype() {
-        Dtype::F32 => data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        Dtype::F16 => data.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        Dtype::BF16 => data.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        _ => return None,
-    })
+/// Reads parameters one after the other.
+struct Reader<'a> {
+    files: &'a TensorFiles,
+    parts: HashMap<String, Vec<Part>>,
+    /// Of matrices; vectors are f32.
+    dtype: FloatDType,
+    progress: &'a mut dyn FnMut(u64),
+    path: Vec<String>,
+    failure: Option<WeightsError>,
+}
+
+impl Reader<'_> {
+    fn fill<B: Backend>(mut self, model: Transformer<B>) -> Result<Transformer<B>, WeightsError> {
+        let model = model.map(&mut self);
+        match self.failure {
+            None => Ok(model),
+            Some(failure) => Err(failure),
+        }
+    }
+
+    fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
+        match self.dtype {
+            FloatDType::F16 if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO),
+            FloatDType::BF16 if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO),
+            _ => self.read_as(parts, shape, 0f32),
+        }
+    }
+
+    fn read_as<T: Stored + Element>(
+        &mut self,
+        parts: &[Part],
+        shape: &[usize],
+        zero: T,
+    ) -> Result<TensorData, WeightsError> {
+        let mut values = vec![zero; shape.iter().product()];
+        let mut rest = &mut values[..];
+        for Part { stored, transposed } in parts {
+            let (own, behind) = rest.split_at_mut(stored.shape.iter().product());
+            self.files.read(stored, *transposed, own, self.progress)?;
+            rest = behind;
+        }
+        Ok(TensorData::new(values, shape.to_vec()))
+    }
+}
+
+impl<B: Backend> ModuleMapper<B> for Reader<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let parts = self.parts.remove(&self.path.join(".")).filter(|_| self.failure.is_none());
+        let Some(parts) = parts else { return param };
+        let (shape, device) = (param.val().dims(), param.val().device());
+        match self.read(&parts, &shape) {
+            Ok(data) => param.map(|blank| {
+                let dtype = data.dtype;
+                Tensor::from_data(data, (&device, dtype)).set_require_grad(blank.is_require_grad())
+            }),
+            Err(failure) => {
+                self.failure = Some(failure);
+                param
+            }
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
 }
 
 /// `[rows, columns]` as `[columns, rows]`.
@@ -238,31 +365,4 @@ fn write_tensor<B: Backend>(tensor: &HubTensor, shape: &[usize], value: Tensor<B
         shape.reverse();
     }
     (shape, values.into_iter().flat_map(f32::to_le_bytes).collect())
-}
-
-/// The model with the parameters that `values` holds, by path.
-fn fill<B: Backend>(model: Transformer<B>, values: HashMap<String, Vec<f32>>) -> Transformer<B> {
-    struct Filler {
-        path: Vec<String>,
-        values: HashMap<String, Vec<f32>>,
-    }
-    impl<B: Backend> ModuleMapper<B> for Filler {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-            let values = self.values.remove(&self.path.join("."));
-            param.map(|tensor| match values {
-                Some(values) => {
-                    let data = TensorData::new(values, tensor.shape());
-                    Tensor::from_data(data, &tensor.device()).set_require_grad(tensor.is_require_grad())
-                }
-                None => tensor,
-            })
-        }
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.path.push(name.to_string());
-        }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.path.pop();
-        }
-    }
-    model.map(&mut Filler { path: Vec::new(), values })
 }

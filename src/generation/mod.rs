@@ -1,19 +1,25 @@
 //! Text from a trained model: prefill once, then a token at a time from the cache.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, RandomKey, Sampling};
-use fireclay_model::{ModelFolder, Transformer};
+use fireclay_model::{Cache, Transformer};
 
 use crate::Failure;
 use crate::backend::OnBackend;
+use crate::language_model::LanguageModel;
 use crate::training::Precision;
 
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
+
+/// Ends a text early when it is set.
+pub type Interrupt = Arc<AtomicBool>;
 
 /// How to write.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,6 +104,7 @@ pub struct Generator<B: Backend> {
     tokenizer: Tokenizer,
     /// Tokens that end a text.
     ends: Vec<u32>,
+    interrupt: Interrupt,
     device: B::Device,
 }
 
@@ -107,22 +114,26 @@ impl<B: Backend> Generator<B> {
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        let activations = precision.activations::<B>(&device)?;
-        let model = ModelFolder::new(folder).load::<B>(&device)?.with_activations(activations);
-        let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
-        let (known, words) = (model.config().vocab_size, tokenizer.vocab_size());
-        if words > known {
-            return Err(Failure::new(format!(
-                "{}: tokenizer.json has {words} tokens, but the model knows {known}",
-                folder.display()
-            )));
-        }
-        if model.config().attention == fireclay_model::AttentionDirection::Bidirectional {
-            return Err(Failure::new(format!("{}: an encoder, which cannot write text", folder.display())));
-        }
+        let LanguageModel { model, tokenizer } = LanguageModel::open(folder, precision, &device)?;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
         let ends = named.chain(configured_ends(folder)?).collect();
-        Ok(Self { model, tokenizer, ends, device })
+        Ok(Self { model, tokenizer, ends, interrupt: Interrupt::default(), device })
+    }
+
+    /// With something else to end texts by.
+    pub fn with_interrupt(mut self, interrupt: Interrupt) -> Self {
+        self.interrupt = interrupt;
+        self
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer<B> {
+        &self.model
+    }
+
+    /// Its tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
     }
 
     /// A prompt as tokens, and how many may follow.
@@ -131,7 +142,7 @@ impl<B: Backend> Generator<B> {
     /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context.
     pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
-        let tokens = self.tokenizer.encode(prompt)?;
+        let tokens = self.tokenizer.encode_prompt(prompt)?;
         if tokens.is_empty() {
             return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
         }
@@ -156,9 +167,25 @@ impl<B: Backend> Generator<B> {
         &self,
         prompt: &Prepared,
         options: &GenerationOptions,
+        show: impl FnMut(&str),
+    ) -> Result<Generated, Failure> {
+        let mut cache = self.model.cache(1, prompt.tokens.len() + prompt.max_tokens);
+        self.write(&mut cache, &prompt.tokens, prompt.max_tokens, options, show)
+    }
+
+    /// Reads `tokens`, one at least, behind what `cache` holds, and writes up to `wanted` more, for which it must have
+    /// room. Afterwards it holds all of them but the last, which the model has not read.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn write(
+        &self,
+        cache: &mut Cache<B>,
+        prompt_tokens: &[u32],
+        wanted: usize,
+        options: &GenerationOptions,
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
-        let Prepared { tokens: prompt_tokens, max_tokens: wanted } = prompt;
         let key = RandomKey::new(options.seed);
         let sampling = |step: usize| {
             Sampling::greedy()
@@ -168,18 +195,17 @@ impl<B: Backend> Generator<B> {
         };
 
         let begun = Instant::now();
-        let mut cache = self.model.cache(1, prompt_tokens.len() + wanted);
         let ids: Vec<i32> = prompt_tokens.iter().map(|token| *token as i32).collect();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, prompt_tokens.len()]), &self.device);
-        let hidden = self.model.forward(ids, Some(&mut cache));
+        let hidden = self.model.forward(ids, Some(cache));
         let mut next = self.model.sample(hidden, &sampling(0));
         let mut writer = Writer::new(&self.tokenizer, &options.stop);
         let mut tokens = vec![read(&next)?];
         let prefill = begun.elapsed();
         let decoding = Instant::now();
         let mut stopped = self.ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
-        while !stopped && tokens.len() < *wanted {
-            let hidden = self.model.forward(next.reshape([1, 1]), Some(&mut cache));
+        while !stopped && tokens.len() < wanted && !self.interrupt.load(Ordering::Relaxed) {
+            let hidden = self.model.forward(next.reshape([1, 1]), Some(cache));
             next = self.model.sample(hidden, &sampling(tokens.len()));
             let token = read(&next)?;
             tokens.push(token);
@@ -191,13 +217,17 @@ impl<B: Backend> Generator<B> {
     }
 }
 
-/// `eos_token_id` of a folder's `generation_config.json`, one or several, where there is such a file.
+/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each, where they name any.
 fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
-    let file = folder.join("generation_config.json");
-    let text = match std::fs::read_to_string(&file) {
+    let ends = ["generation_config.json", "config.json"].map(|name| ends_in(&folder.join(name)));
+    Ok(ends.into_iter().collect::<Result<Vec<_>, _>>()?.concat())
+}
+
+fn ends_in(file: &Path) -> Result<Vec<u32>, Failure> {
+    let text = match std::fs::read_to_string(file) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(Failure::io(&file)(error)),
+        Err(error) => return Err(Failure::io(file)(error)),
     };
     let config: serde_json::Value = serde_json::from_str(&text)
         .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", file.display())))?;
@@ -261,8 +291,10 @@ pub struct GenerationRun<S> {
     pub prompts: Vec<String>,
     /// How to write.
     pub options: GenerationOptions,
-    /// Dtype of activations.
+    /// Dtype of matrices and activations.
     pub precision: Precision,
+    /// Ends the text that is being written, and all further ones.
+    pub interrupt: Interrupt,
     /// Told of each piece of text and, at a prompt's end, of what came of it.
     pub show: S,
 }
@@ -281,7 +313,8 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
     type Output = ();
 
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
-        let generator = Generator::<B>::open(&self.model, self.precision, device)?;
+        let generator =
+            Generator::<B>::open(&self.model, self.precision, device)?.with_interrupt(self.interrupt.clone());
         // All prompts are read before anything is written.
         let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
         let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
@@ -290,6 +323,9 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
             let generated =
                 generator.generate(prepared, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
             (self.show)(GenerationEvent::Done(&generated));
+            if self.interrupt.load(Ordering::Relaxed) {
+                break;
+            }
         }
         Ok(())
     }

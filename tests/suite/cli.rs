@@ -1,8 +1,9 @@
 //! The program from outside: what it prints, where, and its exit codes.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -123,7 +124,51 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     let model = out.join("model.safetensors");
     let whole = fs::read(&model).expect("a model");
     fs::write(&model, &whole[..whole.len() / 2]).expect("a writable folder");
-    assert_refused(&fireclay(&context), 1, &["model.safetensors", "not a safetensors file"]);
+    assert_refused(&fireclay(&context), 1, &["model.safetensors", "truncated"]);
+}
+
+#[test]
+fn a_trained_model_is_evaluated_and_talked_to() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (data, out) = (folder.path().join("text.txt"), folder.path().join("run"));
+    fs::write(&data, "the kiln is hot and the clay is wet\n".repeat(40)).expect("writable");
+    let output = train(&[&["--data", text(&data), "--out", text(&out), "--json"], &SMALL[..]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let backend = crate::backend().as_str();
+    let evaluate = |more: &[&str]| {
+        let model = ["evaluate", "--backend", backend, "--model", text(&out), "--data", text(&data)];
+        fireclay(&[&model, more].concat())
+    };
+    let output = evaluate(&["--json", "--context", "32"]);
+    let done: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let (loss, perplexity) = (done["loss"].as_f64().expect("a loss"), done["perplexity"].as_f64().expect("a number"));
+    assert!(loss > 0.5 && loss < 4.0 && (loss.exp() / perplexity - 1.0).abs() < 1e-6, "{done}");
+    assert_eq!(done["bytes"], 40 * 36);
+    assert!(String::from_utf8_lossy(&evaluate(&[]).stdout).contains("bits a byte"));
+    assert_refused(&evaluate(&["--context", "100000"]), 2, &["--context", "the model's own"]);
+    assert_refused(&evaluate(&["--stride", "0"]), 2, &["--stride"]);
+
+    let chat = || {
+        let mut command = program();
+        command.args(["chat", "--backend", backend, "--model", text(&out), "--max-tokens", "5", "--json"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the program starts");
+        let lines = b"the kiln\n\n/nonsense\n/reset\nis hot\n";
+        // Refused at once, it may not wait for what is said.
+        let _ = child.stdin.take().expect("a pipe").write_all(lines);
+        child.wait_with_output().expect("the program ends")
+    };
+    assert_refused(&chat(), 1, &["chat_template", "fireclay generate"]);
+    fs::write(out.join("chat_template.jinja"), "{% for m in messages %}{{ m.content }}{% endfor %} ")
+        .expect("writable");
+    let output = chat();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("/nonsense"), "{stderr}");
+    let lines = String::from_utf8_lossy(&output.stdout);
+    let events: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect();
+    let done: Vec<&Value> = events.iter().filter(|event| event["event"] == "done").collect();
+    assert_eq!(done.len(), 2, "two answers: {lines}");
+    assert!(done.iter().all(|done| done["tokens"].as_array().is_some_and(|tokens| tokens.len() == 5)), "{lines}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod compare;
 mod families;
 mod golden;
 mod gradients;
+mod hub;
 mod learning;
 mod resume;
 mod traffic;

@@ -1,0 +1,334 @@
+//! The tensors of a model folder: `model.safetensors`, or several files that `model.safetensors.index.json` names.
+//!
+//! Only headers are read at first. A tensor is read when it is asked for, a few megabytes at a time, and turned into the
+//! wanted dtype on the way, so that no more than itself is ever held on the host.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype, Metadata};
+use serde_json::Value;
+
+use crate::weights::WeightsError;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Bytes read at a time.
+const PIECE: usize = 8 << 20;
+/// The longest header that the format's own reader accepts.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// Open files, and what is where in them.
+#[derive(Debug)]
+pub(crate) struct TensorFiles {
+    files: Vec<(PathBuf, File)>,
+    tensors: BTreeMap<String, StoredTensor>,
+}
+
+/// Where a tensor lies, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct StoredTensor {
+    file: usize,
+    /// Bytes from the file's start.
+    start: u64,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl StoredTensor {
+    /// Bytes in the file.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * self.dtype.bitsize() as u64 / 8
+    }
+}
+
+impl TensorFiles {
+    /// Reads the headers of a folder's files.
+    ///
+    /// # Errors
+    /// If there is none, one of them is missing, truncated or longer than its header says, or its header is none.
+    pub(crate) fn open(folder: &Path) -> Result<Self, WeightsError> {
+        let index = folder.join(INDEX);
+        let mut files = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        if folder.join(SINGLE).exists() || !index.exists() {
+            files.add(folder.join(SINGLE))?;
+            return Ok(files);
+        }
+        let named = indexed(&index)?;
+        let names: BTreeSet<&String> = named.values().collect();
+        for name in names {
+            files.add(folder.join(name))?;
+        }
+        match named.keys().find(|tensor| !files.tensors.contains_key(*tensor)) {
+            None => Ok(files),
+            Some(tensor) => {
+                let reason = format!("{tensor} is in none of the files that it names");
+                Err(WeightsError::Weights { path: index, reason })
+            }
+        }
+    }
+
+    fn add(&mut self, path: PathBuf) -> Result<(), WeightsError> {
+        let io = |error| WeightsError::Io { path: path.clone(), error };
+        let wrong = |reason: String| WeightsError::Weights { path: path.clone(), reason };
+        let mut file = File::open(&path).map_err(io)?;
+        let size = file.metadata().map_err(io)?.len();
+        let mut length = [0; 8];
+        if size < length.len() as u64 {
+            return Err(wrong(format!("not a safetensors file: {size} bytes are too few")));
+        }
+        file.read_exact(&mut length).map_err(io)?;
+        let header_size = u64::from_le_bytes(length);
+        let start = header_size.saturating_add(length.len() as u64);
+        if header_size > LONGEST_HEADER || start > size {
+            return Err(wrong("truncated, or not a safetensors file: it is shorter than its header".into()));
+        }
+        let mut header = vec![0; header_size as usize];
+        file.read_exact(&mut header).map_err(io)?;
+        let header: Metadata = serde_json::from_slice(&header)
+            .map_err(|error| wrong(format!("not a safetensors file: its header is damaged: {error}")))?;
+
+        let mut end = 0;
+        for name in header.offset_keys() {
+            let Some(info) = header.info(&name) else { continue };
+            let (first, last) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+            let elements = info.shape.iter().try_fold(1u64, |product, length| product.checked_mul(*length as u64));
+            let bits = elements.and_then(|elements| elements.checked_mul(info.dtype.bitsize() as u64));
+            if first != end || bits.is_none_or(|bits| last.checked_sub(first) != Some(bits.div_ceil(8))) {
+                return Err(wrong(format!("its header is damaged: {name} is not where and as long as it should be")));
+            }
+            end = last;
+            let tensor = StoredTensor {
+                file: self.files.len(),
+                start: start + first,
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+            };
+            if self.tensors.insert(name.clone(), tensor).is_some() {
+                return Err(wrong(format!("{name} is in another file, too")));
+            }
+        }
+        match size - start {
+            data if data < end => Err(wrong(format!("truncated: {data} bytes of tensors instead of {end}"))),
+            data if data > end => Err(wrong(format!("{} bytes too long", data - end))),
+            _ => {
+                self.files.push((path, file));
+                Ok(())
+            }
+        }
+    }
+
+    /// The folder's tensors by name.
+    pub(crate) fn tensors(&self) -> &BTreeMap<String, StoredTensor> {
+        &self.tensors
+    }
+
+    /// Reads a tensor as `T`, row after row, from element `at` of `out` on; a matrix with its rows as columns if
+    /// `transposed`. `progress` is told the bytes of each piece.
+    ///
+    /// # Errors
+    /// If the file system fails, or the dtype is no float that can be read.
+    pub(crate) fn read<T: Stored>(
+        &self,
+        tensor: &StoredTensor,
+        transposed: bool,
+        out: &mut [T],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        match tensor.dtype {
+            Dtype::F32 => self.read_as::<f32, T>(tensor, transposed, out, progress),
+            Dtype::F16 => self.read_as::<f16, T>(tensor, transposed, out, progress),
+            Dtype::BF16 => self.read_as::<bf16, T>(tensor, transposed, out, progress),
+            other => {
+                let reason = format!("dtype {other:?} is not supported");
+                Err(WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason })
+            }
+        }
+    }
+
+    fn read_as<S: Stored, T: Stored>(
+        &self,
+        tensor: &StoredTensor,
+        transposed: bool,
+        out: &mut [T],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        let (path, file) = &self.files[tensor.file];
+        let io = |error| WeightsError::Io { path: path.clone(), error };
+        let columns = if transposed { tensor.shape[1] } else { 1 };
+        let rows = out.len() / columns.max(1);
+        let mut file = file;
+        file.seek(SeekFrom::Start(tensor.start)).map_err(io)?;
+        let mut bytes = vec![0; PIECE.min(out.len() * S::SIZE)];
+        let mut done = 0;
+        while done < out.len() {
+            let count = (bytes.len() / S::SIZE).min(out.len() - done);
+            let piece = &mut bytes[..count * S::SIZE];
+            file.read_exact(piece).map_err(io)?;
+            let values = piece.chunks_exact(S::SIZE).map(|value| T::of(S::load(value)));
+            if transposed {
+                for (at, value) in (done..).zip(values) {
+                    out[at % columns * rows + at / columns] = value;
+                }
+            } else {
+                out[done..done + count].iter_mut().zip(values).for_each(|(out, value)| *out = value);
+            }
+            done += count;
+            progress(piece.len() as u64);
+        }
+        Ok(())
+    }
+}
+
+/// The file of each tensor, as an index says.
+fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
+    let text = fs::read_to_string(path).map_err(|error| WeightsError::Io { path: path.into(), error })?;
+    let index: Value = serde_json::from_str(&text).map_err(|error| WeightsError::Json { path: path.into(), error })?;
+    let wrong = |reason: String| WeightsError::Weights { path: path.into(), reason };
+    let named = index["weight_map"].as_object().ok_or_else(|| wrong("weight_map is missing".into()))?;
+    let file = |(tensor, file): (&String, &Value)| {
+        // A name, not a way out of the folder.
+        let name = file.as_str().filter(|name| Path::new(name).file_name().is_some_and(|file| file == *name));
+        let name = name.ok_or_else(|| wrong(format!("{file}, the file of {tensor}, is not a file's name")))?;
+        Ok((tensor.clone(), name.to_string()))
+    };
+    named.iter().map(file).collect()
+}
+
+/// A float as files have it.
+pub(crate) trait Stored: Copy {
+    /// Bytes.
+    const SIZE: usize;
+
+    /// From its bytes, least first.
+    fn load(bytes: &[u8]) -> f32;
+
+    /// The nearest one.
+    fn of(value: f32) -> Self;
+}
+
+impl Stored for f32 {
+    const SIZE: usize = 4;
+
+    fn load(bytes: &[u8]) -> f32 {
+        Self::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+    }
+
+    fn of(value: f32) -> Self {
+        value
+    }
+}
+
+impl Stored for f16 {
+    const SIZE: usize = 2;
+
+    fn load(bytes: &[u8]) -> f32 {
+        Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+    }
+
+    fn of(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+impl Stored for bf16 {
+    const SIZE: usize = 2;
+
+    fn load(bytes: &[u8]) -> f32 {
+        Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+    }
+
+    fn of(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file of one tensor `[2, 3]`, f32, 0 to 5, with a header of the test's own.
+    fn file(header: &str) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(SINGLE);
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend((0..6).flat_map(|value| (value as f32).to_le_bytes()));
+        fs::write(&path, bytes).expect("a writable folder");
+        (folder, path)
+    }
+
+    const GOOD: &str = r#"{"x":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+
+    fn refusal(header: &str) -> String {
+        let (folder, _) = file(header);
+        TensorFiles::open(folder.path()).expect_err("a damaged header").to_string()
+    }
+
+    #[test]
+    fn a_tensor_is_read_in_any_dtype_and_either_way() {
+        let (folder, _) = file(GOOD);
+        let files = TensorFiles::open(folder.path()).expect("a good file");
+        let tensor = &files.tensors()["x"];
+        let mut read = 0;
+        let mut out = [bf16::ZERO; 6];
+        files.read(tensor, false, &mut out, &mut |bytes| read += bytes).expect("readable");
+        assert_eq!(out.map(bf16::to_f32), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(read, 24);
+        let mut out = [0f32; 6];
+        files.read(tensor, true, &mut out, &mut |_| {}).expect("readable");
+        assert_eq!(out, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    }
+
+    #[test]
+    fn truncated_and_hostile_files_are_refused() {
+        let (folder, path) = file(GOOD);
+        let whole = fs::read(&path).expect("a file");
+        for (size, word) in [(0, "too few"), (7, "too few"), (20, "shorter than its header"), (70, "truncated")] {
+            fs::write(&path, &whole[..size.min(whole.len() - 1)]).expect("writable");
+            let message = TensorFiles::open(folder.path()).expect_err("a truncated file").to_string();
+            assert!(message.contains(word) && message.contains(SINGLE), "{size} bytes: {message}");
+        }
+        fs::write(&path, u64::MAX.to_le_bytes()).expect("writable");
+        assert!(TensorFiles::open(folder.path()).is_err(), "a header of 2^64 bytes");
+
+        let huge = format!("[{0},{0},2]", u64::MAX);
+        for (from, to) in [
+            ("[2,3]", "[2,4]"),
+            ("[2,3]", huge.as_str()),
+            ("[0,24]", "[4,28]"),
+            ("[0,24]", "[24,0]"),
+            ("[0,24]", "[0,18446744073709551615]"),
+            ("\"F32\"", "\"F99\""),
+            ("\"x\"", "x"),
+        ] {
+            let message = refusal(&GOOD.replace(from, to));
+            assert!(message.contains("damaged"), "{to}: {message}");
+        }
+        assert!(refusal(&GOOD.replace("[2,3]", "[2]").replace("24", "8")).contains("16 bytes too long"));
+    }
+
+    #[test]
+    fn an_index_names_files_of_its_folder_only() {
+        let (folder, path) = file(GOOD);
+        fs::rename(&path, folder.path().join("part.safetensors")).expect("a rename");
+        let open = |index: &str| {
+            fs::write(folder.path().join(INDEX), index).expect("writable");
+            TensorFiles::open(folder.path()).map(|files| files.tensors().len()).map_err(|error| error.to_string())
+        };
+        assert_eq!(open(r#"{"weight_map":{"x":"part.safetensors"}}"#), Ok(1));
+        for (index, word) in [
+            (r#"{"weight_map":{"x":"../part.safetensors"}}"#, "not a file's name"),
+            (r#"{"weight_map":{"x":"other.safetensors"}}"#, "other.safetensors"),
+            (r#"{"weight_map":{"x":"part.safetensors","y":"part.safetensors"}}"#, "y is in none"),
+            (r#"{}"#, "weight_map"),
+            (r#"{"#, "JSON"),
+        ] {
+            let message = open(index).expect_err(index);
+            assert!(message.contains(word), "{index}: {message}");
+        }
+    }
+}

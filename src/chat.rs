@@ -1,0 +1,345 @@
+//! A conversation with a model, in the words of its own chat template.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+use fireclay_kernels::Backend;
+use fireclay_model::Cache;
+use minijinja::{Environment, ErrorKind, context};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::Failure;
+use crate::backend::OnBackend;
+use crate::generation::{Generated, GenerationOptions, Generator, Interrupt};
+use crate::training::Precision;
+
+const SETTINGS: &str = "tokenizer_config.json";
+const TEMPLATE: &str = "chat_template.jinja";
+/// Tokens of a conversation where nothing else is asked for.
+const CONTEXT: usize = 4096;
+
+/// What someone said.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: &'static str,
+    /// The words.
+    pub content: String,
+}
+
+/// The template by which a model's conversations become text: Jinja, as the hub has it.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+impl ChatTemplate {
+    /// Reads the template of a model's folder, from `chat_template.jinja` or `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// If there is none, or it is no template.
+    pub fn open(folder: &Path) -> Result<Self, Failure> {
+        let (file, settings) = (folder.join(TEMPLATE), folder.join(SETTINGS));
+        let read = |path: &Path| match std::fs::read_to_string(path) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Failure::io(path)(error)),
+        };
+        let json: Value = match read(&settings)? {
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", settings.display())))?,
+            None => Value::Null,
+        };
+        let template = read(&file)?.or_else(|| in_settings(&json["chat_template"])).ok_or_else(|| {
+            let shown = folder.display();
+            Failure::new(format!(
+                "{shown}: no chat template, neither {TEMPLATE} nor chat_template in {SETTINGS}: \
+                 the model was not made to converse; use `fireclay generate`"
+            ))
+        })?;
+        // A name, or an object with the name in it.
+        let token = |name: &str| json[name].as_str().or(json[name]["content"].as_str()).unwrap_or_default().to_string();
+        Self::new(template, token("bos_token"), token("eos_token"))
+            .map_err(|failure| failure.about(&folder.display().to_string()))
+    }
+
+    /// A template, and the tokens that it may begin and end texts with.
+    ///
+    /// # Errors
+    /// If it is no template.
+    pub fn new(template: String, bos: String, eos: String) -> Result<Self, Failure> {
+        let mut environment = Environment::new();
+        // As transformers sets Jinja up, and with the methods of Python's strings and dicts that templates call.
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_template_owned("chat", template).map_err(|error| told(&error))?;
+        Ok(Self { environment, bos, eos })
+    }
+
+    /// A conversation as the model reads it, up to where it is to answer.
+    ///
+    /// # Errors
+    /// If the template refuses it, or cannot be followed.
+    pub fn render(&self, messages: &[Message]) -> Result<String, Failure> {
+        let template = self.environment.get_template("chat").map_err(|error| told(&error))?;
+        let values = context! {
+            messages => messages, add_generation_prompt => true, bos_token => self.bos, eos_token => self.eos,
+        };
+        template.render(values).map_err(|error| told(&error))
+    }
+}
+
+fn told(error: &minijinja::Error) -> Failure {
+    Failure::new(format!("the chat template: {error}"))
+}
+
+/// The template in a tokenizer's settings: one, or the one called `default` of several.
+fn in_settings(template: &Value) -> Option<String> {
+    let named = |entry: &&Value| entry["name"] == "default";
+    let several = || template.as_array()?.iter().find(named)?["template"].as_str();
+    template.as_str().or_else(several).map(str::to_string)
+}
+
+/// A conversation, of which the model keeps in its cache what it has read.
+pub struct Conversation<B: Backend> {
+    generator: Generator<B>,
+    template: ChatTemplate,
+    messages: Vec<Message>,
+    cache: Cache<B>,
+    /// The tokens in the cache.
+    read: Vec<u32>,
+}
+
+impl<B: Backend> Conversation<B> {
+    /// An empty conversation of up to `context` tokens; of the model's context, up to 4,096, where `None`.
+    ///
+    /// # Errors
+    /// If the model's context is shorter.
+    pub fn new(generator: Generator<B>, template: ChatTemplate, context: Option<usize>) -> Result<Self, Failure> {
+        let longest = generator.model().config().context_length;
+        let context = context.unwrap_or(longest.min(CONTEXT));
+        if context == 0 || context > longest {
+            return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
+        }
+        let cache = generator.model().cache(1, context);
+        Ok(Self { generator, template, messages: Vec::new(), cache, read: Vec::new() })
+    }
+
+    /// Forgets everything but what the system said.
+    pub fn reset(&mut self) {
+        self.messages.retain(|message| message.role == "system");
+    }
+
+    /// Sets what the system says, or takes it back where that is empty, and forgets the rest.
+    pub fn set_system(&mut self, content: &str) {
+        self.messages.clear();
+        if !content.is_empty() {
+            self.messages.push(Message { role: "system", content: content.to_string() });
+        }
+    }
+
+    /// What was said so far.
+    pub fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
+    /// Tokens that the model has read, and can.
+    pub fn room(&self) -> (usize, usize) {
+        (self.read.len(), self.cache.capacity())
+    }
+
+    /// The model's answer, handed to `show` as it comes. Of the conversation only what is new is read.
+    ///
+    /// # Errors
+    /// If the template refuses the conversation, it leaves no room for an answer, or the device fails. What was said is
+    /// then taken back.
+    pub fn answer(
+        &mut self,
+        said: &str,
+        options: &GenerationOptions,
+        show: impl FnMut(&str),
+    ) -> Result<Generated, Failure> {
+        self.messages.push(Message { role: "user", content: said.to_string() });
+        let answered = self.answer_last(options, show);
+        match &answered {
+            Ok(generated) => {
+                self.messages.push(Message { role: "assistant", content: generated.text.trim().to_string() });
+            }
+            Err(_) => {
+                self.messages.pop();
+            }
+        }
+        answered
+    }
+
+    fn answer_last(&mut self, options: &GenerationOptions, show: impl FnMut(&str)) -> Result<Generated, Failure> {
+        let text = self.template.render(&self.messages)?;
+        let tokens = self.generator.tokenizer().encode(&text)?;
+        let capacity = self.cache.capacity();
+        let room = capacity.saturating_sub(tokens.len());
+        if tokens.is_empty() || room == 0 {
+            return Err(Failure::new(format!(
+                "the conversation has {} tokens, and there is room for {capacity}: /reset begins a new one, --context \
+                 makes room",
+                tokens.len()
+            )));
+        }
+        // One token at least is read, for the answer to follow from.
+        let same = self.read.iter().zip(&tokens[..tokens.len() - 1]).take_while(|(read, token)| read == token).count();
+        self.cache.truncate(same);
+        self.read.truncate(same);
+        let wanted = options.max_tokens.unwrap_or(room).min(room);
+        let generated = self.generator.write(&mut self.cache, &tokens[same..], wanted, options, show);
+        match &generated {
+            Ok(generated) => {
+                self.read.extend(&tokens[same..]);
+                self.read.extend(&generated.tokens);
+                self.read.truncate(self.cache.len());
+            }
+            // Nobody knows what is in it.
+            Err(_) => {
+                self.cache.truncate(0);
+                self.read.clear();
+            }
+        }
+        generated
+    }
+}
+
+/// Where what is said comes from: the next line, or nothing at the end.
+pub type Lines = Box<dyn FnMut() -> Result<Option<String>, Failure> + Send>;
+
+/// A conversation on any backend.
+pub struct ChatRun<S> {
+    /// The model's folder.
+    pub model: PathBuf,
+    /// Dtype of matrices and activations.
+    pub precision: Precision,
+    /// How answers are written.
+    pub options: GenerationOptions,
+    /// What the system says, if it says something.
+    pub system: Option<String>,
+    /// Tokens of the conversation at the most.
+    pub context: Option<usize>,
+    /// What is said.
+    pub lines: Lines,
+    /// Ends an answer early.
+    pub interrupt: Interrupt,
+    /// Told what happens.
+    pub show: S,
+}
+
+/// A piece of news from a conversation.
+pub enum ChatEvent<'a> {
+    /// The model is there.
+    Ready,
+    /// More of the answer.
+    Text(&'a str),
+    /// The answer is complete.
+    Done(&'a Generated),
+    /// A word to the user: help, or what went wrong.
+    Notice(&'a str),
+}
+
+const HELP: &str = "/reset forgets the conversation, /system TEXT sets what the system says and forgets the rest, \
+                    /exit or Ctrl-D ends; Ctrl-C ends an answer";
+
+impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
+    type Output = ();
+
+    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        // Before the weights: a model without one is not worth waiting for.
+        let template = ChatTemplate::open(&self.model)?;
+        let generator =
+            Generator::<B>::open(&self.model, self.precision, device)?.with_interrupt(self.interrupt.clone());
+        let mut conversation = Conversation::new(generator, template, self.context)?;
+        conversation.set_system(self.system.as_deref().unwrap_or_default());
+        (self.show)(ChatEvent::Ready);
+        let mut answers = 0;
+        while let Some(line) = (self.lines)()? {
+            let line = line.trim();
+            let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+            match command {
+                "" => {}
+                "/exit" | "/quit" => break,
+                "/reset" => conversation.reset(),
+                "/system" => conversation.set_system(rest.trim()),
+                "/help" => (self.show)(ChatEvent::Notice(HELP)),
+                _ if command.starts_with('/') => {
+                    (self.show)(ChatEvent::Notice(&format!("no command {command}: {HELP}")));
+                }
+                _ => {
+                    self.interrupt.store(false, Ordering::Relaxed);
+                    // Each answer has draws of its own.
+                    let options = GenerationOptions { seed: self.options.seed + answers, ..self.options.clone() };
+                    answers += 1;
+                    match conversation.answer(line, &options, |text| (self.show)(ChatEvent::Text(text))) {
+                        Ok(generated) => (self.show)(ChatEvent::Done(&generated)),
+                        Err(failure) => (self.show)(ChatEvent::Notice(&failure.to_string())),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In the manner of ChatML, with the Python that templates are full of.
+    const CHATML: &str = "{%- for message in messages %}\n    {%- set content = message.content.strip() %}\n    \
+        {{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}\n{%- endfor %}\n\
+        {%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n";
+
+    fn said(role: &'static str, content: &str) -> Message {
+        Message { role, content: content.into() }
+    }
+
+    #[test]
+    fn a_conversation_is_rendered_as_its_template_says() {
+        let template = ChatTemplate::new(CHATML.into(), String::new(), String::new()).expect("a template");
+        let text = template.render(&[said("system", "Be brief."), said("user", "  Hello! ")]).expect("renders");
+        let wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n\
+                      <|im_start|>assistant\n";
+        assert_eq!(text, wanted);
+    }
+
+    #[test]
+    fn a_template_may_refuse() {
+        let template =
+            "{{ bos_token }}{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}";
+        let template = ChatTemplate::new(template.into(), "<s>".into(), String::new()).expect("a template");
+        assert_eq!(template.render(&[said("user", "x")]), Ok("<s>".into()));
+        let message = template.render(&[said("system", "x")]).expect_err("refused").to_string();
+        assert!(message.contains("user first"), "{message}");
+        assert!(ChatTemplate::new("{% if %}".into(), String::new(), String::new()).is_err());
+    }
+
+    #[test]
+    fn a_folder_has_its_template_in_a_file_or_in_its_settings() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = || ChatTemplate::open(folder.path()).map(|chat| chat.render(&[]).expect("renders"));
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("writable");
+        let message = open().expect_err("no template").to_string();
+        assert!(message.contains("chat_template") && message.contains("generate"), "{message}");
+        write(SETTINGS, r#"{"chat_template": "{{ eos_token }} one", "eos_token": {"content": "</s>"}}"#);
+        assert_eq!(open(), Ok("</s> one".into()));
+        write(
+            SETTINGS,
+            r#"{"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]}"#,
+        );
+        assert_eq!(open(), Ok("d".into()));
+        write(TEMPLATE, "file");
+        assert_eq!(open(), Ok("file".into()));
+        write(SETTINGS, "{");
+        assert!(open().expect_err("damaged").to_string().contains("JSON"));
+    }
+}

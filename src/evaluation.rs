@@ -1,0 +1,161 @@
+//! How well a language model foretells a text.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay_datasets::read_text;
+use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
+
+use crate::Failure;
+use crate::backend::OnBackend;
+use crate::language_model::LanguageModel;
+use crate::training::{Precision, read_scalars};
+
+/// Tokens of a window where nothing else is asked for.
+const CONTEXT: usize = 1024;
+/// Tokens that go through the model together, about.
+const BATCH_TOKENS: usize = 8192;
+/// Batches whose losses are read from the device in one go.
+const READ_EVERY: usize = 16;
+
+/// A text and the model that is to foretell it, as work for any backend.
+#[derive(Clone, Debug)]
+pub struct EvaluationRun {
+    /// The model's folder.
+    pub model: PathBuf,
+    /// A text, or a folder of them.
+    pub data: PathBuf,
+    /// Dtype of matrices and activations.
+    pub precision: Precision,
+    /// Tokens of a window; the model's context, up to 1,024, where `None`.
+    pub context: Option<usize>,
+    /// Tokens from one window to the next; half a window where `None`.
+    pub stride: Option<usize>,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean cross entropy, nats a token.
+    pub loss: f64,
+    /// Tokens foretold: all but the first.
+    pub tokens: usize,
+    /// Bytes of the text.
+    pub bytes: usize,
+    /// Time for all of them.
+    pub elapsed: Duration,
+}
+
+impl Evaluation {
+    /// `e^loss`.
+    pub fn perplexity(&self) -> f64 {
+        self.loss.exp()
+    }
+
+    /// Bits for each byte of the text, by which models of different tokenizers compare.
+    pub fn bits_per_byte(&self) -> f64 {
+        self.loss * self.tokens as f64 / std::f64::consts::LN_2 / self.bytes.max(1) as f64
+    }
+}
+
+/// A row of a batch: tokens `start..start + length`, and how many of its first targets an earlier window had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Window {
+    start: usize,
+    length: usize,
+    known: usize,
+}
+
+/// Windows over `tokens` tokens in which each but the first is a target once, with `context - stride` tokens before it
+/// at least where there are as many.
+fn windows(tokens: usize, context: usize, stride: usize) -> Vec<Window> {
+    let targets = tokens.saturating_sub(1);
+    let mut windows = Vec::new();
+    let (mut start, mut done) = (0, 0);
+    while done < targets {
+        let length = context.min(targets - start);
+        windows.push(Window { start, length, known: done - start });
+        done = start + length;
+        start += stride;
+    }
+    windows
+}
+
+impl OnBackend for EvaluationRun {
+    type Output = Evaluation;
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<Evaluation, Failure> {
+        let LanguageModel { model, tokenizer } = LanguageModel::<B>::open(&self.model, self.precision, &device)?;
+        let longest = model.config().context_length;
+        let context = self.context.unwrap_or(longest.min(CONTEXT));
+        if context == 0 || context > longest {
+            return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
+        }
+        let stride = self.stride.unwrap_or(context.div_ceil(2));
+        if stride == 0 || stride > context {
+            return Err(Failure::usage(format!("--stride {stride} must be 1 to {context}, the window's length")));
+        }
+        let text = read_text(&self.data)?;
+        let tokens = tokenizer.encode(&text)?;
+        if tokens.len() < 2 {
+            let shown = self.data.display();
+            return Err(Failure::new(format!("{shown}: {} tokens are too few to foretell any", tokens.len())));
+        }
+
+        let begun = Instant::now();
+        let targets = tokens.len() - 1;
+        let windows = windows(tokens.len(), context, stride);
+        let mut loss = 0.0;
+        let mut waiting = Vec::new();
+        let rows = (BATCH_TOKENS / context).max(1);
+        for batch in windows.chunks(rows) {
+            let length = batch.iter().map(|window| window.length).max().unwrap_or(0);
+            let mut ids = vec![0i32; batch.len() * length];
+            let mut wanted = vec![IGNORED_TARGET; batch.len() * length];
+            let mut counted = 0;
+            for (row, window) in batch.iter().enumerate() {
+                for at in 0..window.length {
+                    ids[row * length + at] = tokens[window.start + at] as i32;
+                    if at >= window.known {
+                        wanted[row * length + at] = tokens[window.start + at + 1] as i32;
+                        counted += 1;
+                    }
+                }
+            }
+            let shape = [batch.len(), length];
+            let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), &device);
+            let wanted = Tensor::<B, 2, Int>::from_data(TensorData::new(wanted, shape), &device);
+            let hidden = model.forward(ids, None);
+            let options = HeadLossOptions::new().with_weight(f64::from(counted) / targets as f64);
+            waiting.push(model.loss(hidden, wanted, options));
+            if waiting.len() == READ_EVERY {
+                loss += read_scalars(std::mem::take(&mut waiting))?.iter().sum::<f64>();
+            }
+        }
+        loss += read_scalars(waiting)?.iter().sum::<f64>();
+        Ok(Evaluation { loss, tokens: targets, bytes: text.len(), elapsed: begun.elapsed() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_token_but_the_first_is_a_target_once() {
+        for (tokens, context, stride) in [(2, 8, 4), (9, 8, 4), (10, 8, 4), (100, 7, 3), (100, 7, 7), (50, 64, 32)] {
+            let mut seen = vec![0; tokens];
+            let windows = windows(tokens, context, stride);
+            for window in &windows {
+                assert!(window.length <= context && window.known < window.length);
+                for at in window.known..window.length {
+                    seen[window.start + at + 1] += 1;
+                }
+            }
+            assert_eq!(seen[0], 0);
+            assert!(seen[1..].iter().all(|times| *times == 1), "{tokens}, {context}, {stride}: {seen:?}");
+            assert!(windows.iter().skip(1).all(|window| window.known >= context - stride));
+        }
+    }
+}
