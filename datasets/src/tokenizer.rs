@@ -113,14 +113,17 @@ impl Tokenizer {
         tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
     }
 
-    /// Reads a `tokenizer.json`.
+    /// Reads a `tokenizer.json`. Padding and truncation, which some ask for, are left to whoever makes batches.
     ///
     /// # Errors
     /// If it is missing or no tokenizer.
     pub fn load(path: &Path) -> Result<Self, DataError> {
         let bytes = fs::read(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
         let broken = |error| DataError::Tokenizer(format!("{}: not a tokenizer: {error}", path.display()));
-        tokenizers::Tokenizer::from_bytes(bytes).map(Self).map_err(broken)
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(broken)?;
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(broken)?;
+        Ok(Self(tokenizer))
     }
 
     /// Writes a `tokenizer.json`, beside first and then renamed.
@@ -305,6 +308,27 @@ mod tests {
             let mut stream = tokenizer.stream();
             let streamed: String = tokens.iter().map(|token| stream.push(*token).expect("known token")).collect();
             assert_eq!(streamed, TEXT, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_text_is_neither_padded_nor_cut() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tokenizer.json");
+        Tokenizer::train(TokenizerKind::Byte, "").expect("a tokenizer").save(&path).expect("writable");
+        let mut json: Value = serde_json::from_slice(&fs::read(&path).expect("a file")).expect("JSON");
+        json["truncation"] = json!({
+            "max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right",
+        });
+        json["padding"] = json!({
+            "strategy": { "Fixed": 9 }, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": "!",
+        });
+        fs::write(&path, json.to_string()).expect("writable");
+        let tokenizer = Tokenizer::load(&path).expect("a tokenizer");
+        for text in ["", "ab", "abcdef"] {
+            assert_eq!(tokenizer.encode(text).expect("any text").len(), text.len());
+            assert_eq!(tokenizer.encode_prompt(text).expect("any text").len(), text.len());
         }
     }
 
