@@ -17,7 +17,7 @@ use fireclay::stdout;
 use fireclay::tasks::TaskName;
 use fireclay::training::{EMBEDDED, Outcome, Precision, Recipe, TrainingRun, View};
 use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
-use fireclay_kernels::{Kernels, use_kernels};
+use fireclay_kernels::{Kernels, Penalties, use_kernels};
 use serde_json::{Value, json};
 
 /// Exit code of a run that Ctrl-C ended, as shells have it.
@@ -110,12 +110,11 @@ struct GenerateArgs {
     /// 0 takes the likeliest token each time
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Draw among this many likeliest tokens
-    #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
     /// Draw among the likeliest tokens that make up this probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
+    #[command(flatten)]
+    draw: DrawArgs,
     /// End before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -127,6 +126,36 @@ struct GenerateArgs {
     /// Where the draws come from
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
+}
+
+/// How tokens are drawn, beyond temperature and top-p.
+#[derive(Args)]
+struct DrawArgs {
+    /// Draw among this many likeliest tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draw among tokens at least this likely, as a share of the likeliest one's probability
+    #[arg(long, value_name = "P")]
+    min_p: Option<f64>,
+    /// Divide the positive logits of words that the text has, and multiply the negative ones
+    #[arg(long, value_name = "R", default_value_t = 1.0)]
+    repetition_penalty: f64,
+    /// Take this from the logit of each word written so far
+    #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
+    presence_penalty: f64,
+    /// Take this from the logit of a word for each time it was written so far
+    #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
+    frequency_penalty: f64,
+}
+
+impl DrawArgs {
+    fn penalties(&self) -> Penalties {
+        Penalties {
+            repetition: self.repetition_penalty,
+            presence: self.presence_penalty,
+            frequency: self.frequency_penalty,
+        }
+    }
 }
 
 #[derive(Args)]
@@ -146,12 +175,11 @@ struct ChatArgs {
     /// 0 takes the likeliest token each time
     #[arg(long, value_name = "T", default_value_t = 0.7)]
     temperature: f64,
-    /// Draw among this many likeliest tokens
-    #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
     /// Draw among the likeliest tokens that make up this probability
     #[arg(long, value_name = "P", default_value_t = 0.9)]
     top_p: f64,
+    #[command(flatten)]
+    draw: DrawArgs,
     #[command(flatten)]
     run: RunArgs,
     /// Dtype of matrices and activations
@@ -561,8 +589,10 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     let options = GenerationOptions {
         max_tokens: args.max_tokens,
         temperature: args.temperature,
-        top_k: args.top_k,
+        top_k: args.draw.top_k,
         top_p: args.top_p,
+        min_p: args.draw.min_p,
+        penalties: args.draw.penalties(),
         stop: args.stop,
         seed: args.seed,
     };
@@ -627,8 +657,10 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
     let options = GenerationOptions {
         max_tokens: args.max_tokens,
         temperature: args.temperature,
-        top_k: args.top_k,
+        top_k: args.draw.top_k,
         top_p: Some(args.top_p),
+        min_p: args.draw.min_p,
+        penalties: args.draw.penalties(),
         stop: Vec::new(),
         seed: args.seed,
     };

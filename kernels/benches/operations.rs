@@ -274,7 +274,7 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let sampling = Sampling::greedy().with_temperature(1.0, RandomKey::new(3)).with_top_k(Some(50));
     let last = hidden.narrow(0, 0, sequences);
     bench.measure("head_sample", vocabulary * d_model * size, 0.0, || {
-        B::head_sample(last.clone(), weight.clone(), &sampling)
+        B::head_sample(last.clone(), weight.clone(), &sampling, None)
     });
 }
 

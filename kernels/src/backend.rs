@@ -7,7 +7,7 @@ use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions
 use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
-use crate::head_sample::{self, Sampling};
+use crate::head_sample::{self, Sampling, TokenCounts};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
@@ -325,8 +325,13 @@ pub trait Backend: burn::tensor::backend::Backend {
     }
 
     /// Body of [`head_sample`](crate::head_sample).
-    fn head_sample(hidden: Tensor<Self, 2>, weight: Tensor<Self, 2>, sampling: &Sampling) -> Tensor<Self, 1, Int> {
-        head_sample::reference::head_sample(hidden, weight, sampling)
+    fn head_sample(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        sampling: &Sampling,
+        counts: Option<&TokenCounts<Self>>,
+    ) -> Tensor<Self, 1, Int> {
+        head_sample::reference::head_sample(hidden, weight, sampling, counts)
     }
 
     /// Body of [`optimizer_step`](crate::optimizer_step).

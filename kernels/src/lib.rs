@@ -60,7 +60,7 @@ pub use backend::Backend;
 pub use dropout::{Dropout, dropout};
 pub use embed::embed;
 pub use head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
-pub use head_sample::{Sampling, head_sample};
+pub use head_sample::{Penalties, Sampling, TokenCounts, head_sample};
 pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
 pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};

@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use fireclay_kernels::{
-    AttentionMask, Backend, Dropout, HeadLossOptions, RandomKey, RotaryTable, Sampling, dropout, embed, head_loss,
-    head_sample, linear, norm, reshape,
+    AttentionMask, Backend, Dropout, HeadLossOptions, RandomKey, RotaryTable, Sampling, TokenCounts, dropout, embed,
+    head_loss, head_sample, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -259,8 +259,18 @@ impl<B: Backend> Transformer<B> {
 
     /// A token for each row, `[batch_size]`, drawn from the prediction at the last of its hidden states.
     pub fn sample(&self, hidden: Tensor<B, 3>, sampling: &Sampling) -> Tensor<B, 1, Int> {
+        self.sample_after(hidden, sampling, None)
+    }
+
+    /// [`sample`](Self::sample) with penalties for the words that `counts` has.
+    pub fn sample_after(
+        &self,
+        hidden: Tensor<B, 3>,
+        sampling: &Sampling,
+        counts: Option<&TokenCounts<B>>,
+    ) -> Tensor<B, 1, Int> {
         let [batch_size, seq_length, d_model] = hidden.dims();
         let last = hidden.narrow(1, seq_length - 1, 1).reshape([batch_size, d_model]);
-        head_sample(last, self.head_weight(), sampling)
+        head_sample(last, self.head_weight(), sampling, counts)
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::Tokenizer;
-use fireclay_kernels::{Backend, RandomKey, Sampling};
+use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling, TokenCounts};
 use fireclay_model::{Cache, Transformer};
 
 use crate::Failure;
@@ -32,6 +32,10 @@ pub struct GenerationOptions {
     pub top_k: Option<usize>,
     /// Only the likeliest tokens that make up this probability are drawn from.
     pub top_p: Option<f64>,
+    /// Only tokens at least this likely, as a share of the likeliest one's probability, are drawn from.
+    pub min_p: Option<f64>,
+    /// What tokens lose that the text has already.
+    pub penalties: Penalties,
     /// Writing ends before any of these texts.
     pub stop: Vec<String>,
     /// Where the draws come from.
@@ -40,7 +44,16 @@ pub struct GenerationOptions {
 
 impl Default for GenerationOptions {
     fn default() -> Self {
-        Self { max_tokens: None, temperature: 0.8, top_k: None, top_p: None, stop: Vec::new(), seed: 1337 }
+        Self {
+            max_tokens: None,
+            temperature: 0.8,
+            top_k: None,
+            top_p: None,
+            min_p: None,
+            penalties: Penalties::default(),
+            stop: Vec::new(),
+            seed: 1337,
+        }
     }
 }
 
@@ -58,6 +71,16 @@ impl GenerationOptions {
         }
         if let Some(top_p) = self.top_p.filter(|top_p| !(*top_p > 0.0 && *top_p <= 1.0)) {
             return Err(Failure::usage(format!("--top-p {top_p} must be above 0, and 1 at the most")));
+        }
+        if let Some(min_p) = self.min_p.filter(|min_p| !(0.0..=1.0).contains(min_p)) {
+            return Err(Failure::usage(format!("--min-p {min_p} must be 0 to 1")));
+        }
+        let Penalties { repetition, presence, frequency } = self.penalties;
+        if !(repetition.is_finite() && repetition > 0.0) {
+            return Err(Failure::usage(format!("--repetition-penalty {repetition} must be above 0; 1 takes nothing")));
+        }
+        if !presence.is_finite() || !frequency.is_finite() {
+            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers"));
         }
         if self.max_tokens == Some(0) {
             return Err(Failure::usage("--max-tokens 0 asks for nothing"));
@@ -192,21 +215,29 @@ impl<B: Backend> Generator<B> {
                 .with_temperature(options.temperature, key.fold(step as u64))
                 .with_top_k(options.top_k)
                 .with_top_p(options.top_p)
+                .with_min_p(options.min_p)
+                .with_penalties(options.penalties)
         };
 
         let begun = Instant::now();
         let ids: Vec<i32> = prompt_tokens.iter().map(|token| *token as i32).collect();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, prompt_tokens.len()]), &self.device);
         let hidden = self.model.forward(ids, Some(cache));
-        let mut next = self.model.sample(hidden, &sampling(0));
+        let vocabulary = self.model.config().vocab_size;
+        let mut counts = (!options.penalties.are_none())
+            .then(|| TokenCounts::of_prompts(&[prompt_tokens], vocabulary, &self.device));
+        let mut next = self.model.sample_after(hidden, &sampling(0), counts.as_ref());
         let mut writer = Writer::new(&self.tokenizer, &options.stop);
         let mut tokens = vec![read(&next)?];
         let prefill = begun.elapsed();
         let decoding = Instant::now();
         let mut stopped = self.ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
         while !stopped && tokens.len() < wanted && !self.interrupt.load(Ordering::Relaxed) {
+            if let Some(counts) = &mut counts {
+                counts.add(next.clone());
+            }
             let hidden = self.model.forward(next.reshape([1, 1]), Some(cache));
-            next = self.model.sample(hidden, &sampling(tokens.len()));
+            next = self.model.sample_after(hidden, &sampling(tokens.len()), counts.as_ref());
             let token = read(&next)?;
             tokens.push(token);
             stopped = self.ends.contains(&token) || writer.push(token, &mut show)?;

@@ -1,10 +1,38 @@
 //! Output projection and sampling in one: only the chosen tokens leave, and they stay on the device.
 
+mod counts;
 pub(crate) mod reference;
+
+pub use counts::TokenCounts;
 
 use burn::tensor::{Int, Tensor};
 
 use crate::{Backend, RandomKey, recorder};
+
+/// What words that a text has already lose. The default takes nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Penalties {
+    /// Positive logits of words in the prompt or behind it are divided by it, negative ones multiplied (Keskar et al.,
+    /// 2019, "CTRL"). One takes nothing.
+    pub repetition: f64,
+    /// Taken from the logit of each word written so far.
+    pub presence: f64,
+    /// Taken from the logit of a word for each time that it was written so far.
+    pub frequency: f64,
+}
+
+impl Penalties {
+    /// Whether nothing is taken.
+    pub fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl Default for Penalties {
+    fn default() -> Self {
+        Self { repetition: 1.0, presence: 0.0, frequency: 0.0 }
+    }
+}
 
 /// How a token is chosen from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -15,6 +43,11 @@ pub struct Sampling {
     pub top_k: Option<usize>,
     /// Only the likeliest tokens whose probabilities first reach this sum are drawn from (Holtzman et al., 2020).
     pub top_p: Option<f64>,
+    /// Only words at least this likely, as a share of the likeliest one's probability, are drawn from (Nguyen et al.,
+    /// 2024).
+    pub min_p: Option<f64>,
+    /// Taken from logits before anything else, where the tokens so far are known.
+    pub penalties: Penalties,
     /// Seed and step of the draw.
     pub key: RandomKey,
 }
@@ -22,7 +55,8 @@ pub struct Sampling {
 impl Sampling {
     /// The likeliest token.
     pub fn greedy() -> Self {
-        Self { temperature: 0.0, top_k: None, top_p: None, key: RandomKey::new(0) }
+        let penalties = Penalties::default();
+        Self { temperature: 0.0, top_k: None, top_p: None, min_p: None, penalties, key: RandomKey::new(0) }
     }
 
     /// A draw at `temperature` by the bits of `key`.
@@ -42,14 +76,32 @@ impl Sampling {
         self.top_p = top_p;
         self
     }
+
+    /// Among those at least `min_p` times as likely as the likeliest.
+    pub fn with_min_p(mut self, min_p: Option<f64>) -> Self {
+        self.min_p = min_p;
+        self
+    }
+
+    /// After penalties.
+    pub fn with_penalties(mut self, penalties: Penalties) -> Self {
+        self.penalties = penalties;
+        self
+    }
 }
 
 /// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
 /// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
-/// top-k is applied first, then top-p to what it leaves. The draw is Gumbel's (the arg max of logits plus noise), and
-/// the noise at (row, word) a pure function of [`Sampling::key`].
-pub fn head_sample<B: Backend>(hidden: Tensor<B, 2>, weight: Tensor<B, 2>, sampling: &Sampling) -> Tensor<B, 1, Int> {
+/// Penalties come first, for words that `counts` has; then temperature, top-k, top-p to what that leaves, and min-p. The
+/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (row, word) a pure function of
+/// [`Sampling::key`].
+pub fn head_sample<B: Backend>(
+    hidden: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    sampling: &Sampling,
+    counts: Option<&TokenCounts<B>>,
+) -> Tensor<B, 1, Int> {
     let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
-    B::head_sample(hidden, weight, sampling)
+    B::head_sample(hidden, weight, sampling, counts)
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Int, Tensor};
 
-use super::Sampling;
+use super::{Penalties, Sampling, TokenCounts};
 use crate::Backend;
 use crate::random::RANGE;
 
@@ -15,9 +15,13 @@ pub(crate) fn head_sample<B: Backend>(
     hidden: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     sampling: &Sampling,
+    counts: Option<&TokenCounts<B>>,
 ) -> Tensor<B, 1, Int> {
     let device = hidden.device();
     let mut logits = <B as Backend>::linear(hidden, weight, None).cast(DType::F32);
+    if let Some(counts) = counts.filter(|_| !sampling.penalties.are_none()) {
+        logits = penalised(logits, sampling.penalties, counts);
+    }
     let [batch_size, vocabulary] = logits.dims();
     if sampling.temperature > 0.0 {
         logits = logits.div_scalar(sampling.temperature);
@@ -29,11 +33,28 @@ pub(crate) fn head_sample<B: Backend>(
             let probabilities = burn::tensor::activation::softmax(logits.clone(), 1);
             logits = keep(logits, probabilities, top_p);
         }
+        if let Some(min_p) = sampling.min_p.filter(|min_p| *min_p > 0.0) {
+            // Probabilities are to each other as their logits' differences say.
+            let least = logits.clone().max_dim(1).add_scalar(min_p.ln());
+            let below = logits.clone().lower(least.expand([batch_size, vocabulary]));
+            logits = logits.mask_fill(below, EXCLUDED);
+        }
         let uniform = B::random_bits(batch_size, vocabulary, sampling.key, &device).float().cast(DType::F32);
         let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
         logits = logits - uniform.log().neg().log();
     }
     logits.argmax(1).squeeze_dim(1)
+}
+
+fn penalised<B: Backend>(logits: Tensor<B, 2>, penalties: Penalties, counts: &TokenCounts<B>) -> Tensor<B, 2> {
+    let Penalties { repetition, presence, frequency } = penalties;
+    let seen = (counts.prompt.clone() + counts.written.clone()).greater_elem(0.0);
+    let negative = logits.clone().lower_elem(0.0);
+    let less = logits.clone().div_scalar(repetition).mask_where(negative, logits.clone().mul_scalar(repetition));
+    let logits = logits.mask_where(seen, less);
+    let written = counts.written.clone();
+    let present = written.clone().greater_elem(0.0).float().cast(DType::F32).mul_scalar(presence);
+    logits - present - written.mul_scalar(frequency)
 }
 
 /// Keeps, in each row, the fewest largest logits (ties included) whose weights sum to `wanted` at least.

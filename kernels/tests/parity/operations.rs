@@ -7,9 +7,9 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, activate, attention, dropout, embed,
-    head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
-    random_bits, reference, reshape, rotary, softmax,
+    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, Sampling, TokenCounts, activate, attention,
+    dropout, embed, head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention,
+    qkv_rotary, random_bits, reference, reshape, rotary, softmax,
 };
 
 use crate::backend_test;
@@ -630,7 +630,7 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
     let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
     let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
     let draw = |sampling: Sampling| -> Vec<usize> {
-        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling).into_data();
+        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling, None).into_data();
         let mut counts = vec![0; logits.len()];
         drawn.iter::<i64>().for_each(|token| counts[token as usize] += 1);
         counts
@@ -643,6 +643,8 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
         ("top-p", plain.with_top_p(Some(0.85)), 2),
         ("top-k and top-p", plain.with_top_k(Some(4)).with_top_p(Some(0.999)), 4),
         ("tiny top-p", plain.with_top_p(Some(0.01)), 1),
+        ("min-p", plain.with_min_p(Some(0.1)), 3),
+        ("min-p of one", plain.with_min_p(Some(1.0)), 1),
     ];
     for (name, sampling, kept) in cases {
         let counts = draw(sampling);
@@ -659,6 +661,37 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
         assert_eq!(counts, draw(sampling), "{name}: the same key draws the same");
     }
     assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the likeliest");
+});
+
+backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
+    let logits = [2.0f32, 1.0, 0.5, 0.0, -1.0, -3.0];
+    let rows = 4000;
+    let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
+    let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
+    let mut counts = TokenCounts::<B>::of_prompts(&vec![&[0, 5, 0][..]; rows], 6, &device);
+    for _ in 0..2 {
+        counts.add(Tensor::<B, 1, Int>::ones([rows], &device));
+    }
+    let penalties = Penalties { repetition: 1.5, presence: 0.3, frequency: 0.2 };
+    let sampling = Sampling::greedy().with_temperature(0.7, RandomKey::new(5)).with_penalties(penalties);
+    let mut drawn = [0; 6];
+    let tokens = head_sample(hidden.clone(), weight.clone(), &sampling, Some(&counts)).into_data();
+    tokens.iter::<i64>().for_each(|token| drawn[token as usize] += 1);
+    // Words of the prompt are only repeated; the one behind it is there, and was twice.
+    let exact: [f64; 6] = [2.0 / 1.5, 1.0 / 1.5 - 0.3 - 2.0 * 0.2, 0.5, 0.0, -1.0, -3.0 * 1.5];
+    let exact = exact.map(|logit| (logit / 0.7).exp());
+    let total: f64 = exact.iter().sum();
+    let terms = drawn.iter().zip(exact).map(|(count, exact)| {
+        let expected = exact / total * rows as f64;
+        (f64::from(*count) - expected).powi(2) / expected
+    });
+    let chi_square: f64 = terms.sum();
+    assert!(chi_square < 25.0, "{drawn:?}, chi-square {chi_square:.1}");
+
+    let strong = Penalties { repetition: 1.0, presence: 0.0, frequency: -2.0 };
+    let greedy = Sampling::greedy().with_penalties(strong);
+    let tokens = head_sample(hidden, weight, &greedy, Some(&counts)).into_data();
+    assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest word, too");
 });
 
 backend_test!(fused_projections_match_the_reference::<B>(device) {
