@@ -540,8 +540,12 @@ fn tell(summary: &Value) {
     let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));
     let valid = number("valid_loss");
-    eprintln!("{steps} steps at {speed:.0} tokens/s, the first after {first:.1}s");
-    eprintln!("training loss {:.4}, validation loss {valid:.4}, in nats", number("train_loss"));
+    if summary["train_loss"].is_null() {
+        eprintln!("{steps} steps, all of them before; validation loss {valid:.4}, in nats");
+    } else {
+        eprintln!("{steps} steps at {speed:.0} tokens/s, the first after {first:.1}s");
+        eprintln!("training loss {:.4}, validation loss {valid:.4}, in nats", number("train_loss"));
+    }
     if let Some(entropy) = summary["source_entropy"].as_f64() {
         let above = 100.0 * (valid / entropy - 1.0);
         eprintln!(

@@ -153,7 +153,9 @@ fn prepare<B: Backend>(
     let Some(state) = resumed else {
         return Ok((Trainer::new(&recipe, recipe.task()?, device.clone())?, None));
     };
-    if state.step >= recipe.training.steps {
+    // A run that ended between its last checkpoint and its figures has those to come.
+    let figures_lack = state.step == recipe.training.steps && !folder.path().join(DONE).exists();
+    if state.step >= recipe.training.steps && !figures_lack {
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
     }

@@ -135,6 +135,12 @@ impl<B: Backend> Session<B> {
                 self.flushed = Instant::now();
             }
         }
+        if self.final_validation.is_none() {
+            let training = self.training();
+            let tokens =
+                if training.final_valid_tokens > 0 { training.final_valid_tokens } else { training.valid_tokens };
+            self.final_validation = Some(self.trainer.validate(tokens)?);
+        }
         self.test()?;
         Ok(true)
     }
@@ -265,14 +271,16 @@ impl<B: Backend> Session<B> {
     /// The `done` line.
     pub(crate) fn summary(&self) -> Value {
         let rounded = |value: f64| (value * 1e6).round() / 1e6;
-        let train_loss = self.recent.iter().sum::<f64>() / self.recent.len().max(1) as f64;
+        let loss = self.recent.iter().sum::<f64>() / self.recent.len() as f64;
+        let train_loss = (!self.recent.is_empty()).then(|| rounded(loss));
         let speed = self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9);
+        let speed = (!self.recent.is_empty()).then(|| speed.round());
         let mut summary = json!({
             "event": "done",
             "steps": self.trainer.step(),
-            "train_loss": rounded(train_loss),
+            "train_loss": train_loss,
             "valid_loss": self.final_validation.map(|validation| rounded(validation.loss)),
-            "tokens_per_second": speed.round(),
+            "tokens_per_second": speed,
             "first_step_seconds": self.first_step_seconds.map(|seconds| (seconds * 1e3).round() / 1e3),
             "best_step": self.best.map(|best| best.step),
             "best_valid_loss": self.best.map(|best| rounded(best.validation.loss)),
