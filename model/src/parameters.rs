@@ -98,16 +98,37 @@ impl<B: Backend> LayerNorm<B> {
 pub fn named_parameters<B: burn::tensor::backend::Backend, M: Module<B>>(
     module: &M,
 ) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
+    let found = collect(module, true).into_iter();
+    found.filter_map(|Found { path, id, shape, values }| Some((path, id, shape, values?))).collect()
+}
+
+/// Path and shape of every parameter of a module, in the order of [`named_parameters`]; values are not touched.
+pub(crate) fn parameter_shapes<B: burn::tensor::backend::Backend, M: Module<B>>(
+    module: &M,
+) -> Vec<(String, Vec<usize>)> {
+    collect(module, false).into_iter().map(|found| (found.path, found.shape)).collect()
+}
+
+struct Found<B: burn::tensor::backend::Backend> {
+    path: String,
+    id: ParamId,
+    shape: Vec<usize>,
+    values: Option<Tensor<B, 1>>,
+}
+
+fn collect<B: burn::tensor::backend::Backend, M: Module<B>>(module: &M, values: bool) -> Vec<Found<B>> {
     struct Collector<B: burn::tensor::backend::Backend> {
         path: Vec<String>,
-        found: Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)>,
+        values: bool,
+        found: Vec<Found<B>>,
     }
     impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector<B> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             let value = param.val();
             let shape = value.dims().to_vec();
             let elements: usize = shape.iter().product();
-            self.found.push((self.path.join("."), param.id, shape, value.reshape([elements])));
+            let values = self.values.then(|| value.reshape([elements]));
+            self.found.push(Found { path: self.path.join("."), id: param.id, shape, values });
         }
         fn enter_module(&mut self, name: &str, _container: &str) {
             self.path.push(name.to_string());
@@ -116,31 +137,7 @@ pub fn named_parameters<B: burn::tensor::backend::Backend, M: Module<B>>(
             self.path.pop();
         }
     }
-    let mut collector = Collector { path: Vec::new(), found: Vec::new() };
-    module.visit(&mut collector);
-    collector.found
-}
-
-/// Path and shape of every parameter of a module, in the order of [`named_parameters`].
-pub(crate) fn parameter_shapes<B: burn::tensor::backend::Backend, M: Module<B>>(
-    module: &M,
-) -> Vec<(String, Vec<usize>)> {
-    struct Collector {
-        path: Vec<String>,
-        found: Vec<(String, Vec<usize>)>,
-    }
-    impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            self.found.push((self.path.join("."), param.val().dims().to_vec()));
-        }
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.path.push(name.to_string());
-        }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.path.pop();
-        }
-    }
-    let mut collector = Collector { path: Vec::new(), found: Vec::new() };
+    let mut collector = Collector { path: Vec::new(), values, found: Vec::new() };
     module.visit(&mut collector);
     collector.found
 }

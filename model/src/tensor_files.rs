@@ -222,29 +222,24 @@ impl Stored for f32 {
     }
 }
 
-impl Stored for f16 {
-    const SIZE: usize = 2;
+macro_rules! stored_half {
+    ($half:ty) => {
+        impl Stored for $half {
+            const SIZE: usize = 2;
 
-    fn load(bytes: &[u8]) -> f32 {
-        Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
-    }
+            fn load(bytes: &[u8]) -> f32 {
+                Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+            }
 
-    fn of(value: f32) -> Self {
-        Self::from_f32(value)
-    }
+            fn of(value: f32) -> Self {
+                Self::from_f32(value)
+            }
+        }
+    };
 }
 
-impl Stored for bf16 {
-    const SIZE: usize = 2;
-
-    fn load(bytes: &[u8]) -> f32 {
-        Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
-    }
-
-    fn of(value: f32) -> Self {
-        Self::from_f32(value)
-    }
-}
+stored_half!(f16);
+stored_half!(bf16);
 
 #[cfg(test)]
 mod tests {
