@@ -195,7 +195,7 @@ impl<B: Backend> Conversation<B> {
         self.cache.truncate(same);
         self.read.truncate(same);
         let wanted = options.max_tokens.unwrap_or(room).min(room);
-        let generated = self.generator.write(&mut self.cache, &tokens[same..], wanted, options, show);
+        let generated = self.generator.write(&mut self.cache, &tokens, wanted, options, show);
         match &generated {
             Ok(generated) => {
                 self.read.extend(&tokens[same..]);
@@ -243,7 +243,9 @@ pub enum ChatEvent<'a> {
     Text(&'a str),
     /// The answer is complete.
     Done(&'a Generated),
-    /// A word to the user: help, or what went wrong.
+    /// There is no answer.
+    Failed(&'a Failure),
+    /// A word to the user.
     Notice(&'a str),
 }
 
@@ -260,8 +262,11 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
             Generator::<B>::open(&self.model, self.precision, device)?.with_interrupt(self.interrupt.clone());
         let mut conversation = Conversation::new(generator, template, self.context)?;
         conversation.set_system(self.system.as_deref().unwrap_or_default());
+        if self.interrupt.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         (self.show)(ChatEvent::Ready);
-        let mut answers = 0;
+        let mut answers = 0u64;
         while let Some(line) = (self.lines)()? {
             let line = line.trim();
             let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -277,11 +282,12 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
                 _ => {
                     self.interrupt.store(false, Ordering::Relaxed);
                     // Each answer has draws of its own.
-                    let options = GenerationOptions { seed: self.options.seed + answers, ..self.options.clone() };
+                    let options =
+                        GenerationOptions { seed: self.options.seed.wrapping_add(answers), ..self.options.clone() };
                     answers += 1;
                     match conversation.answer(line, &options, |text| (self.show)(ChatEvent::Text(text))) {
                         Ok(generated) => (self.show)(ChatEvent::Done(&generated)),
-                        Err(failure) => (self.show)(ChatEvent::Notice(&failure.to_string())),
+                        Err(failure) => (self.show)(ChatEvent::Failed(&failure)),
                     }
                 }
             }

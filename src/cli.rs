@@ -671,12 +671,22 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
     options.validate()?;
     let json = args.run.json;
     let name = args.model.display().to_string();
+    let typed = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !json;
+    let unanswered = Interrupt::default();
+    let failed = unanswered.clone();
     let show = move |event: ChatEvent<'_>| match event {
         ChatEvent::Ready => eprintln!("{name} is there; /help says what else there is"),
         ChatEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
         ChatEvent::Text(text) => stdout::write(text),
         ChatEvent::Done(done) if json => stdout::line(done_line(done)),
         ChatEvent::Done(_) => stdout::write("\n"),
+        ChatEvent::Failed(failure) => {
+            failed.store(true, Ordering::Relaxed);
+            if json {
+                stdout::line(json!({ "event": "error", "message": failure.to_string() }));
+            }
+            eprintln!("fireclay: {failure}");
+        }
         ChatEvent::Notice(notice) => eprintln!("{notice}"),
     };
     let run = ChatRun {
@@ -685,18 +695,19 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         options,
         system: args.system,
         context: args.context,
-        lines: spoken_lines()?,
+        lines: spoken_lines(typed)?,
         interrupt: interrupt_on_ctrl_c()?,
         show,
     };
     args.run.backend.unwrap_or_else(BackendName::best).run(run)?;
-    Ok(ExitCode::SUCCESS)
+    // Someone who types saw it; a script did not.
+    Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// What is typed at a prompt with a history, or the lines of standard input.
-fn spoken_lines() -> Result<Lines, Failure> {
+/// What is typed at a prompt with a history, or else the lines of standard input.
+fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
     let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
-    if !std::io::stdin().is_terminal() {
+    if !typed {
         return Ok(Box::new(move || {
             let mut line = String::new();
             let read = std::io::stdin().read_line(&mut line).map_err(|error| failed(&error))?;

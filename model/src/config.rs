@@ -322,9 +322,18 @@ impl TransformerConfig {
             return Err(ConfigError(format!("{name} must be at least 1")));
         }
         // Far beyond any model there is: a damaged or hostile file must not ask for memory without end.
-        for (name, size, most) in
-            [("context_length", self.context_length, 1 << 24), ("n_layers", self.n_layers, 10_000)]
-        {
+        let positions = self.context_length.saturating_mul(self.head_dim);
+        for (name, size, most) in [
+            ("vocab_size", self.vocab_size, 1 << 26),
+            ("context_length", self.context_length, 1 << 24),
+            ("d_model", self.d_model, 1 << 20),
+            ("n_layers", self.n_layers, 10_000),
+            ("n_heads", self.n_heads, 1 << 16),
+            ("n_kv_heads", self.n_kv_heads, 1 << 16),
+            ("head_dim", self.head_dim, 1 << 14),
+            ("d_ff", self.d_ff, 1 << 24),
+            ("context_length * head_dim", positions, 1 << 31),
+        ] {
             if size > most {
                 return Err(ConfigError(format!("{name} ({size}) must be {most} at the most")));
             }

@@ -23,7 +23,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
         Self { key: Some(RandomKey::new(seed).fold(0x696e_6974)), drawn: 0, device }
     }
 
-    /// Of parameters that are yet to be read: one element seen as many.
+    /// Of parameters that are yet to be read: they know their shapes, and hold nothing.
     pub(crate) fn blank(device: &'a B::Device) -> Self {
         Self { key: None, drawn: 0, device }
     }
@@ -51,16 +51,22 @@ impl<'a, B: Backend> Initializer<'a, B> {
     }
 
     pub(crate) fn zeros(&self, width: usize) -> Param<Tensor<B, 1>> {
-        Param::from_tensor(Tensor::<B, 1>::zeros([self.held(width)], self.device).expand([width]))
+        match self.key {
+            Some(_) => Param::from_tensor(Tensor::zeros([width], self.device)),
+            None => self.unread([width]),
+        }
     }
 
     pub(crate) fn ones(&self, width: usize) -> Param<Tensor<B, 1>> {
-        Param::from_tensor(Tensor::<B, 1>::ones([self.held(width)], self.device).expand([width]))
+        match self.key {
+            Some(_) => Param::from_tensor(Tensor::ones([width], self.device)),
+            None => self.unread([width]),
+        }
     }
 
-    /// Elements to have in memory of `width`.
-    fn held(&self, width: usize) -> usize {
-        if self.key.is_some() { width } else { 1 }
+    fn unread<const D: usize>(&self, dims: [usize; D]) -> Param<Tensor<B, D>> {
+        let zeros = move |device: &B::Device, _| Tensor::zeros(dims, device);
+        Param::uninitialized(ParamId::new(), zeros, self.device.clone(), true, dims.into())
     }
 
     pub(crate) fn norm(&self, config: &TransformerConfig) -> LayerNorm<B> {
@@ -124,10 +130,8 @@ fn collect<B: burn::tensor::backend::Backend, M: Module<B>>(module: &M, values: 
     }
     impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector<B> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            let value = param.val();
-            let shape = value.dims().to_vec();
-            let elements: usize = shape.iter().product();
-            let values = self.values.then(|| value.reshape([elements]));
+            let shape = param.lazy_shape().to_vec();
+            let values = self.values.then(|| param.val().reshape([shape.iter().product::<usize>()]));
             self.found.push(Found { path: self.path.join("."), id: param.id, shape, values });
         }
         fn enter_module(&mut self, name: &str, _container: &str) {

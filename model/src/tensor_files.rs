@@ -100,6 +100,9 @@ impl TensorFiles {
             if first != end || bits.is_none_or(|bits| last.checked_sub(first) != Some(bits.div_ceil(8))) {
                 return Err(wrong(format!("its header is damaged: {name} is not where and as long as it should be")));
             }
+            if last > size - start {
+                return Err(wrong(format!("truncated: {} bytes of tensors, but {name} ends at {last}", size - start)));
+            }
             end = last;
             let tensor = StoredTensor {
                 file: self.files.len(),
@@ -112,7 +115,6 @@ impl TensorFiles {
             }
         }
         match size - start {
-            data if data < end => Err(wrong(format!("truncated: {data} bytes of tensors instead of {end}"))),
             data if data > end => Err(wrong(format!("{} bytes too long", data - end))),
             _ => {
                 self.files.push((path, file));

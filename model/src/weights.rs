@@ -322,12 +322,12 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let parts = self.parts.remove(&self.path.join(".")).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
-        let (shape, device) = (param.val().dims(), param.val().device());
-        match self.read(&parts, &shape) {
-            Ok(data) => param.map(|blank| {
+        let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
+        match self.read(&parts, shape.as_slice()) {
+            Ok(data) => {
                 let dtype = data.dtype;
-                Tensor::from_data(data, (&device, dtype)).set_require_grad(blank.is_require_grad())
-            }),
+                param.transform_for_load(Tensor::from_data(data, (&device, dtype)), id)
+            }
             Err(failure) => {
                 self.failure = Some(failure);
                 param

@@ -196,7 +196,7 @@ impl<B: Backend> Generator<B> {
         self.write(&mut cache, &prompt.tokens, prompt.max_tokens, options, show)
     }
 
-    /// Reads `tokens`, one at least, behind what `cache` holds, and writes up to `wanted` more, for which it must have
+    /// Reads what `cache` lacks of `prompt_tokens`, one at least, and writes up to `wanted` more, for which it must have
     /// room. Afterwards it holds all of them but the last, which the model has not read.
     ///
     /// # Errors
@@ -220,8 +220,9 @@ impl<B: Backend> Generator<B> {
         };
 
         let begun = Instant::now();
-        let ids: Vec<i32> = prompt_tokens.iter().map(|token| *token as i32).collect();
-        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, prompt_tokens.len()]), &self.device);
+        let ids: Vec<i32> = prompt_tokens[cache.len()..].iter().map(|token| *token as i32).collect();
+        let shape = [1, ids.len()];
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), &self.device);
         let hidden = self.model.forward(ids, Some(cache));
         let vocabulary = self.model.config().vocab_size;
         let mut counts = (!options.penalties.are_none())

@@ -169,6 +169,10 @@ fn a_trained_model_is_evaluated_and_talked_to() {
     let done: Vec<&Value> = events.iter().filter(|event| event["event"] == "done").collect();
     assert_eq!(done.len(), 2, "two answers: {lines}");
     assert!(done.iter().all(|done| done["tokens"].as_array().is_some_and(|tokens| tokens.len() == 5)), "{lines}");
+    fs::write(out.join("chat_template.jinja"), "{{ raise_exception('not today') }}").expect("writable");
+    let output = chat();
+    let lines = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.code() == Some(1) && lines.contains("not today"), "an answer that failed is told: {lines}");
 }
 
 #[test]

@@ -169,6 +169,7 @@ pub(crate) fn attention_forward(
     mask: &AttentionMask<NdArray>,
     options: AttentionOptions,
 ) -> AttentionOutput<NdArray> {
+    assert_sizes(query.dims(), key.dims(), value.dims());
     let plan = Plan::new(query.dims(), key.dims(), mask, options);
     let [query, key, value] = [query, key, value].map(Values::strided);
     forward(&plan, [&query, &key, &value].map(Heads::of))
@@ -183,6 +184,12 @@ pub(crate) fn qkv_attention_forward(
     let plan = Plan::packed(qkv.dims(), heads, mask, options);
     let qkv = Values::rows(qkv);
     forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
+}
+
+/// Keys and values must be alike, and of the queries' rows and width: what follows trusts it.
+fn assert_sizes(query: [usize; 4], key: [usize; 4], value: [usize; 4]) {
+    assert_eq!(key, value, "keys and values are of one shape");
+    assert_eq!([query[0], query[3]], [key[0], key[3]], "queries and keys are of one batch and width");
 }
 
 /// Output and log-sum-exp of heads that outlive the call.
@@ -259,6 +266,7 @@ pub(crate) fn attention_backward(
     mask: &AttentionMask<NdArray>,
     options: AttentionOptions,
 ) -> AttentionGradients<NdArray> {
+    assert_sizes(query.dims(), key.dims(), value.dims());
     let plan = Plan::new(query.dims(), key.dims(), mask, options);
     let Plan { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = plan;
     let mut d_query = zeros(batch_size * seq_length * n_heads * head_dim);

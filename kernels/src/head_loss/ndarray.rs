@@ -17,7 +17,8 @@ pub(crate) fn head_loss_forward(
     gradients: bool,
 ) -> HeadLossOutput<NdArray> {
     let [rows, d_model] = hidden.dims();
-    let [vocabulary, _] = weight.dims();
+    let [vocabulary, columns] = weight.dims();
+    assert_eq!(d_model, columns, "the weight's columns are the hidden states'");
     let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
     let targets = integers(targets);
     // Zero where nothing weighs: the loss is then divided by infinity.

@@ -64,7 +64,8 @@ fn project(
     then: impl Fn(usize, usize, &mut [f32]) + Sync,
 ) -> Vec<f32> {
     let [rows, d_input] = x.dims();
-    let [d_output, _] = weight.dims();
+    let [d_output, columns] = weight.dims();
+    assert_eq!(d_input, columns, "the weight's columns are the input's");
     let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
     // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
     unsafe {
@@ -85,7 +86,8 @@ pub(crate) fn linear_backward(
     has_bias: bool,
 ) -> LinearGradients<NdArray> {
     let [rows, d_input] = x.dims();
-    let [d_output, _] = weight.dims();
+    let d_output = weight.dims()[0];
+    assert_eq!((grad.dims(), weight.dims()), ([rows, d_output], [d_output, d_input]), "sizes of a projection");
     let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
     let d_x = || {
         let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));
