@@ -699,7 +699,7 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         interrupt: interrupt_on_ctrl_c()?,
         show,
     };
-    args.run.backend.unwrap_or_else(BackendName::best).run(run)?;
+    args.run.backend().run(run)?;
     // Someone who types saw it; a script did not.
     Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

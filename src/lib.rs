@@ -1,8 +1,8 @@
 //! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
 //!
 //! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints, generation, chat,
-//! evaluation and prediction. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in
-//! [`fireclay_datasets`].
+//! evaluation and prediction. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data
+//! is in [`fireclay_datasets`].
 //!
 //! ```
 //! use burn::backend::NdArray;

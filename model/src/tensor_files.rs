@@ -128,7 +128,7 @@ impl TensorFiles {
         &self.tensors
     }
 
-    /// Reads a tensor as `T`, row after row, from element `at` of `out` on; a matrix with its rows as columns if
+    /// Reads a tensor as `T` into `out`, of as many elements, row after row; a matrix with its rows as columns if
     /// `transposed`. `progress` is told the bytes of each piece.
     ///
     /// # Errors

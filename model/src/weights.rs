@@ -86,7 +86,7 @@ impl ModelFolder {
     ///
     /// # Errors
     /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another shape or of another kind
-    /// than the config says: the first few are named, before anything is read or allocated.
+    /// than the config says: the first few are named, before any is read.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
         self.load_in(FloatDType::F32, &mut |_, _| {}, device)
     }
