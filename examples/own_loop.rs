@@ -4,12 +4,11 @@
 
 use burn::backend::{Autodiff, NdArray};
 use burn::module::AutodiffModule;
-use burn::tensor::{Int, Tensor};
 use fireclay::Failure;
 use fireclay::tasks::language;
 use fireclay::training::optimizer::{Optimizer, ParameterGradients};
 use fireclay_datasets::{Corpus, TextCorpus, Tokenizer, TokenizerKind};
-use fireclay_kernels::{AdamW, HeadLossOptions, Sampling};
+use fireclay_kernels::{AdamW, HeadLossOptions, SampledRows, Sampling};
 use fireclay_model::TransformerConfig;
 
 type B = NdArray;
@@ -44,14 +43,15 @@ fn main() -> Result<(), Failure> {
 
     let model = model.valid();
     let mut cache = model.cache(1, 128);
-    let prompt: Vec<i32> = tokenizer.encode("one two ")?.into_iter().map(|token| token as i32).collect();
-    let prompt = Tensor::<B, 1, Int>::from_data(prompt.as_slice(), &device).unsqueeze();
-    let mut next = model.sample(model.forward(prompt, Some(&mut cache)), &Sampling::greedy());
+    let prompt = tokenizer.encode("one two ")?;
+    let mut rows = SampledRows::new(&[0], &device);
+    let hidden = model.prefill(&[&prompt], &mut cache);
+    let mut next = model.sample(hidden, &Sampling::greedy(), &mut rows);
     let mut stream = tokenizer.stream();
     print!("one two ");
     for _ in 0..41 {
         print!("{}", stream.push(next.clone().into_scalar() as u32)?);
-        next = model.sample(model.forward(next.reshape([1, 1]), Some(&mut cache)), &Sampling::greedy());
+        next = model.sample(model.decode(next, &mut cache), &Sampling::greedy(), &mut rows);
     }
     println!();
     Ok(())

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor};
 use criterion::{BenchmarkGroup, Criterion, Throughput, measurement::WallTime};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, Sampling, recorder,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, recorder,
 };
 
 /// Sizes that fill the device.
@@ -271,11 +271,17 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let logits = bench.random([rows, vocabulary]);
     bench.measure("softmax of logits", 2 * rows * vocabulary * size, 0.0, || B::softmax_forward(logits.clone()));
 
-    let sampling = Sampling::greedy().with_temperature(1.0, RandomKey::new(3)).with_top_k(Some(50));
-    let last = hidden.narrow(0, 0, sequences);
-    bench.measure("head_sample", vocabulary * d_model * size, 0.0, || {
-        B::head_sample(last.clone(), weight.clone(), &sampling, None)
-    });
+    // A head 2,560 wide over GPT-2's words, as decoders have them.
+    let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3));
+    let sampling = sampling.with_top_k(Some(50)).with_top_p(Some(0.9));
+    let weight = bench.random([50_257, 2560]);
+    for rows in [1, 32] {
+        let hidden = bench.random([rows, 2560]);
+        let mut drawn = SampledRows::new(&(0..rows as u32).collect::<Vec<_>>(), &weight.device());
+        bench.measure(&format!("head_sample, {rows} rows"), 50_257 * 2560 * size, 0.0, || {
+            B::head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn)
+        });
+    }
 }
 
 /// One step over as many parameters as a model has, in matrices of a few million.

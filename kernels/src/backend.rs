@@ -4,10 +4,11 @@ use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
 use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
-use crate::head_sample::{self, Sampling, TokenCounts};
+use crate::head_sample::{self, SampledRows, Sampling};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
 use crate::optimizer::{self, AdamW, AdamWParameter};
@@ -54,6 +55,10 @@ pub trait Backend: burn::tensor::backend::Backend {
     /// Forward of [`embed`](crate::embed).
     fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         embed::reference::embed(table, tokens, dtype)
+    }
+    /// Body of [`embed_add`](crate::embed_add).
+    fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
+        embed::reference::embed_add(table, tokens, x)
     }
     /// Backward of [`embed`](crate::embed): the gradient of the table, in its dtype, from that of `[rows, d_model]` and
     /// the tokens of the rows.
@@ -221,6 +226,11 @@ pub trait Backend: burn::tensor::backend::Backend {
         rotary::reference::rotary(x, table, positions, inverse)
     }
 
+    /// Body of [`next_positions`](crate::next_positions).
+    fn next_positions(positions: Tensor<Self, 2, Int>, last: usize) -> Tensor<Self, 2, Int> {
+        positions.add_scalar(1).clamp_max(last as i32)
+    }
+
     /// Body of [`qkv_rotary`](crate::qkv_rotary); `inverse` as in [`rotary`](Self::rotary).
     fn qkv_rotary(
         qkv: Tensor<Self, 3>,
@@ -295,6 +305,28 @@ pub trait Backend: burn::tensor::backend::Backend {
         attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
     }
 
+    /// Body of [`cached_attention`](crate::cached_attention): `[batch_size, seq_length, n_heads, head_dim]`.
+    fn cached_attention(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        placement: &Placement<Self>,
+        at: &CachedTokens<Self>,
+        cache: &mut LayerCache<Self>,
+    ) -> Tensor<Self, 4> {
+        cached_attention::reference::cached_attention(qkv, heads, placement, at, cache)
+    }
+    /// The first half of [`cached_attention`](Self::cached_attention): places queries and keys and writes keys and
+    /// values into the cache. Gives the queries, `[batch_size, n_heads, seq_length, head_dim]`.
+    fn rotary_append(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        placement: &Placement<Self>,
+        at: &CachedTokens<Self>,
+        cache: &mut LayerCache<Self>,
+    ) -> Tensor<Self, 4> {
+        cached_attention::reference::rotary_append(qkv, heads, placement, at, cache)
+    }
+
     /// Body of [`head_loss`](crate::head_loss).
     fn head_loss(
         hidden: Tensor<Self, 2>,
@@ -329,9 +361,9 @@ pub trait Backend: burn::tensor::backend::Backend {
         hidden: Tensor<Self, 2>,
         weight: Tensor<Self, 2>,
         sampling: &Sampling,
-        counts: Option<&TokenCounts<Self>>,
+        rows: &mut SampledRows<Self>,
     ) -> Tensor<Self, 1, Int> {
-        head_sample::reference::head_sample(hidden, weight, sampling, counts)
+        head_sample::reference::head_sample(hidden, weight, sampling, rows)
     }
 
     /// Body of [`optimizer_step`](crate::optimizer_step).

@@ -10,10 +10,14 @@ use crate::activation::{self, Activation};
 use crate::attention::cube::{CubeMask, Dims, Heads};
 use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
 use crate::autodiff::{float, primitive};
+use crate::cached_attention::cube::{At, CubePlacement};
+use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
 use crate::cube::{contiguous, empty};
 use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::head_sample::{self, SampledRows, Sampling};
+use crate::linear::few_rows::{Ending, FEW_ROWS, norm_project_few, on_matrix_units, project_few};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::cube::CubeNorm;
 use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
@@ -110,6 +114,10 @@ where
         if reference_only() {
             return linear::reference::linear_forward(x, weight, bias);
         }
+        if is_few(&x) {
+            let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
+            return float(project_few(primitive(x), primitive(weight), ending));
+        }
         let product = linear::cube::project(primitive(x), primitive(weight));
         float(linear::cube::bias_add(product, bias.map(primitive), None, None))
     }
@@ -126,6 +134,52 @@ where
         let bias = has_bias.then(|| float(sum_over_rows(primitive(grad.clone()))));
         let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
+    }
+
+    fn norm_linear(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+    ) -> Tensor<Self, 2> {
+        match norm {
+            Some(norm) if takes_norm(&x, &weight) => {
+                let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
+                float(norm_project_few(primitive(x), cube_norm(norm), primitive(weight), ending))
+            }
+            _ => linear::reference::norm_linear(x, norm, weight, bias),
+        }
+    }
+
+    fn norm_gate_up(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> Tensor<Self, 2> {
+        match norm {
+            Some(norm) if takes_norm(&x, &weight) => {
+                let activation = Some(activation);
+                let ending = Ending { bias: bias.map(primitive), activation, ..Ending::none(x.dtype()) };
+                float(norm_project_few(primitive(x), cube_norm(norm), primitive(weight), ending))
+            }
+            _ => linear::reference::norm_gate_up(x, norm, weight, bias, activation),
+        }
+    }
+
+    fn linear_activate(
+        x: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Activation,
+    ) -> Tensor<Self, 2> {
+        if reference_only() || !is_few(&x) {
+            return Self::linear_activate_forward(x, weight, bias, activation).output;
+        }
+        let activation = Some(activation);
+        let ending = Ending { bias: bias.map(primitive), activation, ..Ending::none(x.dtype()) };
+        float(project_few(primitive(x), primitive(weight), ending))
     }
 
     fn linear_activate_forward(
@@ -168,6 +222,11 @@ where
     ) -> Tensor<Self, 2> {
         if reference_only() {
             return linear::reference::linear_add_forward(x, weight, bias, dropout, residual);
+        }
+        if dropout.is_none() && is_few(&x) {
+            let residual = Some(primitive(residual));
+            let ending = Ending { bias: bias.map(primitive), residual, ..Ending::none(x.dtype()) };
+            return float(project_few(primitive(x), primitive(weight), ending));
         }
         let product = linear::cube::project(primitive(x), primitive(weight));
         float(linear::cube::bias_add(product, bias.map(primitive), dropout, Some(primitive(residual))))
@@ -305,7 +364,15 @@ where
         if reference_only() {
             return embed::reference::embed(table, tokens, dtype);
         }
-        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype.into()))
+        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype.into(), None))
+    }
+
+    fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
+        if reference_only() {
+            return embed::reference::embed_add(table, tokens, x);
+        }
+        let dtype = x.dtype();
+        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype, Some(primitive(x))))
     }
 
     fn embed_backward(
@@ -318,6 +385,80 @@ where
             return embed::reference::embed_backward(grad, tokens, vocabulary, dtype);
         }
         float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary, dtype.into()))
+    }
+
+    fn next_positions(positions: Tensor<Self, 2, Int>, last: usize) -> Tensor<Self, 2, Int> {
+        if reference_only() {
+            return positions.add_scalar(1).clamp_max(last as i32);
+        }
+        Tensor::from_primitive(rotary::cube::next_positions(positions.into_primitive(), last))
+    }
+
+    fn cached_attention(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        placement: &Placement<Self>,
+        at: &CachedTokens<Self>,
+        cache: &mut LayerCache<Self>,
+    ) -> Tensor<Self, 4> {
+        // Elsewhere the queries go to the same attention as without a cache.
+        if reference_only() || heads.head_dim > MOST_COLUMNS {
+            return cached_attention::reference::cached_attention(qkv, heads, placement, at, cache);
+        }
+        let [batch_size, seq_length, _] = qkv.dims();
+        let (placement, qkv) = (cube_placement(placement), primitive(qkv));
+        let held = [&cache.keys, &cache.values].map(|held| primitive(held.clone()));
+        let places = cube_at(at);
+        if seq_length == 1 {
+            return float(cached_attention::cube::decode(qkv, heads, placement, &places, held.each_ref()));
+        }
+        let query = cached_attention::cube::rotary_append(qkv, heads, placement, &places, held.each_ref());
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+        let dims = Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: at.keys, head_dim };
+        let [keys, values] = held.map(Heads::from_tensor);
+        let inputs = [&Heads::from_rows(query), &keys, &values];
+        let options = AttentionOptions::new(head_dim);
+        float(attention::cube::attention_forward(inputs, dims, &cube_mask(&at.mask()), options).0)
+    }
+
+    fn rotary_append(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        placement: &Placement<Self>,
+        at: &CachedTokens<Self>,
+        cache: &mut LayerCache<Self>,
+    ) -> Tensor<Self, 4> {
+        if reference_only() {
+            return cached_attention::reference::rotary_append(qkv, heads, placement, at, cache);
+        }
+        let held = [&cache.keys, &cache.values].map(|held| primitive(held.clone()));
+        let placement = cube_placement(placement);
+        let query =
+            cached_attention::cube::rotary_append(primitive(qkv), heads, placement, &cube_at(at), held.each_ref());
+        float::<Self, 4>(query).swap_dims(1, 2)
+    }
+
+    fn head_sample(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        sampling: &Sampling,
+        rows: &mut SampledRows<Self>,
+    ) -> Tensor<Self, 1, Int> {
+        if reference_only() {
+            return head_sample::reference::head_sample(hidden, weight, sampling, rows);
+        }
+        let logits = match is_few(&hidden) {
+            true => project_few(primitive(hidden), primitive(weight), Ending::none(DType::F32)),
+            false => {
+                let (hidden, weight) = (primitive(hidden), primitive(weight));
+                let weight = crate::cube::cast(weight, hidden.dtype);
+                crate::cube::product::product(hidden, linear::cube::transposed(weight), DType::F32)
+            }
+        };
+        let counts = rows.counts.as_ref();
+        let counts = counts.map(|counts| [&counts.prompt, &counts.written].map(|counts| primitive(counts.clone())));
+        let streams = rows.streams.clone().into_primitive();
+        Tensor::from_primitive(head_sample::cube::draw(logits, sampling, streams, counts))
     }
 
     fn rotary(
@@ -354,6 +495,54 @@ where
         }
         optimizer::cube::optimizer_step(parameters, adamw)
     }
+}
+
+/// The widest heads that the kernels of cached attention take.
+const MOST_COLUMNS: usize = 256;
+
+/// Whether `x` has few enough rows for the kernels that read a weight once.
+fn is_few<B: Backend>(x: &Tensor<B, 2>) -> bool {
+    x.dims()[0] <= FEW_ROWS
+}
+
+/// Whether a norm before the product of `x` and `weight` can be part of it.
+fn takes_norm<R, F, I, BT>(
+    x: &Tensor<CubeBackend<R, F, I, BT>, 2>,
+    weight: &Tensor<CubeBackend<R, F, I, BT>, 2>,
+) -> bool
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    !reference_only() && is_few(x) && on_matrix_units(&primitive(x.clone()), &primitive(weight.clone()))
+}
+
+/// The placement's tensors as the kernels take them. Both norms are there, or none.
+fn cube_placement<R, F, I, BT>(placement: &Placement<CubeBackend<R, F, I, BT>>) -> CubePlacement<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let norms = placement.query_norm.as_ref().zip(placement.key_norm.as_ref());
+    CubePlacement {
+        norms: norms.map(|(query, key)| ([query, key].map(|norm| primitive(norm.gamma.clone())), query.epsilon)),
+        rotary: placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone()))),
+    }
+}
+
+/// Positions and window as the kernels take them.
+fn cube_at<R, F, I, BT>(at: &CachedTokens<CubeBackend<R, F, I, BT>>) -> At<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    At { positions: at.positions.clone().into_primitive(), keys: at.keys, window: at.window }
 }
 
 /// The sizes of an attention over packed heads.

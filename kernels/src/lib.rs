@@ -27,6 +27,7 @@ mod activation;
 mod attention;
 mod autodiff;
 mod backend;
+mod cached_attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod cube;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -57,17 +58,18 @@ mod ndarray;
 pub use activation::{Activation, ActivationKind, activate};
 pub use attention::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, qkv_attention};
 pub use backend::Backend;
+pub use cached_attention::{CachedTokens, LayerCache, Placement, cached_attention};
 pub use dropout::{Dropout, dropout};
-pub use embed::embed;
+pub use embed::{embed, embed_add};
 pub use head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
-pub use head_sample::{Penalties, Sampling, TokenCounts, head_sample};
+pub use head_sample::{Penalties, SampledRows, Sampling, TokenCounts, head_sample};
 pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
 pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use packed_heads::PackedHeads;
 pub use random::{RandomKey, random_bits};
 pub use reshape::reshape;
-pub use rotary::{RotaryTable, qkv_rotary, rotary};
+pub use rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
 pub use softmax::softmax;
 
@@ -77,9 +79,11 @@ pub use softmax::softmax;
 pub mod reference {
     pub use crate::activation::reference::{activate, activate_backward};
     pub use crate::attention::reference::{attention_backward, attention_forward};
+    pub use crate::cached_attention::reference::{cached_attention, rotary_append};
     pub use crate::dropout::reference::dropout;
     pub use crate::embed::reference::{embed, embed_backward};
     pub use crate::head_loss::reference::head_loss_forward;
+    pub use crate::head_sample::reference::head_sample;
     pub use crate::linear::reference::{linear_backward, linear_forward};
     pub use crate::norm::reference::{norm_backward, norm_forward};
     pub use crate::optimizer::reference::optimizer_step;

@@ -8,9 +8,11 @@ use burn_ndarray::NdArray;
 
 use crate::activation::{self, Activation};
 use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
 use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::head_sample::{self, SampledRows, Sampling};
 use crate::host::Values;
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::{self, Norm, NormGradients, NormOutput};
@@ -248,6 +250,31 @@ impl Backend for NdArray {
             return attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options);
         }
         attention::ndarray::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
+    }
+
+    fn cached_attention(
+        qkv: Tensor<Self, 3>,
+        heads: PackedHeads,
+        placement: &Placement<Self>,
+        at: &CachedTokens<Self>,
+        cache: &mut LayerCache<Self>,
+    ) -> Tensor<Self, 4> {
+        if reference_only() {
+            return cached_attention::reference::cached_attention(qkv, heads, placement, at, cache);
+        }
+        cached_attention::ndarray::cached_attention(qkv, heads, placement, at, cache)
+    }
+
+    fn head_sample(
+        hidden: Tensor<Self, 2>,
+        weight: Tensor<Self, 2>,
+        sampling: &Sampling,
+        rows: &mut SampledRows<Self>,
+    ) -> Tensor<Self, 1, Int> {
+        if reference_only() {
+            return head_sample::reference::head_sample(hidden, weight, sampling, rows);
+        }
+        head_sample::ndarray::head_sample(hidden, weight, sampling, rows)
     }
 
     fn head_loss_forward(

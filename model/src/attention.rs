@@ -4,11 +4,10 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, Norm, PackedHeads, attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape,
-    rotary,
+    AttentionOptions, Backend, LayerCache, Norm, PackedHeads, Placement, attention, cached_attention, norm,
+    norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
-use crate::cache::LayerCache;
 use crate::config::TransformerConfig;
 use crate::parameters::{Initializer, LayerNorm};
 use crate::transformer::{Pass, Site};
@@ -67,22 +66,38 @@ impl<B: Backend> Attention<B> {
         let qkv = reshape(qkv, [batch_size, seq_length, width]);
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
-        let options = AttentionOptions::new(head_dim).with_dropout(pass.dropout(layer, Site::Attention));
-        if cache.is_none() && self.query_norm.is_none() && self.key_norm.is_none() {
+        let output = match (cache, &pass.cached) {
+            (Some(cache), Some(at)) => cached_attention(qkv, heads, &self.placement(pass), at, cache),
+            _ => self.attend(qkv, heads, pass, layer),
+        };
+        reshape(output, [rows, self.n_heads * head_dim])
+    }
+
+    /// Attention of a row's tokens over each other, `[batch_size, seq_length, n_heads * head_dim]`.
+    fn attend(&self, qkv: Tensor<B, 3>, heads: PackedHeads, pass: &Pass<B>, layer: usize) -> Tensor<B, 3> {
+        let dropout = pass.dropout(layer, Site::Attention);
+        let options = AttentionOptions::new(heads.head_dim).with_dropout(dropout);
+        if self.query_norm.is_none() && self.key_norm.is_none() {
             let qkv = match &pass.rotary {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
             };
-            return reshape(qkv_attention(qkv, heads, &pass.mask, options), [rows, self.n_heads * head_dim]);
+            return qkv_attention(qkv, heads, &pass.mask, options);
         }
         let [query, key, value] = heads.split(qkv);
         let query = self.place(query, self.query_norm.as_ref(), pass);
         let key = self.place(key, self.key_norm.as_ref(), pass);
-        let (key, value) = match cache {
-            Some(cache) => cache.append(key, value),
-            None => (key, value),
-        };
-        reshape(attention(query, key, value, &pass.mask, options), [rows, self.n_heads * head_dim])
+        attention(query, key, value, &pass.mask, options)
+    }
+
+    /// What [`place`](Self::place) does, for the operation that does it itself.
+    fn placement(&self, pass: &Pass<B>) -> Placement<B> {
+        let weights = |norm: &Option<LayerNorm<B>>| norm.as_ref().map(LayerNorm::weights);
+        Placement {
+            query_norm: weights(&self.query_norm),
+            key_norm: weights(&self.key_norm),
+            rotary: pass.rotary.clone(),
+        }
     }
 
     /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.

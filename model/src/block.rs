@@ -3,10 +3,9 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{Backend, linear_add, norm};
+use fireclay_kernels::{Backend, LayerCache, linear_add, norm};
 
 use crate::attention::Attention;
-use crate::cache::LayerCache;
 use crate::config::{NormPlacement, TransformerConfig};
 use crate::feed_forward::FeedForward;
 use crate::parameters::{Initializer, LayerNorm};

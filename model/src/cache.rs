@@ -1,25 +1,22 @@
 //! Keys and values of the tokens a model has read.
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, CachedTokens, LayerCache, PackedHeads, next_positions};
 
 use crate::config::TransformerConfig;
 
-/// The keys and values of every layer, allocated once on the device for `capacity` tokens a row.
-#[derive(Clone, Debug)]
+/// The keys and values of every layer, allocated once on the device for `capacity` tokens a row. Rows may be of
+/// different lengths.
+#[derive(Debug)]
 pub struct Cache<B: Backend> {
     pub(crate) layers: Vec<LayerCache<B>>,
-    pub(crate) length: usize,
+    /// Tokens of each row.
+    lengths: Vec<usize>,
+    /// The same on the device, `[batch_size, 1]`: where each row's next token stands.
+    positions: Tensor<B, 2, Int>,
     capacity: usize,
-}
-
-/// The keys and values of one layer, each `[batch_size, n_kv_heads, capacity, head_dim]`.
-#[derive(Clone, Debug)]
-pub struct LayerCache<B: Backend> {
-    keys: Tensor<B, 4>,
-    values: Tensor<B, 4>,
-    start: usize,
+    window: Option<usize>,
 }
 
 impl<B: Backend> Cache<B> {
@@ -30,53 +27,82 @@ impl<B: Backend> Cache<B> {
         dtype: FloatDType,
         device: &B::Device,
     ) -> Self {
-        let shape = [batch_size, config.n_kv_heads, capacity, config.head_dim];
-        let empty = || Tensor::<B, 4>::zeros(shape, device).cast(dtype);
-        let layer = |_| LayerCache { keys: empty(), values: empty(), start: 0 };
-        Self { layers: (0..config.n_layers).map(layer).collect(), length: 0, capacity }
+        let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+        let layer = |_| LayerCache::new(batch_size, capacity, heads, dtype, device);
+        Self {
+            layers: (0..config.n_layers).map(layer).collect(),
+            lengths: vec![0; batch_size],
+            positions: Tensor::zeros([batch_size, 1], device),
+            capacity,
+            window: config.sliding_window,
+        }
     }
 
-    /// Tokens read so far.
+    /// Tokens that the longest row has.
     pub fn len(&self) -> usize {
-        self.length
+        self.lengths.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Tokens of each row.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// Whether every row has as many tokens as it can hold.
+    pub(crate) fn is_full(&self) -> bool {
+        self.lengths.iter().all(|length| *length == self.capacity)
     }
 
     /// Whether nothing has been read.
     pub fn is_empty(&self) -> bool {
-        self.length == 0
+        self.len() == 0
     }
 
-    /// Tokens that can be held.
+    /// Tokens that a row can hold.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Forgets all tokens but the first `length`; those that are there, if they are fewer.
+    /// Forgets all tokens of every row but the first `length`; those that are there, if they are fewer.
     pub fn truncate(&mut self, length: usize) {
-        self.length = self.length.min(length);
-        for layer in &mut self.layers {
-            layer.start = self.length;
+        if self.lengths.iter().any(|held| *held > length) {
+            self.lengths.iter_mut().for_each(|held| *held = length.min(*held));
+            self.send_positions();
         }
     }
 
-    /// Moves on by the tokens that a forward pass has written.
-    pub(crate) fn advance(&mut self, tokens: usize) {
-        self.length += tokens;
-        for layer in &mut self.layers {
-            layer.start = self.length;
+    /// Where `seq_length` new tokens of each row stand.
+    pub(crate) fn next(&self, seq_length: usize) -> CachedTokens<B> {
+        let mut positions = self.positions.clone();
+        if seq_length > 1 {
+            let shape = [self.lengths.len(), seq_length];
+            let ahead = Tensor::<B, 1, Int>::arange(0..seq_length as i64, &positions.device());
+            positions = positions.expand(shape) + ahead.unsqueeze::<2>().expand(shape);
+        }
+        CachedTokens {
+            positions,
+            keys: self.capacity.min(self.len() + seq_length),
+            aligned: self.lengths.iter().all(|length| *length == self.lengths[0]),
+            window: self.window,
         }
     }
-}
 
-impl<B: Backend> LayerCache<B> {
-    /// Writes `keys` and `values` `[batch_size, n_kv_heads, seq_length, head_dim]` behind what is there, and returns
-    /// all of them.
-    pub(crate) fn append(&mut self, keys: Tensor<B, 4>, values: Tensor<B, 4>) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let [batch_size, n_kv_heads, seq_length, head_dim] = keys.dims();
-        let end = self.start + seq_length;
-        let place = [0..batch_size, 0..n_kv_heads, self.start..end, 0..head_dim];
-        self.keys.inplace(|all| all.slice_assign(place.clone(), keys));
-        self.values.inplace(|all| all.slice_assign(place, values));
-        (self.keys.clone().narrow(2, 0, end), self.values.clone().narrow(2, 0, end))
+    /// Moves on by the tokens of each row that a forward pass has written.
+    pub(crate) fn advance(&mut self, new: &[usize]) {
+        let capacity = self.capacity;
+        self.lengths.iter_mut().zip(new).for_each(|(length, new)| *length = capacity.min(*length + new));
+        if new.iter().all(|new| *new == 1) {
+            // A row that is full stays so, while others go on.
+            self.positions = next_positions(self.positions.clone(), capacity - 1);
+        } else {
+            self.send_positions();
+        }
+    }
+
+    fn send_positions(&mut self) {
+        let next = |length: &usize| (*length).min(self.capacity - 1) as i32;
+        let lengths: Vec<i32> = self.lengths.iter().map(next).collect();
+        let shape = [lengths.len(), 1];
+        self.positions = Tensor::from_data(TensorData::new(lengths, shape), &self.positions.device());
     }
 }

@@ -33,7 +33,7 @@ mod weights;
 
 pub use attention::Attention;
 pub use block::Block;
-pub use cache::{Cache, LayerCache};
+pub use cache::Cache;
 pub use config::{Activation, AttentionDirection, ConfigError, NormKind, NormPlacement, Positions, TransformerConfig};
 pub use feed_forward::FeedForward;
 pub use heads::{UtteranceHeads, UtteranceTargets};

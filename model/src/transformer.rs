@@ -1,11 +1,11 @@
 //! The transformer: embeddings, blocks, final norm and output head.
 
 use burn::module::{Module, Param};
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::{
-    AttentionMask, Backend, Dropout, HeadLossOptions, RandomKey, RotaryTable, Sampling, TokenCounts, dropout, embed,
-    head_loss, head_sample, linear, norm, reshape,
+    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, Sampling,
+    dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -80,6 +80,8 @@ pub(crate) struct Pass<B: Backend> {
     pub(crate) positions: Tensor<B, 2, Int>,
     pub(crate) rotary: Option<RotaryTable<B>>,
     pub(crate) mask: AttentionMask<B>,
+    /// Where the tokens stand in the cache, where there is one.
+    pub(crate) cached: Option<CachedTokens<B>>,
     pub(crate) norm_placement: NormPlacement,
     pub(crate) activation: fireclay_kernels::Activation,
     dropout: Option<(f64, RandomKey)>,
@@ -177,21 +179,83 @@ impl<B: Backend> Transformer<B> {
     /// With a cache, the tokens follow those it holds, whose keys and values are read rather than computed again.
     ///
     /// # Panics
-    /// If the row would grow longer than `context_length` or the cache's capacity: check before, as generation does.
-    pub fn forward(&self, tokens: impl Into<Tokens<B>>, mut cache: Option<&mut Cache<B>>) -> Tensor<B, 3> {
-        let Tokens { ids, types, lengths } = tokens.into();
-        let [batch_size, seq_length] = ids.dims();
-        let start = cache.as_ref().map_or(0, |cache| cache.length);
-        let end = start + seq_length;
-        assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
-        if let Some(cache) = &cache {
-            assert!(end <= cache.capacity(), "{end} tokens exceed the cache's capacity {}", cache.capacity());
+    /// If a row would grow longer than `context_length` or the cache's capacity: check before, as generation does.
+    pub fn forward(&self, tokens: impl Into<Tokens<B>>, cache: Option<&mut Cache<B>>) -> Tensor<B, 3> {
+        let tokens = tokens.into();
+        let [batch_size, seq_length] = tokens.ids.dims();
+        let x = match cache {
+            Some(cache) => {
+                let x = self.residual_stream(tokens, Some(cache));
+                cache.advance(&vec![seq_length; batch_size]);
+                x
+            }
+            None => self.residual_stream(tokens, None),
+        };
+        reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
+    }
+
+    /// Reads a prompt for each row into `cache`, and gives the hidden states `[batch_size, d_model]` of each one's last
+    /// token, after the last norm. Prompts may be of different lengths.
+    ///
+    /// # Panics
+    /// If a prompt is empty, there are not as many as the cache has rows, or one does not fit it.
+    pub fn prefill(&self, prompts: &[&[u32]], cache: &mut Cache<B>) -> Tensor<B, 2> {
+        let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
+        let (batch_size, seq_length) = (prompts.len(), lengths.iter().copied().max().unwrap_or(0));
+        assert_eq!(cache.lengths().len(), batch_size, "prefill: a prompt for each of the cache's rows");
+        assert!(lengths.iter().all(|length| *length > 0), "prefill: an empty prompt");
+        let device = self.embedding.device();
+        let padding = |prompt: &&[u32]| std::iter::repeat_n(0, seq_length - prompt.len());
+        let ids = prompts.iter().flat_map(|prompt| prompt.iter().map(|token| *token as i32).chain(padding(prompt)));
+        let ids = TensorData::new(ids.collect::<Vec<i32>>(), [batch_size, seq_length]);
+        let x = self.residual_stream(Tensor::<B, 2, Int>::from_data(ids, &device).into(), Some(cache));
+        cache.advance(&lengths);
+        if seq_length == 1 {
+            return self.normalised(x);
         }
-        let pass = self.pass(batch_size, start..end, lengths);
+        let last = lengths.iter().enumerate().map(|(row, length)| (row * seq_length + length - 1) as i32);
+        let last = TensorData::new(last.collect::<Vec<i32>>(), [1, batch_size]);
+        let last = embed(x, Tensor::<B, 2, Int>::from_data(last, &device), self.activations);
+        self.normalised(reshape(last, [batch_size, self.config.d_model]))
+    }
+
+    /// Reads one more token of each row, `[batch_size]`: its hidden states `[batch_size, d_model]`, after the last norm.
+    /// Nothing goes to the device or comes from it. A row that is full loses its last token for the new one, so that
+    /// others can go on.
+    ///
+    /// # Panics
+    /// If there are not as many as the cache has rows, or all of them are full.
+    pub fn decode(&self, tokens: Tensor<B, 1, Int>, cache: &mut Cache<B>) -> Tensor<B, 2> {
+        let [batch_size] = tokens.dims();
+        let x = self.residual_stream(tokens.reshape([batch_size, 1]).into(), Some(cache));
+        cache.advance(&vec![1; batch_size]);
+        self.normalised(x)
+    }
+
+    /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
+    /// the tokens then, but does not count them yet.
+    fn residual_stream(&self, tokens: Tokens<B>, mut cache: Option<&mut Cache<B>>) -> Tensor<B, 2> {
+        let Tokens { ids, types, lengths } = tokens;
+        let [batch_size, seq_length] = ids.dims();
+        let end = match &cache {
+            Some(cache) => {
+                assert_eq!(cache.lengths().len(), batch_size, "as many rows as the cache has");
+                // With one token a row, those that are full may stay behind.
+                let fits = cache.len() + seq_length <= cache.capacity() || (seq_length == 1 && !cache.is_full());
+                assert!(fits, "{} tokens exceed the cache's capacity {}", cache.len() + seq_length, cache.capacity());
+                cache.capacity().min(cache.len() + seq_length)
+            }
+            None => seq_length,
+        };
+        assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
+        let pass = self.pass([batch_size, seq_length], cache.as_ref().map(|cache| cache.next(seq_length)), lengths);
 
         let mut x = embed(self.embedding.val(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
-            x = x + embed(table.val(), pass.positions.clone().narrow(0, 0, 1), self.activations);
+            x = match &pass.cached {
+                Some(at) => embed_add(table.val(), at.positions.clone(), x),
+                None => x + embed(table.val(), pass.positions.clone().narrow(0, 0, 1), self.activations),
+            };
         }
         if let Some(table) = &self.token_type_embedding {
             let types = types.unwrap_or_else(|| ids.zeros_like());
@@ -209,19 +273,30 @@ impl<B: Backend> Transformer<B> {
             let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
             x = block.forward(x, &pass, layer, cache);
         }
-        if let Some(cache) = cache {
-            cache.advance(seq_length);
-        }
-        let hidden = match &self.final_norm {
-            Some(weights) => norm(x, &weights.weights()),
-            None => x,
-        };
-        reshape(hidden, [batch_size, seq_length, self.config.d_model])
+        x
     }
 
-    fn pass(&self, batch_size: usize, range: std::ops::Range<usize>, lengths: Option<Tensor<B, 1, Int>>) -> Pass<B> {
-        let seq_length = range.len();
-        let positions = self.positions.clone().narrow(0, range.start, seq_length);
+    /// `x` after the last norm, where there is one.
+    fn normalised(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+        match &self.final_norm {
+            Some(weights) => norm(x, &weights.weights()),
+            None => x,
+        }
+    }
+
+    fn pass(
+        &self,
+        [batch_size, seq_length]: [usize; 2],
+        cached: Option<CachedTokens<B>>,
+        lengths: Option<Tensor<B, 1, Int>>,
+    ) -> Pass<B> {
+        let positions = match &cached {
+            Some(at) => at.positions.clone(),
+            None => {
+                let positions = self.positions.clone().narrow(0, 0, seq_length);
+                positions.reshape([1, seq_length]).expand([batch_size, seq_length])
+            }
+        };
         let mask = match (self.config.attention, lengths) {
             (AttentionDirection::Causal, _) => AttentionMask::Causal { window: self.config.sliding_window },
             (AttentionDirection::Bidirectional, Some(lengths)) => AttentionMask::Lengths(lengths),
@@ -232,9 +307,10 @@ impl<B: Backend> Transformer<B> {
             _ => None,
         };
         Pass {
-            positions: positions.reshape([1, seq_length]).expand([batch_size, seq_length]),
+            positions,
             rotary,
             mask,
+            cached,
             norm_placement: self.config.norm_placement,
             activation: self.config.kernel_activation(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
@@ -257,20 +333,8 @@ impl<B: Backend> Transformer<B> {
         head_loss(hidden, self.head_weight(), targets, options)
     }
 
-    /// A token for each row, `[batch_size]`, drawn from the prediction at the last of its hidden states.
-    pub fn sample(&self, hidden: Tensor<B, 3>, sampling: &Sampling) -> Tensor<B, 1, Int> {
-        self.sample_after(hidden, sampling, None)
-    }
-
-    /// [`sample`](Self::sample) with penalties for the words that `counts` has.
-    pub fn sample_after(
-        &self,
-        hidden: Tensor<B, 3>,
-        sampling: &Sampling,
-        counts: Option<&TokenCounts<B>>,
-    ) -> Tensor<B, 1, Int> {
-        let [batch_size, seq_length, d_model] = hidden.dims();
-        let last = hidden.narrow(1, seq_length - 1, 1).reshape([batch_size, d_model]);
-        head_sample(last, self.head_weight(), sampling, counts)
+    /// A token for each row, `[batch_size]`, drawn from the prediction of its hidden states `[batch_size, d_model]`.
+    pub fn sample(&self, hidden: Tensor<B, 2>, sampling: &Sampling, rows: &mut SampledRows<B>) -> Tensor<B, 1, Int> {
+        head_sample(hidden, self.head_weight(), sampling, rows)
     }
 }

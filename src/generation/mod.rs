@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, Transaction};
 use fireclay_datasets::Tokenizer;
-use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling, TokenCounts};
+use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, Transformer};
 
 use crate::Failure;
@@ -17,6 +17,15 @@ use crate::training::Precision;
 
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
+
+/// Steps of which the tokens are read together, at the most: reading makes the device wait for the host.
+const READ_STEPS: usize = 16;
+
+/// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
+const READ_INTERVAL: Duration = Duration::from_millis(25);
+
+/// Prompts that are continued together, at the most.
+const BATCH: usize = 16;
 
 /// Ends a text early when it is set.
 pub type Interrupt = Arc<AtomicBool>;
@@ -190,14 +199,35 @@ impl<B: Backend> Generator<B> {
         &self,
         prompt: &Prepared,
         options: &GenerationOptions,
-        show: impl FnMut(&str),
+        mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
-        let mut cache = self.model.cache(1, prompt.tokens.len() + prompt.max_tokens);
-        self.write(&mut cache, &prompt.tokens, prompt.max_tokens, options, show)
+        let mut generated = self.generate_batch(&[prompt], 0, options, |_, text| show(text))?;
+        generated.pop().ok_or_else(|| Failure::new("nothing was written"))
+    }
+
+    /// Writes after several prompts at once, the first of which draws by stream `first_stream` of the seed, the next by
+    /// the one behind it: each as if it were alone. `show` is told which one a piece of text belongs to.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn generate_batch(
+        &self,
+        prompts: &[&Prepared],
+        first_stream: u32,
+        options: &GenerationOptions,
+        show: impl FnMut(usize, &str),
+    ) -> Result<Vec<Generated>, Failure> {
+        let capacity = prompts.iter().map(|prompt| prompt.tokens.len() + prompt.max_tokens).max().unwrap_or(0);
+        let mut cache = self.model.cache(prompts.len(), capacity);
+        let texts: Vec<Text<'_>> = prompts
+            .iter()
+            .map(|prompt| Text::new(&prompt.tokens, prompt.max_tokens, Writer::new(&self.tokenizer, &options.stop)))
+            .collect();
+        self.write_all(&mut cache, texts, first_stream, options, show)
     }
 
     /// Reads what `cache` lacks of `prompt_tokens`, one at least, and writes up to `wanted` more, for which it must have
-    /// room. Afterwards it holds all of them but the last, which the model has not read.
+    /// room. Afterwards it holds all of them, or all but the last, which the model has not read.
     ///
     /// # Errors
     /// If the device fails.
@@ -209,6 +239,23 @@ impl<B: Backend> Generator<B> {
         options: &GenerationOptions,
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
+        let text = Text::new(prompt_tokens, wanted, Writer::new(&self.tokenizer, &options.stop));
+        let mut generated = self.write_all(cache, vec![text], 0, options, |_, text| show(text))?;
+        let generated = generated.pop().ok_or_else(|| Failure::new("nothing was written"))?;
+        // What the device wrote on while its tokens were on their way here is forgotten.
+        cache.truncate(prompt_tokens.len() + generated.tokens.len());
+        Ok(generated)
+    }
+
+    /// The loop: each step's tokens feed the next one on the device, and are read some steps later.
+    fn write_all(
+        &self,
+        cache: &mut Cache<B>,
+        mut texts: Vec<Text<'_>>,
+        first_stream: u32,
+        options: &GenerationOptions,
+        mut show: impl FnMut(usize, &str),
+    ) -> Result<Vec<Generated>, Failure> {
         let key = RandomKey::new(options.seed);
         let sampling = |step: usize| {
             Sampling::greedy()
@@ -218,34 +265,88 @@ impl<B: Backend> Generator<B> {
                 .with_min_p(options.min_p)
                 .with_penalties(options.penalties)
         };
-
         let begun = Instant::now();
-        let ids: Vec<i32> = prompt_tokens[cache.len()..].iter().map(|token| *token as i32).collect();
-        let shape = [1, ids.len()];
-        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), &self.device);
-        let hidden = self.model.forward(ids, Some(cache));
+        let prompts: Vec<&[u32]> = texts.iter().map(|text| text.prompt).collect();
+        let streams: Vec<u32> = (first_stream..).take(texts.len()).collect();
         let vocabulary = self.model.config().vocab_size;
-        let mut counts = (!options.penalties.are_none())
-            .then(|| TokenCounts::of_prompts(&[prompt_tokens], vocabulary, &self.device));
-        let mut next = self.model.sample_after(hidden, &sampling(0), counts.as_ref());
-        let mut writer = Writer::new(&self.tokenizer, &options.stop);
-        let mut tokens = vec![read(&next)?];
+        let counts =
+            (!options.penalties.are_none()).then(|| TokenCounts::of_prompts(&prompts, vocabulary, &self.device));
+        let mut rows = SampledRows::new(&streams, &self.device).with_counts(counts);
+        let unread: Vec<&[u32]> = prompts.iter().zip(cache.lengths()).map(|(all, read)| &all[*read..]).collect();
+        let hidden = self.model.prefill(&unread, cache);
+        let mut next = self.model.sample(hidden, &sampling(0), &mut rows);
+        let mut on_the_way = vec![next.clone()];
+        self.take(&mut on_the_way, &mut texts, Instant::now(), &mut show)?;
         let prefill = begun.elapsed();
+
         let decoding = Instant::now();
-        let mut stopped = self.ends.contains(&tokens[0]) || writer.push(tokens[0], &mut show)?;
-        while !stopped && tokens.len() < wanted && !self.interrupt.load(Ordering::Relaxed) {
-            if let Some(counts) = &mut counts {
-                counts.add(next.clone());
+        let wanted = texts.iter().map(|text| text.wanted).max().unwrap_or(0);
+        let (mut step, mut last_read) = (1, decoding);
+        while texts.iter().any(|text| !text.complete) && !self.interrupt.load(Ordering::Relaxed) {
+            if step < wanted {
+                let hidden = self.model.decode(next, cache);
+                next = self.model.sample(hidden, &sampling(step), &mut rows);
+                on_the_way.push(next.clone());
+                step += 1;
             }
-            let hidden = self.model.forward(next.reshape([1, 1]), Some(cache));
-            next = self.model.sample_after(hidden, &sampling(tokens.len()), counts.as_ref());
-            let token = read(&next)?;
-            tokens.push(token);
-            stopped = self.ends.contains(&token) || writer.push(token, &mut show)?;
+            if step == wanted || on_the_way.len() >= READ_STEPS || last_read.elapsed() >= READ_INTERVAL {
+                self.take(&mut on_the_way, &mut texts, decoding, &mut show)?;
+                last_read = Instant::now();
+            }
         }
-        let decode = decoding.elapsed();
-        let text = writer.finish(&mut show);
-        Ok(Generated { text, tokens, prompt_tokens: prompt_tokens.len(), prefill, decode })
+        let finish = |(row, text): (usize, Text<'_>)| text.finish(prefill, |text| show(row, text));
+        Ok(texts.into_iter().enumerate().map(finish).collect())
+    }
+
+    /// Reads the tokens of some steps at once, and adds them to the texts that are not complete.
+    fn take(
+        &self,
+        on_the_way: &mut Vec<Tensor<B, 1, Int>>,
+        texts: &mut [Text<'_>],
+        decoding: Instant,
+        show: &mut impl FnMut(usize, &str),
+    ) -> Result<(), Failure> {
+        let steps = std::mem::take(on_the_way).into_iter().fold(Transaction::<B>::default(), Transaction::register);
+        let steps = steps.try_execute();
+        for step in steps.map_err(|error| Failure::new(format!("the device failed: {error:?}")))? {
+            for ((row, text), token) in texts.iter_mut().enumerate().zip(step.iter::<i64>()) {
+                text.push(token as u32, &self.ends, decoding, |text| show(row, text))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A text that is being written.
+struct Text<'a> {
+    prompt: &'a [u32],
+    wanted: usize,
+    writer: Writer<'a>,
+    tokens: Vec<u32>,
+    complete: bool,
+    decode: Duration,
+}
+
+impl<'a> Text<'a> {
+    fn new(prompt: &'a [u32], wanted: usize, writer: Writer<'a>) -> Self {
+        Self { prompt, wanted, writer, tokens: Vec::new(), complete: false, decode: Duration::ZERO }
+    }
+
+    /// One more token, unless the text is complete.
+    fn push(&mut self, token: u32, ends: &[u32], decoding: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
+        if self.complete {
+            return Ok(());
+        }
+        self.tokens.push(token);
+        self.complete =
+            ends.contains(&token) || self.writer.push(token, &mut show)? || self.tokens.len() >= self.wanted;
+        self.decode = decoding.elapsed();
+        Ok(())
+    }
+
+    fn finish(self, prefill: Duration, mut show: impl FnMut(&str)) -> Generated {
+        let Self { prompt, writer, tokens, decode, .. } = self;
+        Generated { text: writer.finish(&mut show), tokens, prompt_tokens: prompt.len(), prefill, decode }
     }
 }
 
@@ -268,12 +369,6 @@ fn ends_in(file: &Path) -> Result<Vec<u32>, Failure> {
         end => vec![end.clone()],
     };
     Ok(ends.iter().filter_map(|end| end.as_u64().map(|end| end as u32)).collect())
-}
-
-fn read<B: Backend>(token: &Tensor<B, 1, Int>) -> Result<u32, Failure> {
-    let data = token.clone().try_into_data();
-    let data = data.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
-    data.iter::<i64>().next().map(|token| token as u32).ok_or_else(|| Failure::new("the device gave no token"))
 }
 
 /// Turns tokens into text, holding back what may yet become a stop text.
@@ -350,11 +445,22 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         // All prompts are read before anything is written.
         let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
         let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
-        for (prompt, prepared) in self.prompts.iter().zip(&prepared) {
+        if let ([prompt], [prepared]) = (&self.prompts[..], &prepared[..]) {
             (self.show)(GenerationEvent::Begun(prompt));
             let generated =
                 generator.generate(prepared, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
             (self.show)(GenerationEvent::Done(&generated));
+            return Ok(());
+        }
+        // Several are shown when they are complete: side by side, nobody could read them.
+        for (at, (prompts, prepared)) in self.prompts.chunks(BATCH).zip(prepared.chunks(BATCH)).enumerate() {
+            let prepared: Vec<&Prepared> = prepared.iter().collect();
+            let generated = generator.generate_batch(&prepared, (at * BATCH) as u32, &self.options, |_, _| {})?;
+            for (prompt, generated) in prompts.iter().zip(&generated) {
+                (self.show)(GenerationEvent::Begun(prompt));
+                (self.show)(GenerationEvent::Text(&generated.text));
+                (self.show)(GenerationEvent::Done(generated));
+            }
             if self.interrupt.load(Ordering::Relaxed) {
                 break;
             }

@@ -17,6 +17,13 @@ float32 inside some RMS norms, softmaxes and rotary tables.
     gpt2/training.json, llama/training.json  hyper-parameters of the ten updates
     ops.safetensors                          single operations, <case>.<name>
 
+Every causal model also has `greedy_prompts` [3, 6], padded on the right with 0,
+their `greedy_lengths` [3], and `greedy_tokens` [3, 64]: what greedy decoding by
+transformers, with a cache and one prompt at a time, appends to each prompt. The
+model is the one that is saved, not the trained one. The prompts are chosen so
+that at every step the best logit leads the second by more than 5e-3, that every
+row has four distinct tokens or more, and that decoding without a cache agrees.
+
 Constants that are not stored in ops.safetensors: layer_norm eps 1e-5, rms_norm
 eps 1e-6, attention scale 1/sqrt(8), window 3, rotary base 10000 (half-split),
 label smoothing 0.1, ignored target -100.
@@ -46,6 +53,8 @@ from transformers import (
 
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent
 VOCAB = 61
+CONTEXT = 80  # room for a prompt and the tokens of greedy decoding
+LEAD = 5e-3  # of the best logit over the second, at every step of greedy decoding
 IGNORED = -100
 
 
@@ -91,6 +100,51 @@ def forward(model, tokens):
     return model(input_ids=tokens, use_cache=False).logits
 
 
+@torch.no_grad()
+def greedy(model, prompts, new=64):
+    """What greedy decoding appends to prompts of one length, and each row's smallest lead.
+
+    The lead is -1 where decoding without a cache would choose otherwise.
+    """
+    whole = model.generate(prompts, attention_mask=torch.ones_like(prompts),
+                           do_sample=False, max_new_tokens=new)
+    tokens = whole[:, prompts.shape[1]:]
+    assert tokens.shape[1] == new
+    # The same steps again without a cache, in one pass.
+    best = forward(model, whole[:, :-1])[:, -new:].topk(2)
+    leads = (best.values[..., 0] - best.values[..., 1]).amin(1)
+    agrees = (tokens == best.indices[..., 0]).all(1)
+    return tokens, torch.where(agrees, leads, -1.0)
+
+
+def greedy_goldens(folder, model, seed):
+    """Of prompts drawn 256 at a time, takes the one with the most distinct tokens after it.
+
+    Has a generator of its own, so that no other random number depends on it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([6, 4, 3])
+    prompts = torch.zeros(3, 6, dtype=torch.long)
+    rows, report = [], []
+    for prompt, length in zip(prompts, lengths.tolist()):
+        for draws in range(256, 80 * 256 + 1, 256):
+            drawn = torch.randint(0, VOCAB, (256, length), generator=generator)
+            tokens, leads = greedy(model, drawn)
+            distinct = torch.tensor([len(row.unique()) for row in tokens])
+            most, at = torch.where(leads > LEAD, distinct, 0).max(0)
+            if most >= 4:
+                break
+        else:
+            raise RuntimeError(f"{folder}: no prompt of {length} tokens will do")
+        row, lead = greedy(model, drawn[at][None])  # alone
+        assert lead > LEAD and torch.equal(row[0], tokens[at]), folder
+        prompt[:length] = drawn[at]
+        rows.append(row[0])
+        report.append(f"{most} distinct, lead {lead.item():.1e}, {draws} draws")
+    print(f"{folder}: greedy {'; '.join(report)}")
+    return {"greedy_prompts": prompts, "greedy_lengths": lengths, "greedy_tokens": torch.stack(rows)}
+
+
 def mean_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
@@ -109,7 +163,8 @@ def logits_model(folder, model_class, config, seed, batch=2, seq=16):
     tokens, _ = random_batch(batch, seq)
     with torch.no_grad():
         logits = forward(model, tokens)
-    store(OUT / folder / "golden.safetensors", {"tokens": tokens, "logits": logits})
+    golden = {"tokens": tokens, "logits": logits} | greedy_goldens(folder, model, seed)
+    store(OUT / folder / "golden.safetensors", golden)
 
 
 def training_model(folder, model_class, config, seed, max_norm):
@@ -122,6 +177,7 @@ def training_model(folder, model_class, config, seed, max_norm):
     loss.backward()
     golden = {"tokens": tokens, "targets": targets, "logits": logits, "loss": loss.reshape(1)}
     golden |= {f"grad.{name}": p.grad.clone() for name, p in params.items()}
+    golden |= greedy_goldens(folder, model, seed)  # before the weights change
 
     h = {
         "optimizer": "adamw",
@@ -202,12 +258,12 @@ def make_models():
     common = dict(
         vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
-        max_position_embeddings=32, rope_parameters=rope, tie_word_embeddings=False,
+        max_position_embeddings=CONTEXT, rope_parameters=rope, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )
 
     gpt2 = GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=3,
+        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=24, n_layer=2, n_head=3,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=None, eos_token_id=None,
     )
@@ -226,16 +282,16 @@ def make_models():
         "original_max_position_embeddings": 16,
     }
     logits_model("llama3", LlamaForCausalLM, LlamaConfig(**common | {
-        "max_position_embeddings": 64, "rope_parameters": llama3}), 6, seq=40)
+        "rope_parameters": llama3}), 6, seq=40)
     logits_model("llama_linear", LlamaForCausalLM, LlamaConfig(**common | {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}), 7)
     # Base 100 and head_dim 16 put one frequency on the slope between YaRN's two ends.
     yarn = {
-        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": CONTEXT / 16,
         "original_max_position_embeddings": 16,
     }
     logits_model("llama_yarn", LlamaForCausalLM, LlamaConfig(**common | {
-        "max_position_embeddings": 64, "head_dim": 16, "rope_parameters": yarn}), 8, seq=40)
+        "head_dim": 16, "rope_parameters": yarn}), 8, seq=40)
     bert_model("bert", 9)
 
 

@@ -18,7 +18,7 @@ use safetensors::tensor::{Dtype, SafeTensors};
 use crate::backend_test;
 use crate::compare::{relative_error, tolerance, values};
 
-fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     // A test binary may run on another machine, from the project's root.
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let root = if built.exists() { built } else { PathBuf::from("tests/golden") };
@@ -43,14 +43,14 @@ fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
 }
 
 /// A file of goldens, with its tensors on a device.
-struct Golden(HashMap<String, (Vec<usize>, Vec<f32>)>);
+pub(crate) struct Golden(HashMap<String, (Vec<usize>, Vec<f32>)>);
 
 impl Golden {
-    fn open(name: &str) -> Self {
+    pub(crate) fn open(name: &str) -> Self {
         Self(read(&folder(name)))
     }
 
-    fn values(&self, name: &str) -> &[f32] {
+    pub(crate) fn values(&self, name: &str) -> &[f32] {
         &self.0.get(name).unwrap_or_else(|| panic!("no golden {name}")).1
     }
 

@@ -5,6 +5,7 @@
 mod cli;
 #[path = "../../kernels/tests/parity/compare.rs"]
 mod compare;
+mod decoding;
 mod families;
 mod golden;
 mod gradients;

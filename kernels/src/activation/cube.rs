@@ -174,8 +174,9 @@ fn biased_value<F: Float, W: Float, N: Size>(
     value
 }
 
+/// The nonlinearity.
 #[cube]
-fn value<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector<f32, N> {
+pub(crate) fn value<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector<f32, N> {
     match kind {
         ActivationKind::GeluErf => x * normal_cdf::<N>(x),
         ActivationKind::GeluTanh => x * sigmoid_of_gelu::<N>(x),

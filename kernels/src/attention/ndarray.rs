@@ -186,6 +186,25 @@ pub(crate) fn qkv_attention_forward(
     forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
 }
 
+/// Attention of packed queries `[batch_size, seq_length, width]` over the first `keys` of the keys and values
+/// `[batch_size, n_kv_heads, capacity, head_dim]`: `[batch_size, seq_length, n_heads, head_dim]`.
+pub(crate) fn attention_over(
+    qkv: &[f32],
+    shape: [usize; 3],
+    heads: PackedHeads,
+    held: [&Values; 2],
+    keys: usize,
+    mask: &AttentionMask<NdArray>,
+    options: AttentionOptions,
+) -> Tensor<NdArray, 4> {
+    let plan = Plan { keys, ..Plan::packed(shape, heads, mask, options) };
+    let capacity = held[0].len() / (shape[0] * heads.n_kv_heads * heads.head_dim).max(1);
+    assert!(qkv.len() == shape.iter().product::<usize>() && held[0].len() == held[1].len() && keys <= capacity);
+    let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), shape[1], heads);
+    let [keys, values] = held.map(Heads::of);
+    forward(&plan, [queries, keys, values]).output
+}
+
 /// Keys and values must be alike, and of the queries' rows and width: what follows trusts it.
 fn assert_sizes(query: [usize; 4], key: [usize; 4], value: [usize; 4]) {
     assert_eq!(key, value, "keys and values are of one shape");

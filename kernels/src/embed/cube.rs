@@ -22,17 +22,21 @@ const FEW_ROWS: u32 = 16;
 /// Rows that a unit loads at once.
 const LOADS: u32 = 8;
 
-/// Rows of `table` as `tokens` `[batch_size, seq_length]` name them: `[batch_size, seq_length, d_model]` of `dtype`.
+/// Rows of `table` as `tokens` `[batch_size, seq_length]` name them, added to `x` where there is one, which must be of
+/// `dtype`, too: `[batch_size, seq_length, d_model]` of `dtype`.
 pub(crate) fn embed_forward<R: CubeRuntime>(
     table: CubeTensor<R>,
     tokens: CubeTensor<R>,
     dtype: DType,
+    x: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
     let (table, stride) = rows(table);
     let [vocabulary, d_model] = [table.meta.shape()[0], table.meta.shape()[1]];
     let [batch_size, seq_length] = [tokens.meta.shape()[0], tokens.meta.shape()[1]];
     let out = empty(&table, [batch_size, seq_length, d_model], dtype);
-    let vector = vector_width(&[&table, &out], &[d_model, stride]);
+    let adds = x.is_some();
+    let x = x.map_or_else(|| out.clone(), contiguous);
+    let vector = vector_width(&[&table, &out, &x], &[d_model, stride]);
     let units = batch_size * seq_length * d_model / vector;
     // SAFETY: each unit below `units` writes its own vector; tokens are held within the table.
     unsafe {
@@ -43,6 +47,7 @@ pub(crate) fn embed_forward<R: CubeRuntime>(
             vector,
             array(&table),
             array(&tokens),
+            array(&x),
             array(&out),
             units as u32,
             (d_model / vector) as u32,
@@ -51,6 +56,7 @@ pub(crate) fn embed_forward<R: CubeRuntime>(
             tokens.meta.strides()[0] as u32,
             tokens.meta.strides()[1] as u32,
             vocabulary as u32 - 1,
+            adds,
             table.dtype.into(),
             dtype.into(),
             tokens.dtype.into(),
@@ -166,6 +172,7 @@ fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor
 fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     table: &Array<Vector<F, N>>,
     tokens: &Array<I>,
+    x: &Array<Vector<O, N>>,
     out: &mut Array<Vector<O, N>>,
     units: u32,
     columns: u32,
@@ -174,6 +181,7 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     batch_step: u32,
     token_step: u32,
     last: u32,
+    #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
     #[define(I)] _token_dtype: StorageType,
@@ -186,7 +194,11 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     let column = at % columns;
     let at_token = row / seq_length * batch_step + row % seq_length * token_step;
     let token = min(u32::cast_from(tokens[at_token as usize]), last);
-    out[at as usize] = Vector::cast_from(table[(token * stride + column) as usize]);
+    let mut row = Vector::<f32, N>::cast_from(table[(token * stride + column) as usize]);
+    if adds {
+        row += Vector::cast_from(x[at as usize]);
+    }
+    out[at as usize] = Vector::cast_from(row);
 }
 
 #[cube(launch_unchecked)]

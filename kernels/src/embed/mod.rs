@@ -21,3 +21,9 @@ pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: 
     let _op = recorder::op("embed", || vec![recorder::operand(&table), recorder::operand(&tokens)]);
     B::embed(table, tokens, dtype)
 }
+
+/// `x` `[batch_size, seq_length, d_model]` plus the rows of `table` that `tokens` name, as [`embed`] gives them.
+pub fn embed_add<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let _op = recorder::op("embed_add", || vec![recorder::operand(&table), recorder::operand(&tokens)]);
+    B::embed_add(table, tokens, x)
+}

@@ -8,6 +8,15 @@ pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: 
     burn::tensor::module::embedding(table, tokens).cast(dtype)
 }
 
+pub(crate) fn embed_add<B: crate::Backend>(
+    table: Tensor<B, 2>,
+    tokens: Tensor<B, 2, Int>,
+    x: Tensor<B, 3>,
+) -> Tensor<B, 3> {
+    let dtype = FloatDType::from(x.dtype());
+    x + <B as crate::Backend>::embed(table, tokens, dtype)
+}
+
 /// Reference gradient of [`embed`](crate::embed)'s table: the rows of each token added up in `dtype`.
 pub fn embed_backward<B: Backend>(
     grad: Tensor<B, 2>,

@@ -1,6 +1,6 @@
-//! Which words a text has, and how often.
+//! What is known of the rows that tokens are drawn for.
 
-use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use crate::Backend;
 
@@ -28,11 +28,28 @@ impl<B: Backend> TokenCounts<B> {
         let prompt = Tensor::<B, 2>::from_data(data, (device, DType::F32));
         Self { written: prompt.zeros_like(), prompt }
     }
+}
 
-    /// Counts one more written token for each row, `[batch_size]`.
-    pub fn add(&mut self, tokens: Tensor<B, 1, Int>) {
-        let tokens = tokens.unsqueeze_dim::<2>(1);
-        let ones = Tensor::<B, 2>::ones(tokens.dims(), (&self.written.device(), DType::F32));
-        self.written.inplace(|written| written.scatter(1, tokens, ones, IndexingUpdateOp::Add));
+/// The rows of a batch that tokens are drawn for.
+#[derive(Debug)]
+pub struct SampledRows<B: Backend> {
+    /// The row of random bits that each draws by, `[batch_size]`.
+    pub streams: Tensor<B, 1, Int>,
+    /// The words that each has, where there are penalties for them. A draw adds the word that it chooses.
+    pub counts: Option<TokenCounts<B>>,
+}
+
+impl<B: Backend> SampledRows<B> {
+    /// Rows that draw by the given streams, whatever their place in the batch, without penalties.
+    pub fn new(streams: &[u32], device: &B::Device) -> Self {
+        let streams: Vec<i32> = streams.iter().map(|stream| *stream as i32).collect();
+        let count = streams.len();
+        Self { streams: Tensor::from_data(TensorData::new(streams, [count]), device), counts: None }
+    }
+
+    /// With what the texts have so far.
+    pub fn with_counts(mut self, counts: Option<TokenCounts<B>>) -> Self {
+        self.counts = counts;
+        self
     }
 }

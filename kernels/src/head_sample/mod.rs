@@ -1,9 +1,13 @@
 //! Output projection and sampling in one: only the chosen tokens leave, and they stay on the device.
 
 mod counts;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
 pub(crate) mod reference;
 
-pub use counts::TokenCounts;
+pub use counts::{SampledRows, TokenCounts};
 
 use burn::tensor::{Int, Tensor};
 
@@ -93,15 +97,19 @@ impl Sampling {
 /// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
 /// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
-/// Penalties come first, for words that `counts` has; then temperature, top-k, top-p to what that leaves, and min-p. The
-/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (row, word) a pure function of
-/// [`Sampling::key`].
+/// Penalties come first, for words that a row has; then temperature, top-k, top-p to what that leaves, and min-p. The
+/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (stream, word) a pure function of
+/// [`Sampling::key`]: a row draws the same alone and in any batch.
+///
+/// # Panics
+/// If there are not as many streams as rows.
 pub fn head_sample<B: Backend>(
     hidden: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     sampling: &Sampling,
-    counts: Option<&TokenCounts<B>>,
+    rows: &mut SampledRows<B>,
 ) -> Tensor<B, 1, Int> {
     let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
-    B::head_sample(hidden, weight, sampling, counts)
+    assert_eq!(rows.streams.dims()[0], hidden.dims()[0], "head_sample: a stream for each row");
+    B::head_sample(hidden, weight, sampling, rows)
 }

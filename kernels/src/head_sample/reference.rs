@@ -1,25 +1,26 @@
 //! Sampling from small operations. No sort: the cut of top-k and top-p is found by halving an interval.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 
-use super::{Penalties, Sampling, TokenCounts};
+use super::{Penalties, SampledRows, Sampling, TokenCounts};
 use crate::Backend;
 use crate::random::RANGE;
+use crate::random::reference::bits_of_rows;
 
 /// Halvings until the interval around the cut is far below the spacing of f32 logits.
 const HALVINGS: usize = 40;
 
 const EXCLUDED: f32 = -1e30;
 
-pub(crate) fn head_sample<B: Backend>(
+/// Reference body of [`head_sample`](crate::head_sample).
+pub fn head_sample<B: Backend>(
     hidden: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     sampling: &Sampling,
-    counts: Option<&TokenCounts<B>>,
+    rows: &mut SampledRows<B>,
 ) -> Tensor<B, 1, Int> {
-    let device = hidden.device();
     let mut logits = <B as Backend>::linear(hidden, weight, None).cast(DType::F32);
-    if let Some(counts) = counts.filter(|_| !sampling.penalties.are_none()) {
+    if let Some(counts) = &rows.counts {
         logits = penalised(logits, sampling.penalties, counts);
     }
     let [batch_size, vocabulary] = logits.dims();
@@ -39,11 +40,16 @@ pub(crate) fn head_sample<B: Backend>(
             let below = logits.clone().lower(least.expand([batch_size, vocabulary]));
             logits = logits.mask_fill(below, EXCLUDED);
         }
-        let uniform = B::random_bits(batch_size, vocabulary, sampling.key, &device).float().cast(DType::F32);
+        let uniform = bits_of_rows(rows.streams.clone(), vocabulary, sampling.key).float().cast(DType::F32);
         let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
         logits = logits - uniform.log().neg().log();
     }
-    logits.argmax(1).squeeze_dim(1)
+    let chosen = logits.argmax(1);
+    if let Some(counts) = &mut rows.counts {
+        let ones = Tensor::<B, 2>::ones([batch_size, 1], (&counts.written.device(), DType::F32));
+        counts.written.inplace(|written| written.scatter(1, chosen.clone(), ones, IndexingUpdateOp::Add));
+    }
+    chosen.squeeze_dim(1)
 }
 
 fn penalised<B: Backend>(logits: Tensor<B, 2>, penalties: Penalties, counts: &TokenCounts<B>) -> Tensor<B, 2> {

@@ -6,6 +6,8 @@
 pub(crate) mod backward;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) mod cube;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod few_rows;
 #[cfg(feature = "ndarray")]
 pub(crate) mod ndarray;
 pub(crate) mod reference;

@@ -7,8 +7,15 @@ use super::{MULTIPLIERS, ROUNDS, RandomKey};
 
 /// Reference body of [`random_bits`](crate::random_bits).
 pub fn random_bits<B: Backend>(rows: usize, columns: usize, key: RandomKey, device: &B::Device) -> Tensor<B, 2, Int> {
+    bits_of_rows(Tensor::arange(0..rows as i64, device), columns, key)
+}
+
+/// The bits of the given rows, `[rows]`: `[rows, columns]`.
+pub(crate) fn bits_of_rows<B: Backend>(rows: Tensor<B, 1, Int>, columns: usize, key: RandomKey) -> Tensor<B, 2, Int> {
     let (row_keys, column_keys) = key.round_keys();
-    let row = Tensor::<B, 1, Int>::arange(0..rows as i64, device).reshape([rows, 1]);
+    let (device, [count]) = (&rows.device(), rows.dims());
+    let row = rows.reshape([count, 1]);
+    let rows = count;
     let column = Tensor::<B, 1, Int>::arange(0..columns as i64, device).reshape([1, columns]);
     let halves =
         |x: Tensor<B, 2, Int>| (x.clone().bitwise_and_scalar(0xffff.elem()), x.bitwise_right_shift_scalar(16.elem()));

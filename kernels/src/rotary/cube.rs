@@ -78,6 +78,40 @@ pub(crate) fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads,
     out
 }
 
+/// One more than each of `positions`, but none beyond `last`.
+pub(crate) fn next_positions<R: CubeRuntime>(positions: CubeTensor<R>, last: usize) -> CubeTensor<R> {
+    let positions = contiguous(positions);
+    let out = empty(&positions, positions.meta.shape().clone(), positions.dtype);
+    let size = positions.meta.num_elements();
+    // SAFETY: each unit below `size` reads and writes its own element.
+    unsafe {
+        next_positions_kernel::launch_unchecked(
+            &out.client,
+            grid(size.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&positions),
+            array(&out),
+            size as u32,
+            last as i32,
+            out.dtype.into(),
+        );
+    }
+    out
+}
+
+#[cube(launch_unchecked)]
+fn next_positions_kernel<I: Int>(
+    positions: &Array<I>,
+    out: &mut Array<I>,
+    size: u32,
+    last: i32,
+    #[define(I)] _dtype: StorageType,
+) {
+    if (ABSOLUTE_POS as u32) < size {
+        out[ABSOLUTE_POS] = I::cast_from(min(i32::cast_from(positions[ABSOLUTE_POS]) + 1, last));
+    }
+}
+
 fn dims<R: CubeRuntime, const D: usize>(x: &CubeTensor<R>) -> [usize; D] {
     std::array::from_fn(|axis| x.meta.shape()[axis])
 }

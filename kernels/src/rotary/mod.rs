@@ -65,3 +65,9 @@ pub fn qkv_rotary<B: Backend>(
     let _op = recorder::op("qkv_rotary", || vec![recorder::operand(&qkv)]);
     B::qkv_rotary(qkv, heads, table, positions, false)
 }
+
+/// One more than each of `positions` `[batch_size, seq_length]`, but none beyond `last`: where the next tokens stand.
+pub fn next_positions<B: Backend>(positions: Tensor<B, 2, Int>, last: usize) -> Tensor<B, 2, Int> {
+    let _op = recorder::op("next_positions", Vec::new);
+    B::next_positions(positions, last)
+}

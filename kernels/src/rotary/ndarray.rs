@@ -63,7 +63,7 @@ pub(crate) fn qkv_rotary(
 
 /// Rotates one head.
 #[inline(always)]
-fn turn(x: &[f32], out: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
+pub(crate) fn turn(x: &[f32], out: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
     let half = cos.len();
     let (x_first, x_second) = x.split_at(half);
     let (out_first, out_second) = out.split_at_mut(half);

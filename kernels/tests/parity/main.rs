@@ -3,6 +3,7 @@
 //! A backend that is not built in or not present fails the tests: nothing is skipped.
 
 mod compare;
+mod decoding;
 mod operations;
 mod recorder;
 

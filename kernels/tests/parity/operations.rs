@@ -7,9 +7,9 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, Sampling, TokenCounts, activate, attention,
-    dropout, embed, head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention,
-    qkv_rotary, random_bits, reference, reshape, rotary, softmax,
+    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts,
+    activate, attention, dropout, embed, head_loss, head_sample, linear, linear_add, norm, norm_gate_up,
+    optimizer_step, qkv_attention, qkv_rotary, random_bits, reference, reshape, rotary, softmax,
 };
 
 use crate::backend_test;
@@ -630,7 +630,8 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
     let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
     let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
     let draw = |sampling: Sampling| -> Vec<usize> {
-        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling, None).into_data();
+        let mut streams = SampledRows::new(&(0..rows as u32).collect::<Vec<_>>(), &device);
+        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling, &mut streams).into_data();
         let mut counts = vec![0; logits.len()];
         drawn.iter::<i64>().for_each(|token| counts[token as usize] += 1);
         counts
@@ -669,13 +670,21 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
     let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
     let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
     let mut counts = TokenCounts::<B>::of_prompts(&vec![&[0, 5, 0][..]; rows], 6, &device);
-    for _ in 0..2 {
-        counts.add(Tensor::<B, 1, Int>::ones([rows], &device));
-    }
+    let twice = Tensor::<B, 1>::from_data([0.0, 2.0, 0.0, 0.0, 0.0, 0.0], &device);
+    counts.written = twice.unsqueeze::<2>().repeat_dim(0, rows);
+    let streams: Vec<u32> = (0..rows as u32).collect();
+    let drawn_by = || SampledRows::new(&streams, &device).with_counts(Some(counts.clone()));
     let penalties = Penalties { repetition: 1.5, presence: 0.3, frequency: 0.2 };
     let sampling = Sampling::greedy().with_temperature(0.7, RandomKey::new(5)).with_penalties(penalties);
     let mut drawn = [0; 6];
-    let tokens = head_sample(hidden.clone(), weight.clone(), &sampling, Some(&counts)).into_data();
+    let mut drawn_rows = drawn_by();
+    let tokens = head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn_rows).into_data();
+    let after = drawn_rows.counts.expect("counts").written;
+    let added = values(&(after - counts.written.clone()));
+    for (row, token) in tokens.iter::<i64>().enumerate() {
+        let own = &added[row * 6..][..6];
+        assert!(own[token as usize] == 1.0 && own.iter().sum::<f32>() == 1.0, "row {row} counts what it drew: {own:?}");
+    }
     tokens.iter::<i64>().for_each(|token| drawn[token as usize] += 1);
     // Words of the prompt are only repeated; the one behind it is there, and was twice.
     let exact: [f64; 6] = [2.0 / 1.5, 1.0 / 1.5 - 0.3 - 2.0 * 0.2, 0.5, 0.0, -1.0, -3.0 * 1.5];
@@ -690,7 +699,7 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
 
     let strong = Penalties { repetition: 1.0, presence: 0.0, frequency: -2.0 };
     let greedy = Sampling::greedy().with_penalties(strong);
-    let tokens = head_sample(hidden, weight, &greedy, Some(&counts)).into_data();
+    let tokens = head_sample(hidden, weight, &greedy, &mut drawn_by()).into_data();
     assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest word, too");
 });
 

@@ -1,0 +1,198 @@
+//! The operations of decoding against the reference: few rows, a cache, a choice.
+
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use fireclay_kernels::{
+    Activation, ActivationKind, Backend, CachedTokens, LayerCache, Norm, PackedHeads, Penalties, Placement, RandomKey,
+    RotaryTable, SampledRows, Sampling, TokenCounts, cached_attention, embed, embed_add, head_sample, linear,
+    linear_add, next_positions, norm_gate_up, norm_linear, reference,
+};
+
+use crate::backend_test;
+use crate::compare::{assert_close, random, tolerance};
+
+fn integers<B: Backend, const D: usize>(data: Vec<i32>, shape: [usize; D], device: &B::Device) -> Tensor<B, D, Int> {
+    Tensor::from_data(TensorData::new(data, shape), device)
+}
+
+/// The dtypes that weights and activations may have on the device, and how close results in them must be.
+fn dtypes<B: Backend>(device: &B::Device) -> Vec<(FloatDType, f64)> {
+    let halves = [(FloatDType::BF16, 2e-2), (FloatDType::F16, 4e-3)];
+    let has = |dtype: FloatDType| B::name(device).contains("cuda") && B::supports_dtype(device, DType::from(dtype));
+    let halves = halves.into_iter().filter(|(dtype, _)| has(*dtype));
+    std::iter::once((FloatDType::F32, tolerance::<B>(device))).chain(halves).collect()
+}
+
+backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for [rows, d_input, d_output] in
+            [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64]]
+        {
+            let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
+            let weight = random::<B, 2>(2, [d_output, d_input], &device).cast(dtype);
+            let bias = random::<B, 1>(3, [d_output], &device).cast(dtype);
+            let residual = random::<B, 2>(4, [rows, d_output], &device).cast(dtype);
+            let gamma = random::<B, 1>(5, [d_input], &device) + 1.5;
+            let norms = [
+                None,
+                Some(Norm::rms(gamma.clone(), 1e-6)),
+                Some(Norm::layer(gamma.clone(), Some(random::<B, 1>(6, [d_input], &device)), 1e-5)),
+            ];
+            // The reference computes in f32, from the same values.
+            let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
+            for norm in norms {
+                for bias in [None, Some(bias.clone())] {
+                    let what = format!("{rows}x{d_input}x{d_output} {dtype:?}, norm {:?}, bias {}",
+                        norm.as_ref().map(|norm| norm.kind), bias.is_some());
+                    let input = match &norm {
+                        Some(norm) => reference::norm_forward(wide(&x), norm).output,
+                        None => wide(&x),
+                    };
+                    let wide_bias = bias.clone().map(|bias| bias.cast(DType::F32));
+                    let product = reference::linear_forward(input, wide(&weight), wide_bias);
+                    let ours = norm_linear(x.clone(), norm.as_ref(), weight.clone(), bias.clone());
+                    assert_eq!(ours.dtype(), DType::from(dtype), "{what}");
+                    assert_close(&format!("norm_linear {what}"), &ours.cast(DType::F32), &product, tolerance);
+                    if norm.is_none() {
+                        let ours = linear(x.clone(), weight.clone(), bias.clone()).cast(DType::F32);
+                        assert_close(&format!("linear {what}"), &ours, &product, tolerance);
+                        let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
+                        let wanted = product.clone() + wide(&residual);
+                        assert_close(&format!("linear_add {what}"), &ours.cast(DType::F32), &wanted, tolerance);
+                    }
+                    for activation in
+                        [Activation::plain(ActivationKind::GeluTanh), Activation::gated(ActivationKind::Silu)]
+                    {
+                        let ours = norm_gate_up(x.clone(), norm.as_ref(), weight.clone(), bias.clone(), activation);
+                        let wanted = reference::activate(product.clone(), activation);
+                        let what = format!("norm_gate_up {what}, {activation:?}");
+                        assert_close(&what, &ours.cast(DType::F32), &wanted, tolerance);
+                    }
+                }
+            }
+        }
+    }
+});
+
+backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
+    let shapes = [
+        (PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 2 }, 1),
+        (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 10 }, 2),
+        (PackedHeads { n_heads: 10, n_kv_heads: 1, head_dim: 24 }, 3),
+        (PackedHeads { n_heads: 4, n_kv_heads: 4, head_dim: 64 }, 2),
+        (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 128 }, 1),
+    ];
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for (heads, batch_size) in shapes {
+            let head_dim = heads.head_dim;
+            let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
+            let gamma = |seed| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6);
+            let bare = Placement { query_norm: None, key_norm: None, rotary: None };
+            let full = Placement {
+                query_norm: Some(gamma(1)),
+                key_norm: Some(gamma(2)),
+                rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
+            };
+            // Rows that begin together, rows that do not, and more keys than one piece holds.
+            for (placement, window, starts, capacity) in [
+                (&bare, None, [0, 0, 0], 20),
+                (&full, None, [3, 0, 5], 20),
+                (&full, Some(4), [2, 7, 0], 20),
+                (&full, None, [570, 300, 0], 600),
+                (&bare, Some(300), [570, 560, 570], 600),
+            ] {
+                let mut ours = LayerCache::<B>::new(batch_size, capacity, heads, dtype, &device);
+                let mut theirs = LayerCache::<B>::new(batch_size, capacity, heads, FloatDType::F32, &device);
+                let mut lengths: Vec<usize> = vec![0; batch_size];
+                // What stands before, in one go, then several tokens, then one at a time.
+                let first = starts[..batch_size].iter().copied().max().expect("rows");
+                let mut steps = vec![5, 1, 1, 1];
+                if first > 0 {
+                    steps.insert(0, first);
+                }
+                for (step, seq_length) in steps.into_iter().enumerate() {
+                    let at = CachedTokens {
+                        positions: integers(
+                            lengths.iter().flat_map(|start| (0..seq_length).map(move |t| (start + t) as i32)).collect(),
+                            [batch_size, seq_length],
+                            &device,
+                        ),
+                        keys: lengths.iter().max().expect("rows") + seq_length,
+                        aligned: lengths.iter().all(|length| *length == lengths[0]),
+                        window,
+                    };
+                    let qkv = random::<B, 3>(20 + step as u64, [batch_size, seq_length, heads.width()], &device);
+                    let qkv = qkv.cast(dtype);
+                    let a = cached_attention(qkv.clone(), heads, placement, &at, &mut ours).cast(DType::F32);
+                    let b = reference::cached_attention(qkv.cast(DType::F32), heads, placement, &at, &mut theirs);
+                    let b = b.reshape([batch_size, seq_length, heads.n_heads * head_dim]);
+                    let what = format!("{heads:?} {dtype:?} window {window:?} starts {starts:?}, step {step}");
+                    assert_close(&what, &a, &b, tolerance);
+                    for (row, length) in lengths.iter_mut().enumerate() {
+                        // The first step is a prompt, padded for the shorter rows.
+                        *length += if step == 0 && first > 0 { starts[row] } else { seq_length };
+                    }
+                }
+            }
+        }
+    }
+});
+
+backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {
+    let table = random::<B, 2>(1, [7, 12], &device);
+    let tokens = integers::<B, 2>(vec![3, 0, 6, 6], [2, 2], &device);
+    let x = random::<B, 3>(2, [2, 2, 12], &device);
+    let sum = embed_add(table.clone(), tokens.clone(), x.clone());
+    assert_close("embed_add", &sum, &(x + embed(table, tokens.clone(), FloatDType::F32)), 1e-6);
+    let next: Vec<i64> = next_positions(tokens, 5).into_data().iter::<i64>().collect();
+    assert_eq!(next, [4, 1, 5, 5]);
+});
+
+backend_test!(draws_are_those_of_the_reference::<B>(device) {
+    // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many words lie above.
+    for (vocabulary, spread) in [(6, 2.0), (300, 1.0), (5003, 6.0), (5003, 0.1), (20_011, 3.0)] {
+        let rows = 24;
+        let hidden = random::<B, 2>(1, [rows, 8], &device) * spread;
+        let weight = random::<B, 2>(2, [vocabulary, 8], &device);
+        let key = RandomKey::new(vocabulary as u64);
+        let plain = Sampling::greedy().with_temperature(0.9, key);
+        let penalties = Penalties { repetition: 1.3, presence: 0.2, frequency: 0.1 };
+        let cases = [
+            Sampling::greedy(),
+            plain,
+            plain.with_top_k(Some(1)),
+            plain.with_top_k(Some(50)),
+            plain.with_top_k(Some(4000)),
+            plain.with_top_p(Some(0.9)),
+            plain.with_top_p(Some(0.01)),
+            plain.with_top_k(Some(50)).with_top_p(Some(0.7)),
+            plain.with_min_p(Some(0.05)),
+            plain.with_top_k(Some(20)).with_min_p(Some(0.3)).with_penalties(penalties),
+            Sampling::greedy().with_penalties(penalties),
+        ];
+        for sampling in cases {
+            let prompts: Vec<Vec<u32>> = (0..rows as u32).map(|row| vec![row % vocabulary as u32, 5, 5]).collect();
+            let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+            let streams: Vec<u32> = (0..rows as u32).map(|row| row * 7 + 3).collect();
+            let known = || {
+                let counts = (!sampling.penalties.are_none())
+                    .then(|| TokenCounts::of_prompts(&prompts, vocabulary, &device));
+                SampledRows::new(&streams, &device).with_counts(counts)
+            };
+            let (mut ours, mut theirs) = (known(), known());
+            let a: Vec<i64> =
+                head_sample(hidden.clone(), weight.clone(), &sampling, &mut ours).into_data().iter::<i64>().collect();
+            let b: Vec<i64> = reference::head_sample(hidden.clone(), weight.clone(), &sampling, &mut theirs)
+                .into_data().iter::<i64>().collect();
+            // Products and logarithms differ in the last bits, and a word may stand right at a cut.
+            let differ = a.iter().zip(&b).filter(|(a, b)| a != b).count();
+            let allowed = if B::name(&device).contains("cuda") { 2 } else { 1 };
+            assert!(differ <= allowed, "{vocabulary} {spread} {sampling:?}: {a:?} {b:?}");
+            // A row draws the same alone.
+            let mut alone = SampledRows::new(&streams[3..4], &device).with_counts(
+                (!sampling.penalties.are_none()).then(|| TokenCounts::of_prompts(&prompts[3..4], vocabulary, &device)),
+            );
+            let own = head_sample(hidden.clone().narrow(0, 3, 1), weight.clone(), &sampling, &mut alone);
+            assert_eq!(own.into_data().iter::<i64>().next(), Some(a[3]), "{vocabulary} {sampling:?}, alone");
+        }
+    }
+});

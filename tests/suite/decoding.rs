@@ -1,0 +1,177 @@
+//! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
+
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay::generation::{GenerationOptions, Generator};
+use fireclay::training::Precision;
+use fireclay_datasets::{Tokenizer, TokenizerKind};
+use fireclay_kernels::recorder::{Copies, Recording, Source};
+use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
+use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
+
+use crate::backend_test;
+use crate::golden::{Golden, folder};
+
+/// The folders that have goldens for decoding.
+const FAMILIES: [&str; 8] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llama3", "llama_linear", "llama_yarn"];
+
+/// The likeliest tokens behind each prompt, `[prompt][step]`.
+fn greedy<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], steps: usize, device: &B::Device) -> Vec<Vec<u32>> {
+    let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
+    let mut cache = model.cache(prompts.len(), longest + steps);
+    let mut rows = SampledRows::new(&vec![0; prompts.len()], device);
+    let mut next = model.sample(model.prefill(prompts, &mut cache), &Sampling::greedy(), &mut rows);
+    let mut written = vec![Vec::new(); prompts.len()];
+    for step in 0..steps {
+        let tokens = next.to_data();
+        written.iter_mut().zip(tokens.iter::<i64>()).for_each(|(text, token)| text.push(token as u32));
+        if step + 1 < steps {
+            next = model.sample(model.decode(next, &mut cache), &Sampling::greedy(), &mut rows);
+        }
+    }
+    written
+}
+
+backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(device) {
+    for name in FAMILIES {
+        let model = ModelFolder::new(folder(name)).load::<B>(&device)?;
+        let golden = Golden::open(&format!("{name}/golden.safetensors"));
+        let integers = |name: &str| golden.values(name).iter().map(|value| *value as u32).collect::<Vec<_>>();
+        let (prompts, lengths, wanted) =
+            (integers("greedy_prompts"), integers("greedy_lengths"), integers("greedy_tokens"));
+        let (width, steps) = (prompts.len() / lengths.len(), wanted.len() / lengths.len());
+        let prompts = prompts.chunks_exact(width).zip(&lengths).map(|(row, length)| &row[..*length as usize]);
+        let prompts: Vec<&[u32]> = prompts.collect();
+        let together = greedy(&model, &prompts, steps, &device);
+        for (row, (written, wanted)) in together.iter().zip(wanted.chunks_exact(steps)).enumerate() {
+            assert_eq!(written, wanted, "{name}, row {row} of a batch");
+            assert_eq!(&greedy(&model, &prompts[row..=row], steps, &device)[0], wanted, "{name}, row {row} alone");
+        }
+        // Without a cache, the whole text is read again for each token.
+        let mut text: Vec<i32> = prompts[0].iter().map(|token| *token as i32).collect();
+        for wanted in &together[0][..12] {
+            let ids = TensorData::new(text.clone(), [1, text.len()]);
+            let hidden = model.forward(Tensor::<B, 2, Int>::from_data(ids, &device), None);
+            let last = hidden.narrow(1, text.len() - 1, 1).squeeze_dim::<2>(1);
+            let next = model.sample(last, &Sampling::greedy(), &mut SampledRows::new(&[0], &device));
+            let next = next.into_data().iter::<i64>().next().expect("a token");
+            assert_eq!(next, i64::from(*wanted), "{name} without a cache");
+            text.push(next as i32);
+        }
+    }
+});
+
+backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text = "the quick brown fox jumps over the lazy dog. ";
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, text)?;
+    let config = TransformerConfig::qwen3(tokenizer.vocab_size(), 80, 32, 2, 4, 8).with_init_deviation(0.3);
+    ModelFolder::new(folder.path()).save(&config.init::<B>(3, &device)?)?;
+    tokenizer.save(&folder.path().join("tokenizer.json"))?;
+    let generator = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
+    let prompts = ["the quick", "a", "lazy dog. the", "over"];
+    let options = GenerationOptions {
+        max_tokens: Some(40),
+        top_k: Some(12),
+        top_p: Some(0.95),
+        penalties: Penalties { repetition: 1.1, presence: 0.1, frequency: 0.1 },
+        stop: vec!["og".into()],
+        ..Default::default()
+    };
+    let prepared = prompts.iter().map(|prompt| generator.prepare(prompt, &options)).collect::<Result<Vec<_>, _>>()?;
+    let all: Vec<_> = prepared.iter().collect();
+    let mut shown = vec![String::new(); prompts.len()];
+    let together = generator.generate_batch(&all, 0, &options, |row, piece| shown[row].push_str(piece))?;
+    for (row, prepared) in prepared.iter().enumerate() {
+        let alone = generator.generate_batch(&[prepared], row as u32, &options, |_, _| {})?;
+        assert_eq!(alone[0].tokens, together[row].tokens, "prompt {row}");
+        assert_eq!(alone[0].text, together[row].text, "prompt {row}");
+        assert_eq!(shown[row], together[row].text, "what is shown is what is given");
+    }
+    assert_ne!(together[0].tokens, together[1].tokens);
+    // The same prompt twice draws by two streams.
+    let twice = generator.generate_batch(&[&prepared[0], &prepared[0]], 0, &options, |_, _| {})?;
+    assert_ne!(twice[0].tokens, twice[1].tokens);
+});
+
+backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
+    let config = TransformerConfig::qwen3(300, 600, 64, 4, 4, 16).with_n_kv_heads(2).with_init_deviation(0.3);
+    let gpt2 = TransformerConfig::gpt2(300, 600, 64, 4, 4).with_init_deviation(0.3);
+    for (config, batch_size) in [(config, 3), (gpt2, 1)] {
+        let model: Transformer<B> = config.init(3, &device)?;
+        let prompts: Vec<Vec<u32>> = (0..batch_size).map(|row| vec![7; 3 + 2 * row]).collect();
+        let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        let counts = TokenCounts::of_prompts(&prompts, 300, &device);
+        let streams: Vec<u32> = (0..batch_size as u32).collect();
+        let mut rows = SampledRows::new(&streams, &device).with_counts(Some(counts));
+        let sampling = |step: u64| {
+            let penalties = Penalties { repetition: 1.1, presence: 0.1, frequency: 0.1 };
+            let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3).fold(step));
+            sampling.with_top_k(Some(40)).with_top_p(Some(0.9)).with_penalties(penalties)
+        };
+        let mut cache = model.cache(batch_size, 300);
+        let mut next = model.sample(model.prefill(&prompts, &mut cache), &sampling(0), &mut rows);
+        let mut steps = 0;
+        let mut decode = |count: u64| {
+            let mut kept = Vec::new();
+            for _ in 0..count {
+                steps += 1;
+                next = model.sample(model.decode(next.clone(), &mut cache), &sampling(steps), &mut rows);
+                kept.push(next.clone());
+            }
+            let reads = kept.into_iter().fold(burn::tensor::Transaction::<B>::default(), |all, one| all.register(one));
+            reads.try_execute().expect("tokens")
+        };
+        // Kernels are compiled and memory is taken in the first steps.
+        decode(8);
+        let recording = Recording::start::<B>(&device).expect("a recording");
+        let tokens = decode(8);
+        let report = recording.stop().expect("a report");
+        assert_eq!(tokens.len(), 8);
+        println!("{report}");
+        assert!(report.fallbacks.is_empty(), "{report}");
+        assert_eq!(report.op("cached_attention").map(|op| op.calls), Some(8 * 4), "{report}");
+        assert_eq!(report.op("head_sample").map(|op| op.calls), Some(8), "{report}");
+        match report.source {
+            Source::Calls => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+            Source::Cupti => {
+                let bytes = |copies: Option<Copies>| copies.map(|copies| copies.bytes);
+                assert_eq!(bytes(report.total.to_device), Some(0), "nothing goes up: {report}");
+                let down = bytes(report.total.to_host).expect("counted");
+                assert!(down <= 8 * 8 * batch_size as u64, "a number a row comes down: {report}");
+                assert_eq!(report.total.allocations, Some(0), "{report}");
+                // Each tensor that is read is waited for; the device as a whole never is.
+                assert!(report.total.synchronisations.is_some_and(|waits| waits <= 8), "{report}");
+                // Five kernels a layer, and what stands around the layers.
+                assert!(report.total.launches.is_some_and(|launches| launches <= 8 * (4 * 7 + 6)), "{report}");
+            }
+        }
+    }
+});
+
+backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
+    let steps = if B::name(&device).contains("cuda") { 4000 } else { 300 };
+    let config = TransformerConfig::llama(50, steps + 40, 32, 2, 4).with_init_deviation(0.3);
+    let model: Transformer<B> = config.init(3, &device)?;
+    let mut cache = model.cache(1, steps + 20);
+    let mut rows = SampledRows::new(&[0], &device);
+    let mut next = model.sample(model.prefill(&[&[1, 2, 3]], &mut cache), &Sampling::greedy(), &mut rows);
+    let mut decode = |count: usize| {
+        for step in 0..count {
+            next = model.sample(model.decode(next.clone(), &mut cache), &Sampling::greedy(), &mut rows);
+            if step % 16 == 15 {
+                next.to_data();
+            }
+        }
+        next.to_data();
+    };
+    // Beyond one piece of keys, where the parts of the sums take memory of their own.
+    decode(10);
+    let recording = Recording::start::<B>(&device).expect("a recording");
+    decode(steps);
+    let report = recording.stop().expect("a report");
+    assert_eq!(cache.len(), 3 + 10 + steps);
+    if report.source == Source::Cupti {
+        // What the longest row needs is taken as rows grow, in ever the same pages.
+        assert!(report.total.allocations.is_some_and(|allocations| allocations <= 2), "{report}");
+    }
+});
