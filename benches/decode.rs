@@ -14,6 +14,7 @@ use fireclay::backend::{BackendName, OnBackend};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{Backend, RandomKey, SampledRows, Sampling};
 use fireclay_model::{Transformer, TransformerConfig};
+use rayon::prelude::*;
 
 /// The program's.
 #[global_allocator]
@@ -40,7 +41,8 @@ impl OnBackend for Decode {
     fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
         let gpu = !B::name(&device).contains("ndarray");
         let (name, config, batches) = if gpu {
-            let config = TransformerConfig::qwen3(151_936, 4096, 1024, 28, 16, 128).with_n_kv_heads(8).with_d_ff(3072);
+            let config = TransformerConfig::qwen3(151_936, 4096, 1024, 28, 16, 128);
+            let config = config.with_n_kv_heads(8).with_d_ff(3072).with_tied_embeddings(true);
             ("qwen3-0.6b", config, vec![1, 8, 32])
         } else {
             ("llama 15M", TransformerConfig::llama(32_000, 1024, 288, 6, 6).with_d_ff(768), vec![1, 8])
@@ -51,6 +53,9 @@ impl OnBackend for Decode {
         let model = config.init::<B>(1, &device)?.map(&mut cast).with_activations(dtype);
         let bytes = cast.bytes;
         println!("{name} on {}, {dtype:?}, {:.3} GB of matrices", B::name(&device), bytes as f64 / 1e9);
+        if !gpu {
+            println!("memory is read at {:.1} GB/s", read_bandwidth() / 1e9);
+        }
         for batch_size in batches {
             decode(&model, batch_size, bytes, &device)?;
         }
@@ -74,6 +79,19 @@ impl<B: Backend> ModuleMapper<B> for Cast {
         self.bytes += value.shape().num_elements() * value.dtype().size();
         Param::initialized(id, value)
     }
+}
+
+/// Bytes a second at which all cores together read memory, at best.
+fn read_bandwidth() -> f64 {
+    let words = vec![1u64; 1 << 26];
+    let sum = |part: &[u64]| part.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
+    let seconds = (0..8).map(|_| {
+        let begun = Instant::now();
+        let total: u64 = words.par_chunks(1 << 16).map(sum).sum();
+        assert_eq!(total, words.len() as u64);
+        begun.elapsed().as_secs_f64()
+    });
+    (words.len() * 8) as f64 / seconds.fold(f64::INFINITY, f64::min)
 }
 
 fn read<B: Backend>(steps: &mut Vec<Tensor<B, 1, burn::tensor::Int>>) -> Result<Vec<TensorData>, Failure> {

@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::Failure;
 use crate::backend::OnBackend;
 use crate::generation::{Generated, GenerationOptions, Generator, Interrupt};
-use crate::training::Precision;
+use crate::precision::Precision;
 
 const SETTINGS: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";

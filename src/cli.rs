@@ -10,12 +10,14 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::{BACKENDS, BackendName};
 use fireclay::chat::{ChatEvent, ChatRun, Lines};
+use fireclay::download::{model_folder, show_fetching};
 use fireclay::evaluation::EvaluationRun;
 use fireclay::generation::{Generated, GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
+use fireclay::precision::Precision;
 use fireclay::prediction::{PredictionRun, Texts, Understood};
 use fireclay::stdout;
 use fireclay::tasks::TaskName;
-use fireclay::training::{EMBEDDED, Outcome, Precision, Recipe, TrainingRun, View};
+use fireclay::training::{EMBEDDED, Outcome, Recipe, TrainingRun, View};
 use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
 use serde_json::{Value, json};
@@ -65,7 +67,7 @@ struct TrainArgs {
     /// with seq.in, seq.out and label, or train.jsonl, valid.jsonl and test.jsonl
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// Folder of a model to begin from
+    /// A model to begin from: its folder, or its name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
     init: Option<PathBuf>,
     /// Where the run goes [default: runs/NAME]
@@ -95,8 +97,8 @@ struct TrainArgs {
 
 #[derive(Args)]
 struct GenerateArgs {
-    /// The model's folder
-    #[arg(long, value_name = "DIR")]
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Text to go on from
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
@@ -160,8 +162,8 @@ impl DrawArgs {
 
 #[derive(Args)]
 struct ChatArgs {
-    /// The model's folder
-    #[arg(long, value_name = "DIR")]
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What the system says first
     #[arg(long, value_name = "TEXT")]
@@ -192,8 +194,8 @@ struct ChatArgs {
 
 #[derive(Args)]
 struct EvaluateArgs {
-    /// The model's folder
-    #[arg(long, value_name = "DIR")]
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// The text to foretell: a file or a folder of them
     #[arg(long, value_name = "PATH")]
@@ -213,8 +215,8 @@ struct EvaluateArgs {
 
 #[derive(Args)]
 struct PredictArgs {
-    /// The model's folder
-    #[arg(long, value_name = "DIR")]
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What was said [default: a line each of standard input]
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
@@ -489,7 +491,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         }
     }
     if let Some(init) = &args.init {
-        recipe.init = Some(init.clone());
+        recipe.init = Some(fetched(init)?);
     }
     if let Some(steps) = args.steps {
         recipe = recipe.with("training.steps", &steps.to_string())?;
@@ -498,7 +500,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         recipe = recipe.with("training.seed", &seed.to_string())?;
     }
     if let Some(precision) = args.precision {
-        recipe.training.precision = precision;
+        recipe = recipe.with("training.precision", precision.name())?;
     }
     for setting in &args.run.set {
         let (key, value) =
@@ -619,17 +621,17 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         GenerationEvent::Begun(_) => {}
     };
     let backend = args.run.backend();
+    let model = fetched(&args.model)?;
     let interrupt = interrupt_on_ctrl_c()?;
-    let run = GenerationRun {
-        model: args.model,
-        prompts,
-        options,
-        precision: args.precision,
-        interrupt: interrupt.clone(),
-        show,
-    };
+    let run = GenerationRun { model, prompts, options, precision: args.precision, interrupt: interrupt.clone(), show };
     backend.run(run)?;
     Ok(if interrupt.load(Ordering::Relaxed) { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// The folder of a model; what is missing of one that is named as on the hub is fetched, shown on a terminal.
+fn fetched(model: &Path) -> Result<PathBuf, Failure> {
+    let mut progress = show_fetching();
+    Ok(model_folder(model, &mut progress)?)
 }
 
 /// What came of a prompt, for programs.
@@ -690,7 +692,7 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         ChatEvent::Notice(notice) => eprintln!("{notice}"),
     };
     let run = ChatRun {
-        model: args.model,
+        model: fetched(&args.model)?,
         precision: args.precision,
         options,
         system: args.system,
@@ -740,7 +742,7 @@ fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::usage(format!("--set {setting}: evaluate has no recipe to change")));
     }
     let run = EvaluationRun {
-        model: args.model,
+        model: fetched(&args.model)?,
         data: args.data,
         precision: args.precision,
         context: args.context,
@@ -785,7 +787,8 @@ fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
         stdout::write(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
     };
     let backend = args.run.backend();
-    backend.run(PredictionRun { model: args.model, texts, precision: args.precision, show })?;
+    let model = fetched(&args.model)?;
+    backend.run(PredictionRun { model, texts, precision: args.precision, show })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -10,7 +10,8 @@ use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
 use crate::Failure;
 use crate::backend::OnBackend;
 use crate::language_model::LanguageModel;
-use crate::training::{Precision, read_scalars};
+use crate::precision::Precision;
+use crate::training::read_scalars;
 
 /// Tokens of a window where nothing else is asked for.
 const CONTEXT: usize = 1024;

@@ -8,7 +8,7 @@ use fireclay_kernels::Backend;
 use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
 
 use crate::Failure;
-use crate::training::Precision;
+use crate::precision::Precision;
 use crate::training::checkpoint::TOKENIZER;
 
 /// Bytes of a model from which on its reading is shown.
@@ -42,7 +42,7 @@ impl<B: Backend> LanguageModel<B> {
                 "{shown}: tokenizer.json has {words} tokens, but the model knows {known}"
             )));
         }
-        let model = files.load_in::<B>(dtype, &mut show_reading(folder), device)?;
+        let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
         Ok(Self { model: model.with_activations(dtype), tokenizer })
     }
 }

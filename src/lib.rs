@@ -1,7 +1,7 @@
 //! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
 //!
 //! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints, generation, chat,
-//! evaluation and prediction. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data
+//! evaluation, prediction and the hub. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data
 //! is in [`fireclay_datasets`].
 //!
 //! ```
@@ -21,9 +21,11 @@ struct Readme;
 
 pub mod backend;
 pub mod chat;
+pub mod download;
 pub mod evaluation;
 pub mod generation;
 pub mod language_model;
+pub mod precision;
 pub mod prediction;
 pub mod stdout;
 pub mod tasks;
@@ -81,4 +83,4 @@ macro_rules! from_error {
     };
 }
 
-from_error!(DataError, ConfigError, WeightsError);
+from_error!(DataError, ConfigError, WeightsError, download::DownloadError);

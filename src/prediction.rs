@@ -10,9 +10,9 @@ use fireclay_model::{ModelFolder, Tokens, Transformer};
 
 use crate::Failure;
 use crate::backend::OnBackend;
+use crate::precision::Precision;
 use crate::tasks::ModelSizes;
 use crate::tasks::intent_slot::{Predictions, heads};
-use crate::training::Precision;
 use crate::training::checkpoint::{LABELS, TOKENIZER};
 use crate::training::recipe::read_labels;
 
@@ -68,7 +68,9 @@ impl<B: Backend> Listener<B> {
     /// If a file is missing or damaged, the model was not trained on utterances, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let activations = precision.activations::<B>(&device)?;
-        let model = ModelFolder::new(folder).load::<B>(&device)?.with_activations(activations);
+        let matrices = precision.matrices(activations);
+        let model = ModelFolder::new(folder).load_in::<B>(matrices, &mut |_, _| {}, &device)?;
+        let model = model.with_activations(activations);
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(

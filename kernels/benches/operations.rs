@@ -11,7 +11,7 @@ use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor};
 use criterion::{BenchmarkGroup, Criterion, Throughput, measurement::WallTime};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, recorder,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, head_sample, recorder,
 };
 
 /// Sizes that fill the device.
@@ -279,7 +279,7 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
         let hidden = bench.random([rows, 2560]);
         let mut drawn = SampledRows::new(&(0..rows as u32).collect::<Vec<_>>(), &weight.device());
         bench.measure(&format!("head_sample, {rows} rows"), 50_257 * 2560 * size, 0.0, || {
-            B::head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn)
+            head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn)
         });
     }
 }

@@ -17,6 +17,7 @@ use crate::random::{self, RandomKey};
 use crate::recorder::Probe;
 use crate::rotary::{self, RotaryTable};
 use crate::softmax;
+use crate::weight::{self, Int8Weight, Weight};
 
 /// A Burn backend with the fused operations of a transformer.
 ///
@@ -356,14 +357,35 @@ pub trait Backend: burn::tensor::backend::Backend {
         head_loss::reference::head_loss_backward(grad, d_hidden, d_weight)
     }
 
-    /// Body of [`head_sample`](crate::head_sample).
-    fn head_sample(
-        hidden: Tensor<Self, 2>,
-        weight: Tensor<Self, 2>,
-        sampling: &Sampling,
-        rows: &mut SampledRows<Self>,
-    ) -> Tensor<Self, 1, Int> {
-        head_sample::reference::head_sample(hidden, weight, sampling, rows)
+    /// The first half of [`head_sample`](crate::head_sample): logits `[batch_size, vocabulary]`, f32.
+    fn logits(hidden: Tensor<Self, 2>, weight: &Weight<Self>) -> Tensor<Self, 2> {
+        head_sample::reference::logits(hidden, weight)
+    }
+    /// The second half of [`head_sample`](crate::head_sample): a word for each row of f32 logits.
+    fn draw(logits: Tensor<Self, 2>, sampling: &Sampling, rows: &mut SampledRows<Self>) -> Tensor<Self, 1, Int> {
+        head_sample::reference::draw(logits, sampling, rows)
+    }
+
+    /// The rows of a weight of bytes as floats.
+    fn int8_to_float(weight: &Int8Weight<Self>, dtype: FloatDType) -> Tensor<Self, 2> {
+        weight::reference::int8_to_float(weight, dtype)
+    }
+    /// Body of [`embed`](crate::embed) for a table of bytes.
+    fn int8_embed(table: &Int8Weight<Self>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        weight::reference::int8_embed(table, tokens, dtype)
+    }
+    /// Body of [`linear`](crate::linear), [`norm_linear`](crate::norm_linear), [`linear_add`](crate::linear_add) and
+    /// [`norm_gate_up`](crate::norm_gate_up) for a weight of bytes: `residual + activation(norm(x) * weight^T + bias)`,
+    /// as far as these are there; a residual only without norm and activation.
+    fn int8_linear(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: &Int8Weight<Self>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Option<Activation>,
+        residual: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        weight::reference::int8_linear(x, norm, weight, bias, activation, residual)
     }
 
     /// Body of [`optimizer_step`](crate::optimizer_step).

@@ -33,7 +33,8 @@ pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
 
 /// The tensor's buffer as a kernel's argument.
 pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
-    x.clone().into_array_arg()
+    // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), (x.handle.size_in_used() as usize) / x.dtype.size().max(1)) }
 }
 
 /// How many elements a kernel may read or write at once: the widest vector of the device, of elements as large as the

@@ -17,7 +17,7 @@ use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::head_sample::{self, SampledRows, Sampling};
-use crate::linear::few_rows::{Ending, FEW_ROWS, norm_project_few, on_matrix_units, project_few};
+use crate::linear::few_rows::{CubeWeight, Ending, FEW_ROWS, norm_project_few, on_matrix_units, project_few};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::cube::CubeNorm;
 use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
@@ -30,6 +30,8 @@ use crate::rotary::{self, RotaryTable};
 use crate::selection::reference_only;
 use crate::softmax;
 use crate::team::sum_over_rows;
+use crate::weight::cube::CubeInt8;
+use crate::weight::{self, Int8Weight, Weight};
 use crate::{Backend, RandomKey};
 
 /// Why a norm has no kernel.
@@ -116,7 +118,7 @@ where
         }
         if is_few(&x) {
             let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
-            return float(project_few(primitive(x), primitive(weight), ending));
+            return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
         let product = linear::cube::project(primitive(x), primitive(weight));
         float(linear::cube::bias_add(product, bias.map(primitive), None, None))
@@ -145,7 +147,7 @@ where
         match norm {
             Some(norm) if takes_norm(&x, &weight) => {
                 let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
-                float(norm_project_few(primitive(x), cube_norm(norm), primitive(weight), ending))
+                float(norm_project_few(primitive(x), cube_norm(norm), CubeWeight::Float(primitive(weight)), ending))
             }
             _ => linear::reference::norm_linear(x, norm, weight, bias),
         }
@@ -162,7 +164,7 @@ where
             Some(norm) if takes_norm(&x, &weight) => {
                 let activation = Some(activation);
                 let ending = Ending { bias: bias.map(primitive), activation, ..Ending::none(x.dtype()) };
-                float(norm_project_few(primitive(x), cube_norm(norm), primitive(weight), ending))
+                float(norm_project_few(primitive(x), cube_norm(norm), CubeWeight::Float(primitive(weight)), ending))
             }
             _ => linear::reference::norm_gate_up(x, norm, weight, bias, activation),
         }
@@ -179,7 +181,7 @@ where
         }
         let activation = Some(activation);
         let ending = Ending { bias: bias.map(primitive), activation, ..Ending::none(x.dtype()) };
-        float(project_few(primitive(x), primitive(weight), ending))
+        float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending))
     }
 
     fn linear_activate_forward(
@@ -226,7 +228,7 @@ where
         if dropout.is_none() && is_few(&x) {
             let residual = Some(primitive(residual));
             let ending = Ending { bias: bias.map(primitive), residual, ..Ending::none(x.dtype()) };
-            return float(project_few(primitive(x), primitive(weight), ending));
+            return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
         let product = linear::cube::project(primitive(x), primitive(weight));
         float(linear::cube::bias_add(product, bias.map(primitive), dropout, Some(primitive(residual))))
@@ -438,27 +440,70 @@ where
         float::<Self, 4>(query).swap_dims(1, 2)
     }
 
-    fn head_sample(
-        hidden: Tensor<Self, 2>,
-        weight: Tensor<Self, 2>,
-        sampling: &Sampling,
-        rows: &mut SampledRows<Self>,
-    ) -> Tensor<Self, 1, Int> {
+    fn logits(hidden: Tensor<Self, 2>, weight: &Weight<Self>) -> Tensor<Self, 2> {
         if reference_only() {
-            return head_sample::reference::head_sample(hidden, weight, sampling, rows);
+            return head_sample::reference::logits(hidden, weight);
         }
-        let logits = match is_few(&hidden) {
-            true => project_few(primitive(hidden), primitive(weight), Ending::none(DType::F32)),
-            false => {
-                let (hidden, weight) = (primitive(hidden), primitive(weight));
-                let weight = crate::cube::cast(weight, hidden.dtype);
-                crate::cube::product::product(hidden, linear::cube::transposed(weight), DType::F32)
-            }
-        };
-        let counts = rows.counts.as_ref();
-        let counts = counts.map(|counts| [&counts.prompt, &counts.written].map(|counts| primitive(counts.clone())));
+        if is_few(&hidden) {
+            return float(project_few(primitive(hidden), cube_weight(weight), Ending::none(DType::F32)));
+        }
+        let weight = weight.clone().into_float(FloatDType::from(hidden.dtype()));
+        let weight = crate::cube::cast(primitive(weight), hidden.dtype());
+        float(crate::cube::product::product(primitive(hidden), linear::cube::transposed(weight), DType::F32))
+    }
+
+    fn draw(logits: Tensor<Self, 2>, sampling: &Sampling, rows: &mut SampledRows<Self>) -> Tensor<Self, 1, Int> {
+        if reference_only() {
+            return head_sample::reference::draw(logits, sampling, rows);
+        }
+        let counts = rows.counts.as_mut().map(|counts| {
+            // Those written are counted where they lie, unless something else holds them or there are gaps between rows.
+            counts.written.inplace(|written| {
+                let written = primitive(written);
+                let own = written.can_mut() && written.is_contiguous();
+                float(if own { written } else { contiguous(written.copy()) })
+            });
+            [contiguous(primitive(counts.prompt.clone())), primitive(counts.written.clone())]
+        });
         let streams = rows.streams.clone().into_primitive();
-        Tensor::from_primitive(head_sample::cube::draw(logits, sampling, streams, counts))
+        Tensor::from_primitive(head_sample::cube::draw(primitive(logits), sampling, streams, counts))
+    }
+
+    fn int8_to_float(weight: &Int8Weight<Self>, dtype: FloatDType) -> Tensor<Self, 2> {
+        if reference_only() {
+            return weight::reference::int8_to_float(weight, dtype);
+        }
+        float(weight::cube::int8_to_float(cube_int8(weight), dtype.into()))
+    }
+
+    fn int8_embed(table: &Int8Weight<Self>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        if reference_only() {
+            return weight::reference::int8_embed(table, tokens, dtype);
+        }
+        float(weight::cube::embed(cube_int8(table), tokens.into_primitive(), dtype.into()))
+    }
+
+    fn int8_linear(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: &Int8Weight<Self>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Option<Activation>,
+        residual: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        if reference_only() || !is_few(&x) {
+            return weight::reference::int8_linear(x, norm, weight, bias, activation, residual);
+        }
+        let (bias, residual) = (bias.map(primitive), residual.map(primitive));
+        let ending = Ending { bias, activation, residual, dtype: x.dtype() };
+        let weight = CubeWeight::Int8(cube_int8(weight));
+        match norm {
+            Some(norm) if on_matrix_units(&primitive(x.clone()), &weight) => {
+                float(norm_project_few(primitive(x), cube_norm(norm), weight, ending))
+            }
+            Some(norm) => float(project_few(primitive(Self::norm(x, norm)), weight, ending)),
+            None => float(project_few(primitive(x), weight, ending)),
+        }
     }
 
     fn rotary(
@@ -516,7 +561,33 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    !reference_only() && is_few(x) && on_matrix_units(&primitive(x.clone()), &primitive(weight.clone()))
+    let weight = CubeWeight::Float(primitive(weight.clone()));
+    !reference_only() && is_few(x) && on_matrix_units(&primitive(x.clone()), &weight)
+}
+
+/// A weight's tensors as the kernels take them.
+fn cube_weight<R, F, I, BT>(weight: &Weight<CubeBackend<R, F, I, BT>>) -> CubeWeight<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    match weight {
+        Weight::Float(weight) => CubeWeight::Float(primitive(weight.clone())),
+        Weight::Int8(weight) => CubeWeight::Int8(cube_int8(weight)),
+    }
+}
+
+/// Bytes and scales as the kernels take them.
+fn cube_int8<R, F, I, BT>(weight: &Int8Weight<CubeBackend<R, F, I, BT>>) -> CubeInt8<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    CubeInt8 { packed: weight.packed.clone().into_primitive(), scales: primitive(weight.scales.clone()) }
 }
 
 /// The placement's tensors as the kernels take them. Both norms are there, or none.

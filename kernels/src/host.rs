@@ -175,6 +175,36 @@ pub(crate) fn new_rows_beside<const N: usize>(
     out
 }
 
+/// A new matrix of few rows, a piece of its columns at a time, on all cores if that pays: `work` gets the columns, and
+/// the piece `[rows, columns]` that it fills. `cost` is the work for a column, in elements.
+pub(crate) fn new_columns(
+    rows: usize,
+    columns: usize,
+    cost: usize,
+    work: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let piece = (4 * GRAIN / cost.max(1)).clamp(1, columns.max(1));
+    let mut out = Vec::<f32>::with_capacity(rows * columns);
+    let begin = Shared(out.as_mut_ptr());
+    let fill = |index: usize| {
+        let (range, begin) = (index * piece..columns.min((index + 1) * piece), begin);
+        let width = range.len();
+        let mut own = vec![0.0; rows * width];
+        vectorised(|| work(range.clone(), &mut own));
+        for (row, own) in own.chunks_exact(width).enumerate() {
+            // SAFETY: there is room for [rows, columns], and no other piece has these columns.
+            unsafe { begin.0.add(row * columns + range.start).copy_from_nonoverlapping(own.as_ptr(), width) };
+        }
+    };
+    match columns.div_ceil(piece) {
+        pieces @ 0..=1 => (0..pieces).for_each(fill),
+        pieces => (0..pieces).into_par_iter().for_each(fill),
+    }
+    // SAFETY: the pieces cover all columns of all rows.
+    unsafe { out.set_len(rows * columns) };
+    out
+}
+
 /// As many zeros.
 pub(crate) fn zeros(size: usize) -> Vec<f32> {
     let [zeros] = new_rows(size, [1], |_, _| {});
@@ -210,6 +240,22 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     for (a, b) in a_lanes.zip(b_lanes) {
         for lane in 0..LANES {
             lanes[lane] += f(a[lane], b[lane]);
+        }
+    }
+    lanes.iter().sum::<f32>() + rest
+}
+
+/// The sum of products with signed bytes, four in each word.
+#[inline(always)]
+pub(crate) fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
+    // SAFETY: a word is four bytes, each of which is a number whatever its bits are.
+    let bytes = unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<i8>(), 4 * words.len()) };
+    let mut lanes = [0.0f32; LANES];
+    let (x_lanes, byte_lanes) = (x.chunks_exact(LANES), bytes.chunks_exact(LANES));
+    let rest: f32 = x_lanes.remainder().iter().zip(byte_lanes.remainder()).map(|(x, byte)| x * f32::from(*byte)).sum();
+    for (x, bytes) in x_lanes.zip(byte_lanes) {
+        for lane in 0..LANES {
+            lanes[lane] += x[lane] * f32::from(bytes[lane]);
         }
     }
     lanes.iter().sum::<f32>() + rest

@@ -51,6 +51,7 @@ mod selection;
 mod softmax;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod team;
+mod weight;
 
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -72,6 +73,7 @@ pub use reshape::reshape;
 pub use rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
 pub use softmax::softmax;
+pub use weight::{Int8Weight, Weight};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
@@ -90,4 +92,5 @@ pub mod reference {
     pub use crate::random::reference::random_bits;
     pub use crate::rotary::reference::{qkv_rotary, rotary};
     pub use crate::softmax::reference::{softmax, softmax_backward};
+    pub use crate::weight::reference::int8_to_float;
 }

@@ -22,6 +22,7 @@ use crate::random;
 use crate::rotary::{self, RotaryTable};
 use crate::selection::reference_only;
 use crate::softmax;
+use crate::weight::{self, Int8Weight};
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
@@ -265,16 +266,40 @@ impl Backend for NdArray {
         cached_attention::ndarray::cached_attention(qkv, heads, placement, at, cache)
     }
 
-    fn head_sample(
-        hidden: Tensor<Self, 2>,
-        weight: Tensor<Self, 2>,
-        sampling: &Sampling,
-        rows: &mut SampledRows<Self>,
-    ) -> Tensor<Self, 1, Int> {
+    fn draw(logits: Tensor<Self, 2>, sampling: &Sampling, rows: &mut SampledRows<Self>) -> Tensor<Self, 1, Int> {
         if reference_only() {
-            return head_sample::reference::head_sample(hidden, weight, sampling, rows);
+            return head_sample::reference::draw(logits, sampling, rows);
         }
-        head_sample::ndarray::head_sample(hidden, weight, sampling, rows)
+        head_sample::ndarray::draw(logits, sampling, rows)
+    }
+
+    fn int8_embed(table: &Int8Weight<Self>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
+        if reference_only() {
+            return weight::reference::int8_embed(table, tokens, dtype);
+        }
+        weight::ndarray::embed(table, tokens)
+    }
+
+    fn int8_linear(
+        x: Tensor<Self, 2>,
+        norm: Option<&Norm<Self>>,
+        weight: &Int8Weight<Self>,
+        bias: Option<Tensor<Self, 1>>,
+        activation: Option<Activation>,
+        residual: Option<Tensor<Self, 2>>,
+    ) -> Tensor<Self, 2> {
+        let few = match reference_only() {
+            true => None,
+            false => linear::ndarray::int8_linear(x.clone(), norm, weight, bias.clone(), activation, residual.clone()),
+        };
+        few.unwrap_or_else(|| weight::reference::int8_linear(x, norm, weight, bias, activation, residual))
+    }
+
+    fn int8_to_float(weight: &Int8Weight<Self>, dtype: FloatDType) -> Tensor<Self, 2> {
+        if reference_only() {
+            return weight::reference::int8_to_float(weight, dtype);
+        }
+        weight::ndarray::int8_to_float(weight)
     }
 
     fn head_loss_forward(

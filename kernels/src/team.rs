@@ -68,8 +68,7 @@ pub(crate) fn within(column: u32, columns: u32, #[comptime] team: Team) -> bool 
     if team.exact { true.runtime() } else { column < columns }
 }
 
-/// The sum of a value over the team, the same for all its units. In a loop, units that exchange through shared
-/// memory have to wait for each other before the next time around.
+/// The sum of a value over the team, the same for all its units.
 #[cube]
 pub(crate) fn team_sum(value: f32, #[comptime] team: Team) -> f32 {
     exchanged(value, team, false)
@@ -90,6 +89,9 @@ fn exchanged(value: f32, #[comptime] team: Team, #[comptime] largest: bool) -> f
     }
     if comptime!(team.units > team.plane) {
         let pieces = comptime!(team.units / team.plane);
+        // On CUDA, shared memories that are not needed at the same time may have one address: nobody writes to this one
+        // while another unit still reads from the last.
+        sync_cube();
         let mut shared = SharedMemory::<f32>::new(comptime!(pieces as usize));
         let lane = UNIT_POS_X % team.plane;
         if lane == 0 {

@@ -48,6 +48,13 @@ impl<B: Backend> Cache<B> {
         &self.lengths
     }
 
+    /// # Panics
+    /// If the longest row has no room for `tokens` more.
+    pub(crate) fn assert_room(&self, tokens: usize) {
+        let end = self.len() + tokens;
+        assert!(end <= self.capacity, "{end} tokens exceed the cache's capacity {}", self.capacity);
+    }
+
     /// Whether every row has as many tokens as it can hold.
     pub(crate) fn is_full(&self) -> bool {
         self.lengths.iter().all(|length| *length == self.capacity)

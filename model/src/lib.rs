@@ -41,4 +41,4 @@ pub use hub::Family;
 pub use parameters::{LayerNorm, named_parameters};
 pub use rotary::RotaryScaling;
 pub use transformer::{Tokens, Transformer};
-pub use weights::{ModelFolder, WeightsError};
+pub use weights::{MatrixDtype, ModelFolder, WeightsError};

@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
-use fireclay_kernels::{Backend, Norm, RandomKey};
+use fireclay_kernels::{Backend, Int8Weight, Norm, RandomKey, Weight};
 use rayon::prelude::*;
 
 use crate::config::{NormKind, TransformerConfig};
@@ -95,6 +95,14 @@ impl<B: Backend> LayerNorm<B> {
             Some(beta) => Norm::layer(self.gamma.val(), Some(beta.val()), self.epsilon),
             None => Norm::rms(self.gamma.val(), self.epsilon),
         }
+    }
+}
+
+/// A matrix as operations take it: its bytes, where it was loaded as such.
+pub(crate) fn stored<B: Backend>(matrix: &Param<Tensor<B, 2>>, bytes: &Option<Int8Weight<B>>) -> Weight<B> {
+    match bytes {
+        Some(bytes) => Weight::Int8(bytes.clone()),
+        None => Weight::Float(matrix.val()),
     }
 }
 

@@ -4,21 +4,23 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::{
-    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, Sampling,
-    dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
+    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, Int8Weight, RandomKey, RotaryTable, SampledRows,
+    Sampling, Weight, dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
 };
 
 use crate::block::Block;
 use crate::cache::Cache;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
-use crate::parameters::{Initializer, LayerNorm};
+use crate::parameters::{Initializer, LayerNorm, stored};
 
 /// One transformer for training, prefill and decode, whatever its family.
 #[derive(Module, Debug)]
 pub struct Transformer<B: Backend> {
     /// A row for each token, `[vocab_size, d_model]`.
     pub embedding: Param<Tensor<B, 2>>,
+    /// The same as bytes, where it was loaded so; `embedding` holds nothing then.
+    pub(crate) embedding_bytes: Option<Int8Weight<B>>,
     /// A row for each position, `[context_length, d_model]`.
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// A row for each token type, `[token_types, d_model]`.
@@ -31,6 +33,8 @@ pub struct Transformer<B: Backend> {
     pub final_norm: Option<LayerNorm<B>>,
     /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
     pub head: Option<Param<Tensor<B, 2>>>,
+    /// The same as bytes, where it was loaded so.
+    pub(crate) head_bytes: Option<Int8Weight<B>>,
     /// What an encoder says of an utterance, where it was made to.
     pub heads: Option<UtteranceHeads<B>>,
     #[module(skip)]
@@ -130,12 +134,14 @@ impl TransformerConfig {
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
         Ok(Transformer {
             embedding,
+            embedding_bytes: None,
             position_embedding,
             token_type_embedding,
             embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
             blocks: (0..self.n_layers).map(|_| Block::new(self, init)).collect(),
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
             head,
+            head_bytes: None,
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
@@ -170,8 +176,12 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// A cache for `batch_size` rows of up to `capacity` tokens.
+    ///
+    /// # Panics
+    /// If the model looks ahead, as encoders do.
     pub fn cache(&self, batch_size: usize, capacity: usize) -> Cache<B> {
-        Cache::new(&self.config, batch_size, capacity, self.activations, &self.embedding.device())
+        assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
+        Cache::new(&self.config, batch_size, capacity, self.activations, &self.positions.device())
     }
 
     /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
@@ -185,6 +195,7 @@ impl<B: Backend> Transformer<B> {
         let [batch_size, seq_length] = tokens.ids.dims();
         let x = match cache {
             Some(cache) => {
+                cache.assert_room(seq_length);
                 let x = self.residual_stream(tokens, Some(cache));
                 cache.advance(&vec![seq_length; batch_size]);
                 x
@@ -204,7 +215,8 @@ impl<B: Backend> Transformer<B> {
         let (batch_size, seq_length) = (prompts.len(), lengths.iter().copied().max().unwrap_or(0));
         assert_eq!(cache.lengths().len(), batch_size, "prefill: a prompt for each of the cache's rows");
         assert!(lengths.iter().all(|length| *length > 0), "prefill: an empty prompt");
-        let device = self.embedding.device();
+        cache.assert_room(seq_length);
+        let device = self.positions.device();
         let padding = |prompt: &&[u32]| std::iter::repeat_n(0, seq_length - prompt.len());
         let ids = prompts.iter().flat_map(|prompt| prompt.iter().map(|token| *token as i32).chain(padding(prompt)));
         let ids = TensorData::new(ids.collect::<Vec<i32>>(), [batch_size, seq_length]);
@@ -227,6 +239,7 @@ impl<B: Backend> Transformer<B> {
     /// If there are not as many as the cache has rows, or all of them are full.
     pub fn decode(&self, tokens: Tensor<B, 1, Int>, cache: &mut Cache<B>) -> Tensor<B, 2> {
         let [batch_size] = tokens.dims();
+        assert!(!cache.is_full(), "decode: every row is full");
         let x = self.residual_stream(tokens.reshape([batch_size, 1]).into(), Some(cache));
         cache.advance(&vec![1; batch_size]);
         self.normalised(x)
@@ -240,9 +253,6 @@ impl<B: Backend> Transformer<B> {
         let end = match &cache {
             Some(cache) => {
                 assert_eq!(cache.lengths().len(), batch_size, "as many rows as the cache has");
-                // With one token a row, those that are full may stay behind.
-                let fits = cache.len() + seq_length <= cache.capacity() || (seq_length == 1 && !cache.is_full());
-                assert!(fits, "{} tokens exceed the cache's capacity {}", cache.len() + seq_length, cache.capacity());
                 cache.capacity().min(cache.len() + seq_length)
             }
             None => seq_length,
@@ -250,7 +260,7 @@ impl<B: Backend> Transformer<B> {
         assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
         let pass = self.pass([batch_size, seq_length], cache.as_ref().map(|cache| cache.next(seq_length)), lengths);
 
-        let mut x = embed(self.embedding.val(), ids.clone(), self.activations);
+        let mut x = embed(stored(&self.embedding, &self.embedding_bytes), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = match &pass.cached {
                 Some(at) => embed_add(table.val(), at.positions.clone(), x),
@@ -317,9 +327,23 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
+    /// Whether any matrix was loaded as bytes.
+    pub(crate) fn has_bytes(&self) -> bool {
+        let of_block = |block: &Block<B>| {
+            let (attention, feed_forward) = (&block.attention, &block.feed_forward);
+            let matrices =
+                [&attention.qkv_bytes, &attention.output_bytes, &feed_forward.up_bytes, &feed_forward.down_bytes];
+            matrices.iter().any(|bytes| bytes.is_some())
+        };
+        self.embedding_bytes.is_some() || self.head_bytes.is_some() || self.blocks.iter().any(of_block)
+    }
+
     /// The output projection, `[vocab_size, d_model]`.
-    fn head_weight(&self) -> Tensor<B, 2> {
-        self.head.as_ref().unwrap_or(&self.embedding).val()
+    fn head_weight(&self) -> Weight<B> {
+        match &self.head {
+            Some(head) => stored(head, &self.head_bytes),
+            None => stored(&self.embedding, &self.embedding_bytes),
+        }
     }
 
     /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.
@@ -330,7 +354,7 @@ impl<B: Backend> Transformer<B> {
     /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
     /// `[batch_size, seq_length]`, without ever holding all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
-        head_loss(hidden, self.head_weight(), targets, options)
+        head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
     }
 
     /// A token for each row, `[batch_size]`, drawn from the prediction of its hidden states `[batch_size, d_model]`.

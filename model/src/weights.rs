@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Int8Weight};
 
 use crate::config::{ConfigError, TransformerConfig};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
@@ -64,6 +64,22 @@ pub enum WeightsError {
     },
 }
 
+/// What matrices are loaded as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixDtype {
+    /// Floats.
+    Float(FloatDType),
+    /// Bytes with a scale for each output, where rows have whole words of them: projections, the head, and the embedding
+    /// table. Other matrices are f32.
+    Int8,
+}
+
+impl From<FloatDType> for MatrixDtype {
+    fn from(dtype: FloatDType) -> Self {
+        Self::Float(dtype)
+    }
+}
+
 impl ModelFolder {
     /// The folder at `path`; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
@@ -91,8 +107,8 @@ impl ModelFolder {
         self.load_in(FloatDType::F32, &mut |_, _| {}, device)
     }
 
-    /// Reads the model onto `device`, its matrices as `dtype` and its vectors as f32: for everything but training.
-    /// `progress` is told, as it goes on, how many bytes of how many are read.
+    /// Reads the model onto `device`, its matrices as `dtype`, or as bytes, and its vectors as f32: for everything but
+    /// training. `progress` is told, as it goes on, how many bytes of how many are read.
     ///
     /// Tensors are read one after the other, so that the host holds one at a time.
     ///
@@ -100,12 +116,12 @@ impl ModelFolder {
     /// As [`load`](Self::load).
     pub fn load_in<B: Backend>(
         &self,
-        dtype: FloatDType,
+        dtype: impl Into<MatrixDtype>,
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, config) = self.config()?;
-        self.read(family, &config, None, dtype, progress, device)
+        self.read(family, &config, None, dtype.into(), progress, device)
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
@@ -121,7 +137,7 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, _) = self.config()?;
-        self.read(family, config, (!heads).then_some(seed), FloatDType::F32, &mut |_, _| {}, device)
+        self.read(family, config, (!heads).then_some(seed), FloatDType::F32.into(), &mut |_, _| {}, device)
     }
 
     fn read<B: Backend>(
@@ -129,7 +145,7 @@ impl ModelFolder {
         family: Family,
         config: &TransformerConfig,
         fresh_heads: Option<u64>,
-        dtype: FloatDType,
+        dtype: MatrixDtype,
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
@@ -147,7 +163,8 @@ impl ModelFolder {
             done += bytes;
             progress(done, total);
         };
-        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path: Vec::new(), failure: None };
+        let (path, bytes) = (Vec::new(), HashMap::new());
+        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -198,8 +215,12 @@ impl ModelFolder {
     /// uses for the model's family. Each file is written beside, synced and renamed.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system refuses, or the model was loaded as bytes.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
+        if model.has_bytes() {
+            let reason = "a model that was loaded as bytes cannot be saved".to_string();
+            return Err(WeightsError::Weights { path: self.path.clone(), reason });
+        }
         let config = model.config();
         let family = Family::of(config);
         let json = serde_json::to_string_pretty(&Value::Object(family.write(config))).unwrap_or_default();
@@ -274,29 +295,59 @@ fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<S
 }
 
 /// Reads parameters one after the other.
-struct Reader<'a> {
+struct Reader<'a, B: Backend> {
     files: &'a TensorFiles,
     parts: HashMap<String, Vec<Part>>,
     /// Of matrices; vectors are f32.
-    dtype: FloatDType,
+    dtype: MatrixDtype,
     progress: &'a mut dyn FnMut(u64),
     path: Vec<String>,
+    /// Matrices that are bytes, by their paths.
+    bytes: HashMap<String, Int8Weight<B>>,
     failure: Option<WeightsError>,
 }
 
-impl Reader<'_> {
-    fn fill<B: Backend>(mut self, model: Transformer<B>) -> Result<Transformer<B>, WeightsError> {
-        let model = model.map(&mut self);
-        match self.failure {
-            None => Ok(model),
-            Some(failure) => Err(failure),
+impl<B: Backend> Reader<'_, B> {
+    fn fill(mut self, model: Transformer<B>) -> Result<Transformer<B>, WeightsError> {
+        let mut model = model.map(&mut self);
+        if let Some(failure) = self.failure {
+            return Err(failure);
         }
+        let mut bytes = self.bytes;
+        model.embedding_bytes = bytes.remove("embedding");
+        model.head_bytes = bytes.remove("head");
+        for (layer, block) in model.blocks.iter_mut().enumerate() {
+            let mut of = |name: &str| bytes.remove(&format!("blocks.{layer}.{name}"));
+            block.attention.qkv_bytes = of("attention.qkv");
+            block.attention.output_bytes = of("attention.output");
+            block.feed_forward.up_bytes = of("feed_forward.up");
+            block.feed_forward.down_bytes = of("feed_forward.down");
+        }
+        Ok(model)
+    }
+
+    /// Whether the parameter that is being read has a place for bytes.
+    fn has_bytes(&self) -> bool {
+        let places = ["embedding", "head", "qkv", "output", "up", "down"];
+        let inside = self.path.len() == 1 || self.path[0] == "blocks";
+        self.dtype == MatrixDtype::Int8 && inside && self.path.last().is_some_and(|name| places.contains(&&name[..]))
+    }
+
+    /// The matrix as bytes, unless its rows are no whole words.
+    fn read_bytes(
+        &mut self,
+        parts: &[Part],
+        shape: [usize; 2],
+        device: &B::Device,
+    ) -> Result<Option<Int8Weight<B>>, WeightsError> {
+        let values = self.read_as(parts, &shape, 0f32)?.into_vec::<f32>();
+        Ok(values.ok().and_then(|values| Int8Weight::quantize(&values, shape, device)))
     }
 
     fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
         match self.dtype {
-            FloatDType::F16 if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO),
-            FloatDType::BF16 if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO),
+            MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO),
+            MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO),
             _ => self.read_as(parts, shape, 0f32),
         }
     }
@@ -318,11 +369,19 @@ impl Reader<'_> {
     }
 }
 
-impl<B: Backend> ModuleMapper<B> for Reader<'_> {
+impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let parts = self.parts.remove(&self.path.join(".")).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
         let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
+        if let (true, &[rows, columns]) = (self.has_bytes() && shape[D - 1].is_multiple_of(4), shape.as_slice()) {
+            match self.read_bytes(&parts, [rows, columns], &device) {
+                Ok(Some(bytes)) => drop(self.bytes.insert(self.path.join("."), bytes)),
+                Ok(None) => {}
+                Err(failure) => self.failure = Some(failure),
+            }
+            return param;
+        }
         match self.read(&parts, shape.as_slice()) {
             Ok(data) => {
                 let dtype = data.dtype;

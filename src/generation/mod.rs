@@ -13,7 +13,7 @@ use fireclay_model::{Cache, Transformer};
 use crate::Failure;
 use crate::backend::OnBackend;
 use crate::language_model::LanguageModel;
-use crate::training::Precision;
+use crate::precision::Precision;
 
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
@@ -23,6 +23,9 @@ const READ_STEPS: usize = 16;
 
 /// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
 const READ_INTERVAL: Duration = Duration::from_millis(25);
+
+/// Lower temperatures than this, but for zero, take logits out of what f32 holds.
+const LEAST_TEMPERATURE: f64 = 1e-3;
 
 /// Prompts that are continued together, at the most.
 const BATCH: usize = 16;
@@ -74,6 +77,10 @@ impl GenerationOptions {
     pub fn validate(&self) -> Result<(), Failure> {
         if !self.temperature.is_finite() || self.temperature < 0.0 {
             return Err(Failure::usage(format!("--temperature {} must be 0 or above", self.temperature)));
+        }
+        if self.temperature > 0.0 && self.temperature < LEAST_TEMPERATURE {
+            let least = LEAST_TEMPERATURE;
+            return Err(Failure::usage(format!("--temperature {} must be 0, or {least} or above", self.temperature)));
         }
         if self.top_k == Some(0) {
             return Err(Failure::usage("--top-k 0 leaves nothing to draw from"));
@@ -426,11 +433,11 @@ pub struct GenerationRun<S> {
     pub show: S,
 }
 
-/// A piece of news from a generation.
+/// A piece of news from a generation. Of several prompts, each one's news come together when its batch is complete.
 pub enum GenerationEvent<'a> {
-    /// A prompt is about to be continued.
+    /// What follows is behind this prompt.
     Begun(&'a str),
-    /// More text.
+    /// More text; all of it, of several prompts.
     Text(&'a str),
     /// A prompt's text is complete.
     Done(&'a Generated),

@@ -19,7 +19,7 @@ use fireclay_kernels::Backend;
 use serde_json::Value;
 
 pub use progress::{View, duration};
-pub use recipe::{DataRecipe, EMBEDDED, Precision, Recipe, TrainingRecipe};
+pub use recipe::{DataRecipe, EMBEDDED, Recipe, TrainingRecipe};
 pub use schedule::{Schedule, ScheduleKind};
 pub(crate) use trainer::read_scalars;
 pub use trainer::{StepOutput, Trainer, read_steps};

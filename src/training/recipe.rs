@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{DType, FloatDType};
 use fireclay_datasets::{
     Corpus, Labels, PieceTokenizer, StoryCorpus, TextCorpus, Tokenizer, TokenizerKind, Utterances, read_text,
 };
@@ -13,6 +12,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use crate::Failure;
+use crate::precision::Precision;
 use crate::tasks::{IntentSlot, Language, ModelSizes, Task, TaskName};
 use crate::training::checkpoint::{LABELS, TOKENIZER};
 use crate::training::schedule::{Schedule, ScheduleKind};
@@ -172,33 +172,6 @@ impl Default for TrainingRecipe {
     }
 }
 
-/// Dtype of activations and products in training; parameters are f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum Precision {
-    /// Single.
-    F32,
-    /// Brain floats, sums in f32.
-    Bf16,
-}
-
-impl Precision {
-    /// The dtype of activations on `device`.
-    ///
-    /// # Errors
-    /// If the device lacks it.
-    pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
-        match self {
-            Self::F32 => Ok(FloatDType::F32),
-            Self::Bf16 if B::supports_dtype(device, DType::BF16) => Ok(FloatDType::BF16),
-            Self::Bf16 => {
-                let name = B::name(device);
-                Err(Failure::new(format!("{name} has no bf16: use --precision f32, or --backend cuda")))
-            }
-        }
-    }
-}
-
 impl Recipe {
     /// A recipe that comes with the program, by its name.
     ///
@@ -285,6 +258,10 @@ impl Recipe {
         ];
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));
+        }
+        if !matches!(training.precision, Precision::F32 | Precision::Bf16) {
+            let name = training.precision.name();
+            return Err(Failure::usage(format!("training.precision is {name}: training takes f32 or bf16")));
         }
         let numbers = [
             ("learning_rate", training.learning_rate),

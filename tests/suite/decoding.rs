@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay::generation::{GenerationOptions, Generator};
-use fireclay::training::Precision;
+use fireclay::precision::Precision;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};

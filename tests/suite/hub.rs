@@ -7,7 +7,7 @@ use burn::tensor::{FloatDType, Int, Tensor, activation};
 use fireclay::chat::{ChatTemplate, Conversation};
 use fireclay::evaluation::EvaluationRun;
 use fireclay::generation::{GenerationOptions, Generator};
-use fireclay::training::Precision;
+use fireclay::precision::Precision;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::{Backend, Penalties};
 use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
@@ -173,6 +173,76 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
         assert!((evaluation.loss / wanted - 1.0).abs() < 1e-3, "{} instead of {wanted}", evaluation.loss);
     }
 });
+
+backend_test!(weights_of_bytes_foretell_nearly_as_well::<B>(device) {
+    let (folder, ..) = writer::<B>(&device);
+    let data = folder.path().join("text.txt");
+    std::fs::write(&data, TEXT).expect("writable");
+    let loss = |precision| -> Result<f64, fireclay::Failure> {
+        let run = EvaluationRun {
+            model: folder.path().into(),
+            data: data.clone(),
+            precision,
+            context: Some(64),
+            stride: None,
+        };
+        Ok(run.run::<B>(device.clone())?.loss)
+    };
+    let (whole, bytes) = (loss(Precision::F32)?, loss(Precision::Int8)?);
+    assert_ne!(whole, bytes, "bytes are not floats");
+    assert!((bytes / whole - 1.0).abs() < 0.02, "{bytes} instead of {whole}");
+    let generator = Generator::<B>::open(folder.path(), Precision::Int8, device.clone())?;
+    let options = GenerationOptions { temperature: 0.0, max_tokens: Some(20), ..Default::default() };
+    let written = generator.generate(&generator.prepare("the clay", &options)?, &options, |_| {})?;
+    assert_eq!(written.tokens.len(), 20);
+    let refused = ModelFolder::new(folder.path()).save(generator.model()).expect_err("bytes").to_string();
+    assert!(refused.contains("cannot be saved"), "{refused}");
+});
+
+/// Logits by transformers of the tokens of `ids()`, for each folder that it is given.
+const SCRIPT: &str = "
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation='eager')
+    logits = model(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]), use_cache=False).logits
+    print(json.dumps(logits.flatten().tolist()))
+";
+
+/// Where there is a Python with transformers: `FIRECLAY_PYTHON`, or `python3`.
+#[test]
+fn folders_that_are_saved_open_in_transformers() {
+    type B = burn::backend::NdArray;
+    let device = Default::default();
+    let python = std::env::var("FIRECLAY_PYTHON").unwrap_or_else(|_| "python3".into());
+    let has = std::process::Command::new(&python).args(["-c", "import torch, transformers"]).output();
+    if !has.is_ok_and(|output| output.status.success()) {
+        println!("{python} has no torch and transformers: nothing to open folders with");
+        return;
+    }
+    let configs = [
+        TransformerConfig::gpt2(50, 24, 32, 2, 4),
+        TransformerConfig::llama(50, 24, 32, 2, 4).with_n_kv_heads(2),
+        TransformerConfig::mistral(50, 24, 32, 2, 4, 5),
+        TransformerConfig::qwen2(50, 24, 32, 2, 4).with_n_kv_heads(1),
+        TransformerConfig::qwen3(50, 24, 32, 2, 4, 10),
+    ];
+    let made: Vec<_> = configs.iter().map(|config| folder_of::<B>(config, &device)).collect();
+    let mut command = std::process::Command::new(&python);
+    command.args(["-c", SCRIPT]).args(made.iter().map(|(folder, _)| folder.path()));
+    let output = command.output().expect("python runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let printed = String::from_utf8(output.stdout).expect("text");
+    let theirs: Vec<Vec<f32>> = printed.lines().map(|line| serde_json::from_str(line).expect("numbers")).collect();
+    assert_eq!(theirs.len(), made.len());
+    for ((_, model), theirs) in made.iter().zip(theirs) {
+        let ours = values(&model.logits(model.forward(ids(&device), None)));
+        assert_eq!(ours.len(), theirs.len());
+        let furthest = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(furthest < 1e-4, "{:?}: {furthest}", model.config());
+    }
+}
 
 backend_test!(a_conversation_answers_as_if_it_were_read_anew::<B>(device) {
     let (folder, ..) = writer::<B>(&device);

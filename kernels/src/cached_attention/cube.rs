@@ -15,6 +15,8 @@ const UNITS: u32 = 256;
 const PIECE: u32 = UNITS;
 /// The most heads that a cube places, and the most query heads that it attends for.
 const MOST_HEADS: usize = 8;
+/// Vectors that a unit reads together.
+const RUN: u32 = 8;
 /// The maximum of no scores: finite, so that differences are.
 const NOTHING: f32 = -1e30;
 
@@ -238,7 +240,21 @@ pub(crate) fn decode<R: CubeRuntime>(
     out
 }
 
-/// Reads `heads` heads from element `start` on into shared memory, from element `at` on, normalised and rotated.
+/// Where the heads lie that a cube places: `queries` of them from element `start` on, and keys from element `keys` on.
+#[derive(CubeType, Clone, Copy)]
+struct Source {
+    start: u32,
+    queries: u32,
+    keys: u32,
+    /// All of them.
+    heads: u32,
+    position: u32,
+}
+
+/// Units that add up the squares of a head together.
+const SUMMERS: u32 = 16;
+
+/// Reads heads into shared memory, normalised and rotated: queries, and keys behind them.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn place<F: Float, G: Float, T: Float>(
@@ -247,52 +263,61 @@ fn place<F: Float, G: Float, T: Float>(
     key_gamma: &Array<G>,
     cos: &Array<T>,
     sin: &Array<T>,
-    raw: &mut SharedMemory<f32>,
     placed: &mut SharedMemory<f32>,
-    start: u32,
-    heads: u32,
-    is_key: bool,
-    position: u32,
-    #[comptime] at: u32,
+    source: &Source,
     sizes: &Sizes,
     #[comptime] plan: Plan,
 ) {
     let head_dim = comptime!(plan.head_dim as u32);
     let half = comptime!(plan.head_dim as u32 / 2);
-    let elements = heads * head_dim;
-    for i in range_stepped(UNIT_POS, elements, UNITS) {
-        raw[(at + i) as usize] = f32::cast_from(qkv[(start + i) as usize]);
+    for i in range_stepped(UNIT_POS, source.heads * head_dim, UNITS) {
+        let mut from = source.start + i;
+        if i >= source.queries * head_dim {
+            from = source.keys + i - source.queries * head_dim;
+        }
+        placed[i as usize] = f32::cast_from(qkv[from as usize]);
     }
     sync_cube();
     if comptime!(plan.normed) {
-        for i in range_stepped(UNIT_POS, elements, UNITS) {
-            let first = at + i / head_dim * head_dim;
-            let mut squares = 0.0f32;
-            for other in 0..head_dim {
-                let value = raw[(first + other) as usize];
-                squares += value * value;
+        let mut squares = SharedMemory::<f32>::new(UNITS as usize);
+        let head = UNIT_POS / SUMMERS;
+        let mut sum = 0.0f32;
+        if head < source.heads {
+            #[unroll]
+            for i in 0..comptime!(plan.head_dim.div_ceil(SUMMERS as usize)) {
+                let column = comptime!(i as u32 * SUMMERS) + UNIT_POS % SUMMERS;
+                if column < head_dim {
+                    let value = placed[(head * head_dim + column) as usize];
+                    sum += value * value;
+                }
             }
-            let inverse = 1.0f32 / (squares / f32::cast_from(head_dim) + sizes.epsilon).sqrt();
+        }
+        squares[UNIT_POS as usize] = sum;
+        sync_cube();
+        for i in range_stepped(UNIT_POS, source.heads * head_dim, UNITS) {
+            let head = i / head_dim;
+            let mut sum = 0.0f32;
+            #[unroll]
+            for part in 0..SUMMERS {
+                sum += squares[(head * SUMMERS + part) as usize];
+            }
+            let inverse = 1.0f32 / (sum / f32::cast_from(head_dim) + sizes.epsilon).sqrt();
             let column = i % head_dim;
             let mut gamma = f32::cast_from(query_gamma[column as usize]);
-            if is_key {
+            if head >= source.queries {
                 gamma = f32::cast_from(key_gamma[column as usize]);
             }
-            placed[(at + i) as usize] = f32::cast_from(F::cast_from(raw[(at + i) as usize] * inverse * gamma));
+            placed[i as usize] = f32::cast_from(F::cast_from(placed[i as usize] * inverse * gamma));
         }
-    } else {
-        for i in range_stepped(UNIT_POS, elements, UNITS) {
-            placed[(at + i) as usize] = raw[(at + i) as usize];
-        }
+        sync_cube();
     }
-    sync_cube();
     if comptime!(plan.rotated) {
-        for i in range_stepped(UNIT_POS, heads * half, UNITS) {
+        for i in range_stepped(UNIT_POS, source.heads * half, UNITS) {
             let pair = i % half;
-            let first = at + i / half * head_dim + pair;
+            let first = i / half * head_dim + pair;
             let a = placed[first as usize];
             let b = placed[(first + half) as usize];
-            let angle = min(position, sizes.last) * half + pair;
+            let angle = min(source.position, sizes.last) * half + pair;
             let c = f32::cast_from(cos[angle as usize]);
             let s = f32::cast_from(sin[angle as usize]);
             placed[first as usize] = f32::cast_from(F::cast_from(a * c - b * s));
@@ -334,57 +359,25 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     let placed_heads = sizes.n_heads + sizes.n_kv_heads;
     let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
     let first = CUBE_POS as u32 % sizes.pieces * most;
-    let mut raw = SharedMemory::<f32>::new(comptime!(plan.heads * plan.head_dim));
-    let mut placed = SharedMemory::<f32>::new(comptime!(plan.heads * plan.head_dim));
-    // Heads of both kinds may be among them: queries first, then keys, as far as there are any.
+    // Heads of both kinds may be among them: queries first, then keys, which lie behind them.
     let end = min(first + most, placed_heads);
     let middle = min(max(sizes.n_heads, first), end);
     let queries = middle - first;
-    let start = row + first * head_dim;
-    place::<F, G, T>(
-        qkv,
-        query_gamma,
-        key_gamma,
-        cos,
-        sin,
-        &mut raw,
-        &mut placed,
-        start,
-        queries,
-        false,
-        position,
-        0u32,
-        sizes,
-        plan,
-    );
-    for i in range_stepped(UNIT_POS, queries * head_dim, UNITS) {
-        query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
-    }
-    sync_cube();
-    let start = row + middle * head_dim;
-    let count = end - middle;
-    place::<F, G, T>(
-        qkv,
-        query_gamma,
-        key_gamma,
-        cos,
-        sin,
-        &mut raw,
-        &mut placed,
-        start,
-        count,
-        true,
-        position,
-        0u32,
-        sizes,
-        plan,
-    );
-    for i in range_stepped(UNIT_POS, count * head_dim, UNITS) {
-        let head = middle - sizes.n_heads + i / head_dim;
-        let to = ((batch * sizes.n_kv_heads + head) * sizes.capacity + position) * head_dim + i % head_dim;
-        keys[to as usize] = F::cast_from(placed[i as usize]);
-        let value = row + (placed_heads + head) * head_dim + i % head_dim;
-        values[to as usize] = qkv[value as usize];
+    let keys_at = row + middle * head_dim;
+    let source = Source { start: row + first * head_dim, queries, keys: keys_at, heads: end - first, position };
+    let mut placed = SharedMemory::<f32>::new(comptime!(plan.heads * plan.head_dim));
+    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, plan);
+    for i in range_stepped(UNIT_POS, (end - first) * head_dim, UNITS) {
+        let head = first + i / head_dim;
+        if head < middle {
+            query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
+        } else {
+            let head = head - sizes.n_heads;
+            let to = ((batch * sizes.n_kv_heads + head) * sizes.capacity + position) * head_dim + i % head_dim;
+            keys[to as usize] = F::cast_from(placed[i as usize]);
+            let value = row + (placed_heads + head) * head_dim + i % head_dim;
+            values[to as usize] = qkv[value as usize];
+        }
     }
 }
 
@@ -428,44 +421,12 @@ fn decode_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let first = piece * PIECE;
     let end = min(first + PIECE, position + 1);
 
-    let mut raw = SharedMemory::<f32>::new(comptime!((plan.heads + 1) * plan.head_dim));
     // Queries, and behind them the new key.
     let mut placed = SharedMemory::<f32>::new(comptime!((plan.heads + 1) * plan.head_dim));
     let new_key = comptime!((plan.heads * plan.head_dim) as u32);
-    let start = row + head * head_dim;
-    place::<F, G, T>(
-        qkv,
-        query_gamma,
-        key_gamma,
-        cos,
-        sin,
-        &mut raw,
-        &mut placed,
-        start,
-        heads,
-        false,
-        position,
-        0u32,
-        sizes,
-        plan,
-    );
-    let start = row + (sizes.n_heads + kv_head) * head_dim;
-    place::<F, G, T>(
-        qkv,
-        query_gamma,
-        key_gamma,
-        cos,
-        sin,
-        &mut raw,
-        &mut placed,
-        start,
-        1u32,
-        true,
-        position,
-        comptime!((plan.heads * plan.head_dim) as u32),
-        sizes,
-        plan,
-    );
+    let keys_at = row + (sizes.n_heads + kv_head) * head_dim;
+    let source = Source { start: row + head * head_dim, queries: heads, keys: keys_at, heads: heads + 1, position };
+    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, plan);
     let new_value = row + (sizes.n_heads + sizes.n_kv_heads + kv_head) * head_dim;
     let held = (batch * sizes.n_kv_heads + kv_head) * sizes.capacity;
     let writes = position >= first && position < first + PIECE && head == kv_head * (sizes.n_heads / sizes.n_kv_heads);
@@ -491,38 +452,59 @@ fn decode_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     for i in 0..plan.heads {
         sums[i] = 0.0f32;
     }
+    let width_u32 = comptime!(width as u32);
     if seen {
-        for column in 0..columns {
-            let mut key = Vector::<f32, N>::new(0.0);
-            if own == position {
-                #[unroll]
-                for i in 0..width {
-                    let at = new_key + column * comptime!(width as u32) + comptime!(i as u32);
-                    key[i] = placed[at as usize];
-                }
-            } else {
-                key = Vector::<f32, N>::cast_from(keys[((held + own) * columns + column) as usize]);
+        // A run of columns at a time: all its reads before the first product.
+        let run = comptime!(columns.min(RUN));
+        for start in range_stepped(0u32, columns, run) {
+            let mut key = Array::<Vector<F, N>>::new(comptime!(run as usize));
+            #[unroll]
+            for i in 0..run {
+                let column = min(start + i, columns - 1);
+                key[i as usize] = keys[((held + own) * columns + column) as usize];
             }
             #[unroll]
-            for i in 0..plan.heads {
-                #[unroll]
-                for j in 0..width {
-                    let at = column * comptime!(width as u32) + comptime!((i * plan.head_dim + j) as u32);
-                    sums[i] += key[j] * placed[at as usize];
+            for i in 0..run {
+                let column = start + i;
+                if column < columns {
+                    let key = Vector::<f32, N>::cast_from(key[i as usize]);
+                    #[unroll]
+                    for head in 0..plan.heads {
+                        #[unroll]
+                        for j in 0..width {
+                            let at = column * width_u32 + comptime!((head * plan.head_dim + j) as u32);
+                            sums[head] += key[j] * placed[at as usize];
+                        }
+                    }
+                }
+            }
+        }
+        // The new key may not have reached the cache yet.
+        if own == position {
+            #[unroll]
+            for head in 0..plan.heads {
+                sums[head] = 0.0f32;
+                for column in 0..head_dim {
+                    let query = placed[(comptime!((head * plan.head_dim) as u32) + column) as usize];
+                    sums[head] += query * placed[(new_key + column) as usize];
                 }
             }
         }
     }
-    let mut scores = SharedMemory::<f32>::new(comptime!(plan.heads * PIECE as usize));
     let mut maxima = Array::<f32>::new(comptime!(plan.heads));
     let mut totals = Array::<f32>::new(comptime!(plan.heads));
     #[unroll]
     for i in 0..plan.heads {
         let score = select(seen, sums[i] * sizes.scale, NOTHING);
         maxima[i] = team_max(score, plan.team);
-        let share = select(seen, (score - maxima[i]).exp(), 0.0f32);
-        totals[i] = team_sum(share, plan.team);
-        scores[(comptime!(i as u32 * PIECE) + UNIT_POS) as usize] = share;
+        sums[i] = select(seen, (score - maxima[i]).exp(), 0.0f32);
+        totals[i] = team_sum(sums[i], plan.team);
+    }
+    sync_cube();
+    let mut scores = SharedMemory::<f32>::new(comptime!(plan.heads * PIECE as usize));
+    #[unroll]
+    for i in 0..plan.heads {
+        scores[(comptime!(i as u32 * PIECE) + UNIT_POS) as usize] = sums[i];
     }
     sync_cube();
 
@@ -536,25 +518,40 @@ fn decode_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     for i in 0..plan.heads {
         results[i] = Vector::<f32, N>::new(0.0);
     }
-    let mut key = first + lane;
-    while key < end {
-        let mut value = Vector::<f32, N>::new(0.0);
-        if key == position {
-            #[unroll]
-            for i in 0..width {
-                let at = new_value + column * comptime!(width as u32) + comptime!(i as u32);
-                value[i] = f32::cast_from(qkv[at as usize]);
-            }
-        } else {
-            value = Vector::<f32, N>::cast_from(values[((held + key) * columns + column) as usize]);
+    for start in range_stepped(first + lane, end, comptime!(lanes * RUN)) {
+        let mut value = Array::<Vector<F, N>>::new(RUN as usize);
+        #[unroll]
+        for i in 0..RUN {
+            let key = min(start + comptime!(i * lanes), end - 1);
+            value[i as usize] = values[((held + key) * columns + column) as usize];
         }
         #[unroll]
-        for i in 0..plan.heads {
-            let share = scores[(comptime!(i as u32 * PIECE) + key - first) as usize];
-            results[i] += value * Vector::<f32, N>::new(share);
+        for i in 0..RUN {
+            let key = start + comptime!(i * lanes);
+            // The new value, which may not have reached the cache yet, comes at the end.
+            if key < end && key != position {
+                let value = Vector::<f32, N>::cast_from(value[i as usize]);
+                #[unroll]
+                for head in 0..plan.heads {
+                    let share = scores[(comptime!(head as u32 * PIECE) + key - first) as usize];
+                    results[head] += value * Vector::<f32, N>::new(share);
+                }
+            }
         }
-        key += lanes;
     }
+    if lane == 0 && position >= first && position < end {
+        let mut value = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for i in 0..width {
+            value[i] = f32::cast_from(qkv[(new_value + column * width_u32 + comptime!(i as u32)) as usize]);
+        }
+        #[unroll]
+        for head in 0..plan.heads {
+            let share = scores[(comptime!(head as u32 * PIECE) + position - first) as usize];
+            results[head] += value * Vector::<f32, N>::new(share);
+        }
+    }
+    sync_cube();
     let mut shared = SharedMemory::<Vector<f32, N>>::new(UNITS as usize);
     #[unroll]
     for i in 0..plan.heads {

@@ -24,8 +24,10 @@ impl<B: Backend> LayerCache<B> {
     /// Room for `capacity` tokens in each of `batch_size` rows.
     pub fn new(batch_size: usize, capacity: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
         let shape = [batch_size, heads.n_kv_heads, capacity, heads.head_dim];
-        // Zeros, since what was never written is read by the matrix units, and multiplied by nothing.
-        let zeros = || Tensor::zeros(shape, (device, DType::from(dtype)));
+        // Zeros, since what was never written is read by the matrix units, and multiplied by nothing; in one row, since
+        // some devices leave gaps between the rows of a matrix.
+        let size: usize = shape.iter().product();
+        let zeros = || Tensor::<B, 1>::zeros([size], (device, DType::from(dtype))).reshape(shape);
         Self { keys: zeros(), values: zeros() }
     }
 }
@@ -85,6 +87,8 @@ pub fn cached_attention<B: Backend>(
     let [rows, n_kv_heads, capacity, head_dim] = cache.keys.dims();
     assert_eq!(width, heads.width(), "cached_attention: the input's width and that of {heads:?} differ");
     assert_eq!((rows, n_kv_heads, head_dim), (batch_size, heads.n_kv_heads, heads.head_dim), "cached_attention: cache");
+    let normed = [&placement.query_norm, &placement.key_norm].map(Option::is_some);
+    assert_eq!(normed[0], normed[1], "cached_attention: norms of queries and keys, or none");
     assert!(seq_length <= at.keys && at.keys <= capacity, "cached_attention: {} keys of {capacity}", at.keys);
     let output = B::cached_attention(qkv, heads, placement, at, cache);
     B::reshape(output, [batch_size, seq_length, heads.n_heads * head_dim])

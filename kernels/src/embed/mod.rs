@@ -9,17 +9,20 @@ pub(crate) mod reference;
 
 use burn::tensor::{FloatDType, Int, Tensor};
 
-use crate::Backend;
-use crate::recorder;
+use crate::{Backend, Weight, recorder};
 
 /// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
 ///
 /// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table adds up in its own
 /// dtype, in the order of the tokens on the CPU and in one fixed order wherever there is a kernel.
-pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
-    let _op = recorder::op("embed", || vec![recorder::operand(&table), recorder::operand(&tokens)]);
-    B::embed(table, tokens, dtype)
+pub fn embed<B: Backend>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
+    let table = table.into();
+    let _op = recorder::op("embed", || vec![table.operand(), recorder::operand(&tokens)]);
+    match table {
+        Weight::Float(table) => B::embed(table, tokens, dtype),
+        Weight::Int8(table) => B::int8_embed(&table, tokens, dtype),
+    }
 }
 
 /// `x` `[batch_size, seq_length, d_model]` plus the rows of `table` that `tokens` name, as [`embed`] gives them.

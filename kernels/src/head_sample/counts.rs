@@ -24,9 +24,13 @@ impl<B: Backend> TokenCounts<B> {
             let row = &mut counts[row * vocabulary..][..vocabulary];
             prompt.iter().for_each(|token| row[*token as usize] += 1.0);
         }
-        let data = TensorData::new(counts, [prompts.len(), vocabulary]);
-        let prompt = Tensor::<B, 2>::from_data(data, (device, DType::F32));
-        Self { written: prompt.zeros_like(), prompt }
+        // In one row: some devices leave gaps between the rows of a matrix.
+        let (size, shape) = (counts.len(), [prompts.len(), vocabulary]);
+        let options = (device, DType::F32);
+        Self {
+            prompt: Tensor::<B, 1>::from_data(TensorData::new(counts, [size]), options).reshape(shape),
+            written: Tensor::<B, 1>::zeros([size], options).reshape(shape),
+        }
     }
 }
 

@@ -23,6 +23,8 @@ const HALVINGS: u32 = 40;
 const ROUGH_HALVINGS: u32 = 14;
 /// Units that share a row, where the device allows them.
 const UNITS: u32 = 1024;
+/// Words that a unit reads together.
+const READS: u32 = 8;
 
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,9 +62,11 @@ pub(crate) fn draw<R: CubeRuntime>(
     let [batch_size, vocabulary] = [logits.meta.shape()[0], logits.meta.shape()[1]];
     let out = empty(&logits, [batch_size], DType::I32);
     let hardware = &logits.client.properties().hardware;
-    let units = UNITS.min(hardware.max_units_per_cube).min(hardware.max_cube_dim.0);
-    let units = 1 << units.ilog2();
-    let team = Team { units, rows: 1, ..Team::new(&logits.client, 32, 1, 32) };
+    let team = Team::new(&logits.client, 32, 1, 32);
+    // Without planes each exchange takes shared memory for all units, and there are a dozen of them.
+    let most = if team.plane == 1 { UNITS / 4 } else { UNITS };
+    let units = most.min(hardware.max_units_per_cube).min(hardware.max_cube_dim.0);
+    let team = Team { units: 1 << units.ilog2(), rows: 1, ..team };
     let draws = sampling.temperature > 0.0;
     let plan = Plan {
         team,
@@ -131,6 +135,33 @@ fn logit(
     value
 }
 
+/// The logits of some of a unit's words, the first of them at `first`; nothing beyond the row's end. All are read before
+/// any is used.
+#[cube]
+fn words(
+    logits: &Array<f32>,
+    prompt: &Array<f32>,
+    written: &Array<f32>,
+    first: u32,
+    end: u32,
+    numbers: &Numbers,
+    #[comptime] plan: Plan,
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(READS as usize);
+    #[unroll]
+    for i in 0..READS {
+        let at = min(first + comptime!(i * plan.team.units), end - 1);
+        values[i as usize] = logit(logits, prompt, written, at, numbers, plan);
+    }
+    #[unroll]
+    for i in 0..READS {
+        if first + comptime!(i * plan.team.units) >= end {
+            values[i as usize] = NOTHING;
+        }
+    }
+    values
+}
+
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn draw_kernel<I: Int>(
@@ -156,11 +187,14 @@ fn draw_kernel<I: Int>(
 
     let mut largest = NOTHING.runtime();
     let mut word = 0u32;
-    for at in range_stepped(start + UNIT_POS_X, end, units) {
-        let value = logit(logits, prompt, written, at, numbers, plan);
-        if value > largest {
-            largest = value;
-            word = at - start;
+    for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
+        let values = words(logits, prompt, written, first, end, numbers, plan);
+        #[unroll]
+        for i in 0..READS {
+            if values[i as usize] > largest {
+                largest = values[i as usize];
+                word = first + comptime!(i * units) - start;
+            }
         }
     }
     let top = team_max(largest, team);
@@ -175,15 +209,20 @@ fn draw_kernel<I: Int>(
         }
         let bits = row_bits(u32::cast_from(streams[row as usize]), rounds);
         largest = NOTHING.runtime();
-        for at in range_stepped(start + UNIT_POS_X, end, units) {
-            let value = logit(logits, prompt, written, at, numbers, plan);
-            if value >= cut {
-                let column = at - start;
-                let uniform = (f32::cast_from(column_bits(bits, column, rounds)) + 0.5) / comptime!(RANGE as f32);
-                let noisy = value - (0.0f32 - uniform.ln()).ln();
-                if noisy > largest {
-                    largest = noisy;
-                    word = column;
+        for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
+            let values = words(logits, prompt, written, first, end, numbers, plan);
+            #[unroll]
+            for i in 0..READS {
+                let value = values[i as usize];
+                let at = first + comptime!(i * units);
+                if value >= cut && at < end {
+                    let column = at - start;
+                    let uniform = (f32::cast_from(column_bits(bits, column, rounds)) + 0.5) / comptime!(RANGE as f32);
+                    let noisy = value - (0.0f32 - uniform.ln()).ln();
+                    if noisy > largest {
+                        largest = noisy;
+                        word = column;
+                    }
                 }
             }
         }
@@ -228,97 +267,110 @@ fn nucleus(
         let enough = above >= f32::cast_from(wanted);
         low = select(enough, middle, low);
         high = select(enough, high, middle);
-        sync_cube();
     }
 
     let mut own = 0u32;
     let mut mass = 0.0f32;
-    for at in range_stepped(start + UNIT_POS_X, end, units) {
-        let value = logit(logits, prompt, written, at, numbers, plan);
-        own += select(value >= low, 1u32, 0u32);
-        if comptime!(!plan.top_k) {
-            mass += (value - top).exp();
+    for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
+        let values = words(logits, prompt, written, first, end, numbers, plan);
+        #[unroll]
+        for i in 0..READS {
+            own += select(values[i as usize] >= low, 1u32, 0u32);
+            if comptime!(!plan.top_k) {
+                mass += (values[i as usize] - top).exp();
+            }
         }
     }
     if comptime!(!plan.top_k) {
         mass = team_sum(mass, team);
     }
     // Where each unit's candidates begin.
+    sync_cube();
     let mut sums = SharedMemory::<u32>::new(comptime!(units as usize));
-    let mut place = own;
-    sums[UNIT_POS_X as usize] = place;
+    sums[UNIT_POS_X as usize] = own;
     sync_cube();
     #[unroll]
     for doubling in 0..comptime!(units.trailing_zeros()) {
         let step = comptime!(1u32 << doubling);
+        let mut sum = sums[UNIT_POS_X as usize];
         if UNIT_POS_X >= step {
-            place += sums[(UNIT_POS_X - step) as usize];
+            sum += sums[(UNIT_POS_X - step) as usize];
         }
         sync_cube();
-        sums[UNIT_POS_X as usize] = place;
+        sums[UNIT_POS_X as usize] = sum;
         sync_cube();
     }
     let count = sums[comptime!(units as usize - 1)];
-    place -= own;
+    let mut place = sums[UNIT_POS_X as usize] - own;
 
-    let mut cut = low;
-    let mut found = count <= units;
-    if found {
-        let mut candidates = SharedMemory::<f32>::new(comptime!(units as usize));
-        if own > 0 {
-            for at in range_stepped(start + UNIT_POS_X, end, units) {
-                let value = logit(logits, prompt, written, at, numbers, plan);
-                if value >= low {
-                    candidates[place as usize] = value;
+    // All units go through every exchange, whether there is something to do or not: some drivers do not take a barrier
+    // under a condition. With more candidates than units, none is kept.
+    let fits = count <= units;
+    let held = select(fits, count, 0u32);
+    sync_cube();
+    let mut candidates = SharedMemory::<f32>::new(comptime!(units as usize));
+    if fits && own > 0 {
+        for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
+            let values = words(logits, prompt, written, first, end, numbers, plan);
+            #[unroll]
+            for i in 0..READS {
+                if values[i as usize] >= low {
+                    candidates[place as usize] = values[i as usize];
                     place += 1u32;
                 }
             }
         }
-        sync_cube();
-        let mut value = NOTHING.runtime();
-        if UNIT_POS_X < count {
-            value = candidates[UNIT_POS_X as usize];
+    }
+    sync_cube();
+    let mut value = NOTHING.runtime();
+    if UNIT_POS_X < held {
+        value = candidates[UNIT_POS_X as usize];
+    }
+    let mut above = 0u32;
+    let mut mass_above = 0.0f32;
+    for other in 0..held {
+        let other = candidates[other as usize];
+        if other > value {
+            above += 1u32;
+            mass_above += (other - top).exp();
         }
-        let mut above = 0u32;
-        let mut mass_above = 0.0f32;
-        for other in 0..count {
-            let other = candidates[other as usize];
-            if other > value {
-                above += 1u32;
-                mass_above += (other - top).exp();
-            }
-        }
-        let mut kept = UNIT_POS_X < count;
+    }
+    let mut kept = UNIT_POS_X < held;
+    let mut found = fits;
+    if comptime!(plan.top_k) {
+        kept = kept && above < numbers.top_k;
+        found = found && count >= min(numbers.top_k, numbers.vocabulary);
+    }
+    if comptime!(plan.top_p) {
+        let reached = team_sum(select(kept, (value - top).exp(), 0.0f32), team);
         if comptime!(plan.top_k) {
-            kept = kept && above < numbers.top_k;
-            found = count >= min(numbers.top_k, numbers.vocabulary);
+            mass = reached;
+        } else {
+            found = found && (reached >= numbers.top_p * mass || count == numbers.vocabulary);
         }
-        if comptime!(plan.top_p) {
-            let reached = team_sum(select(kept, (value - top).exp(), 0.0f32), team);
-            if comptime!(plan.top_k) {
-                mass = reached;
-            } else {
-                found = reached >= numbers.top_p * mass || count == numbers.vocabulary;
-            }
-            kept = kept && mass_above < numbers.top_p * mass;
+        kept = kept && mass_above < numbers.top_p * mass;
+    }
+    let mut cut = 0.0f32 - team_max(select(kept, 0.0f32 - value, NOTHING), team);
+
+    // What follows goes over no words, and halves nothing, where the cut is found.
+    let last = select(found, start, end);
+    let halvings = select(found, 0u32, HALVINGS);
+    let mut floor = NOTHING.runtime();
+    if comptime!(plan.top_k) {
+        let wanted = f32::cast_from(numbers.top_k);
+        floor = halved(logits, prompt, written, start, last, floor, top, wanted, halvings, false, numbers, plan);
+    }
+    if comptime!(plan.top_p) {
+        let mut above_floor = 0.0f32;
+        for at in range_stepped(start + UNIT_POS_X, last, units) {
+            let value = logit(logits, prompt, written, at, numbers, plan);
+            above_floor += select(value >= floor, (value - top).exp(), 0.0f32);
         }
-        cut = 0.0f32 - team_max(select(kept, 0.0f32 - value, NOTHING), team);
+        let wanted = team_sum(above_floor, team) * numbers.top_p;
+        floor = halved(logits, prompt, written, start, last, floor, top, wanted, halvings, true, numbers, plan);
     }
     if !found {
-        cut = NOTHING.runtime();
-        if comptime!(plan.top_k) {
-            let wanted = f32::cast_from(numbers.top_k);
-            cut = halved(logits, prompt, written, start, end, cut, top, wanted, false, numbers, plan);
-        }
-        if comptime!(plan.top_p) {
-            mass = 0.0f32;
-            for at in range_stepped(start + UNIT_POS_X, end, units) {
-                let value = logit(logits, prompt, written, at, numbers, plan);
-                mass += select(value >= cut, (value - top).exp(), 0.0f32);
-            }
-            let wanted = team_sum(mass, team) * numbers.top_p;
-            cut = halved(logits, prompt, written, start, end, cut, top, wanted, true, numbers, plan);
-        }
+        cut = floor;
     }
     cut
 }
@@ -335,6 +387,7 @@ fn halved(
     floor: f32,
     top: f32,
     wanted: f32,
+    halvings: u32,
     #[comptime] by_mass: bool,
     numbers: &Numbers,
     #[comptime] plan: Plan,
@@ -347,7 +400,7 @@ fn halved(
     }
     let mut low = max(0.0f32 - team_max(0.0f32 - least, team), floor);
     let mut high = top;
-    for _ in 0..HALVINGS {
+    for _ in 0..halvings {
         let middle = (low + high) * 0.5;
         let mut weight = 0.0f32;
         for at in range_stepped(start + UNIT_POS_X, end, units) {
@@ -363,7 +416,6 @@ fn halved(
         let enough = team_sum(weight, team) >= wanted;
         low = select(enough, middle, low);
         high = select(enough, high, middle);
-        sync_cube();
     }
     low
 }

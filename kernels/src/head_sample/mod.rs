@@ -11,7 +11,7 @@ pub use counts::{SampledRows, TokenCounts};
 
 use burn::tensor::{Int, Tensor};
 
-use crate::{Backend, RandomKey, recorder};
+use crate::{Backend, RandomKey, Weight, recorder};
 
 /// What words that a text has already lose. The default takes nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -105,11 +105,12 @@ impl Sampling {
 /// If there are not as many streams as rows.
 pub fn head_sample<B: Backend>(
     hidden: Tensor<B, 2>,
-    weight: Tensor<B, 2>,
+    weight: impl Into<Weight<B>>,
     sampling: &Sampling,
     rows: &mut SampledRows<B>,
 ) -> Tensor<B, 1, Int> {
-    let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
+    let weight = weight.into();
+    let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), weight.operand()]);
     assert_eq!(rows.streams.dims()[0], hidden.dims()[0], "head_sample: a stream for each row");
-    B::head_sample(hidden, weight, sampling, rows)
+    B::draw(B::logits(hidden, &weight), sampling, rows)
 }

@@ -6,16 +6,13 @@ use rayon::prelude::*;
 
 use super::{Penalties, SampledRows, Sampling};
 use crate::host::{Values, exp, integers, max_of, tensor};
-use crate::linear::ndarray::linear_forward;
 
-pub(crate) fn head_sample(
-    hidden: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
+pub(crate) fn draw(
+    logits: Tensor<NdArray, 2>,
     sampling: &Sampling,
     rows: &mut SampledRows<NdArray>,
 ) -> Tensor<NdArray, 1, Int> {
-    let device = hidden.device();
-    let logits = linear_forward(hidden, weight, None);
+    let device = logits.device();
     let [batch_size, vocabulary] = logits.dims();
     let mut logits = Values::rows(logits).into_vec();
     let streams = integers(rows.streams.clone());
@@ -28,7 +25,7 @@ pub(crate) fn head_sample(
                 let [prompt, written] = counts.each_ref().map(|counts| &counts[row * vocabulary..][..vocabulary]);
                 penalise(logits, prompt, written, sampling.penalties);
             }
-            draw(logits, sampling, *stream as u32) as i64
+            chosen_of(logits, sampling, *stream as u32) as i64
         })
         .collect();
     drop(counts);
@@ -56,7 +53,7 @@ fn penalise(logits: &mut [f32], prompt: &[f32], written: &[f32], penalties: Pena
 }
 
 /// The word that one row draws.
-fn draw(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
+fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
     if sampling.temperature <= 0.0 {
         return arg_max(logits.iter().copied());
     }

@@ -3,9 +3,9 @@
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 
 use super::{Penalties, SampledRows, Sampling, TokenCounts};
-use crate::Backend;
 use crate::random::RANGE;
 use crate::random::reference::bits_of_rows;
+use crate::{Backend, Weight};
 
 /// Halvings until the interval around the cut is far below the spacing of f32 logits.
 const HALVINGS: usize = 40;
@@ -19,7 +19,24 @@ pub fn head_sample<B: Backend>(
     sampling: &Sampling,
     rows: &mut SampledRows<B>,
 ) -> Tensor<B, 1, Int> {
-    let mut logits = <B as Backend>::linear(hidden, weight, None).cast(DType::F32);
+    draw(logits(hidden, &weight.into()), sampling, rows)
+}
+
+/// The logits of all words, f32.
+pub(crate) fn logits<B: Backend>(hidden: Tensor<B, 2>, weight: &Weight<B>) -> Tensor<B, 2> {
+    match weight {
+        Weight::Float(weight) => <B as Backend>::linear(hidden, weight.clone(), None),
+        Weight::Int8(weight) => B::int8_linear(hidden, None, weight, None, None, None),
+    }
+    .cast(DType::F32)
+}
+
+/// A word for each row of logits.
+pub(crate) fn draw<B: Backend>(
+    mut logits: Tensor<B, 2>,
+    sampling: &Sampling,
+    rows: &mut SampledRows<B>,
+) -> Tensor<B, 1, Int> {
     if let Some(counts) = &rows.counts {
         logits = penalised(logits, sampling.penalties, counts);
     }

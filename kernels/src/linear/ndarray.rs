@@ -6,7 +6,51 @@ use burn_ndarray::NdArray;
 use super::{LinearActivateOutput, LinearGradients};
 use crate::Activation;
 use crate::activation::ndarray::{activate_beside, activate_by_slopes};
-use crate::host::{Matrix, Values, new_product, sum_over_rows, tensor, wide_product};
+use crate::host::{Matrix, Values, dot_bytes, new_columns, new_product, sum_of, sum_over_rows, tensor, wide_product};
+use crate::weight::ndarray::Words;
+use crate::{Backend, Int8Weight, Norm};
+
+/// Products of so few rows are a sum for each of their elements.
+const FEW_ROWS: usize = 16;
+
+/// `residual + activation(norm(x) * weight^T + bias)`, as far as these are there, of few rows; nothing for more.
+pub(crate) fn int8_linear(
+    x: Tensor<NdArray, 2>,
+    norm: Option<&Norm<NdArray>>,
+    weight: &Int8Weight<NdArray>,
+    bias: Option<Tensor<NdArray, 1>>,
+    activation: Option<Activation>,
+    residual: Option<Tensor<NdArray, 2>>,
+) -> Option<Tensor<NdArray, 2>> {
+    let [rows, d_input] = x.dims();
+    let [d_output, words_each] = weight.packed.dims();
+    if rows > FEW_ROWS {
+        return None;
+    }
+    assert_eq!(d_input, 4 * words_each, "the weight's columns are the input's");
+    let x = match norm {
+        Some(norm) => NdArray::norm(x, norm),
+        None => x,
+    };
+    let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
+    let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
+    let out = new_columns(rows, d_output, rows * d_input, |columns, out| {
+        for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+            let x = &x[row * d_input..][..d_input];
+            for (column, out) in columns.clone().zip(out) {
+                let product = dot_bytes(x, &packed[column * words_each..][..words_each]);
+                let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
+                let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
+                *out = product * scales[column] + added + around;
+            }
+        }
+    });
+    let out = tensor(out, [rows, d_output]);
+    Some(match activation {
+        Some(activation) => NdArray::activate_forward(out, activation),
+        None => out,
+    })
+}
 
 pub(crate) fn linear_forward(
     x: Tensor<NdArray, 2>,
@@ -67,15 +111,28 @@ fn project(
     let [d_output, columns] = weight.dims();
     assert_eq!(d_input, columns, "the weight's columns are the input's");
     let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
+    let then = |row: usize, column: usize, out: &mut [f32]| {
+        if let Some(bias) = &bias {
+            out.iter_mut().zip(&bias[column..]).for_each(|(out, bias)| *out += bias);
+        }
+        then(row, column, out);
+    };
+    if rows <= FEW_ROWS {
+        // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
+        return new_columns(rows, d_output, rows * d_input, |columns, out| {
+            for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+                let x = &x[row * d_input..][..d_input];
+                for (column, out) in columns.clone().zip(&mut *out) {
+                    *out = sum_of(x, &weight[column * d_input..][..d_input], |x, weight| x * weight);
+                }
+                then(row, columns.start, out);
+            }
+        });
+    }
     // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
     unsafe {
         let weight = Matrix::of(&weight, d_input).transposed();
-        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, |row, column, out| {
-            if let Some(bias) = &bias {
-                out.iter_mut().zip(&bias[column..]).for_each(|(out, bias)| *out += bias);
-            }
-            then(row, column, out);
-        })
+        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, then)
     }
 }
 

@@ -312,15 +312,12 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
                 }
             }
         }
-        // With two sums a row, the second keeps a slow unit from finding the next row's first one.
-        if comptime!(!layer && team.units > team.plane) {
-            sync_cube();
-        }
     }
 
     // One team of the cube after the other adds its sums to those before it, and the last one has them all.
     let parts = comptime!(1 + shifted as u32);
     if comptime!(team.rows > 1) {
+        sync_cube();
         let width = comptime!(team.count * team.units);
         let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!((parts * width) as usize));
         for turn in 0..team.rows {

@@ -1,0 +1,100 @@
+//! Weights of projections, as they are stored.
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) mod cube;
+#[cfg(feature = "ndarray")]
+pub(crate) mod ndarray;
+pub(crate) mod reference;
+
+use burn::module::Module;
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+
+use crate::Backend;
+use crate::recorder::{self, Operand};
+
+/// Weights in a word of [`Int8Weight`].
+pub(crate) const PACKED: usize = 4;
+
+/// A matrix `[d_output, d_input]`, as an operation takes it. A tensor is one.
+#[derive(Clone, Debug)]
+pub enum Weight<B: Backend> {
+    /// Floats of any dtype.
+    Float(Tensor<B, 2>),
+    /// Bytes with a scale for each row. They have no gradient.
+    Int8(Int8Weight<B>),
+}
+
+impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
+    fn from(weight: Tensor<B, 2>) -> Self {
+        Self::Float(weight)
+    }
+}
+
+impl<B: Backend> Weight<B> {
+    /// `[d_output, d_input]`.
+    pub fn dims(&self) -> [usize; 2] {
+        match self {
+            Self::Float(weight) => weight.dims(),
+            Self::Int8(weight) => {
+                let [d_output, words] = weight.packed.dims();
+                [d_output, words * PACKED]
+            }
+        }
+    }
+
+    /// For a recording.
+    pub(crate) fn operand(&self) -> Operand {
+        match self {
+            Self::Float(weight) => recorder::operand(weight),
+            Self::Int8(weight) => recorder::operand(&weight.packed),
+        }
+    }
+
+    /// As floats: bytes are spread into a new tensor of `dtype`, floats stay as they are.
+    pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
+        match self {
+            Self::Float(weight) => weight,
+            Self::Int8(weight) => B::int8_to_float(&weight, dtype),
+        }
+    }
+}
+
+/// A matrix of signed bytes, each row with the scale that makes numbers of them: the row's largest magnitude over 127.
+#[derive(Module, Debug)]
+pub struct Int8Weight<B: burn::tensor::backend::Backend> {
+    /// Four bytes of a row in each 32-bit word, the first one lowest: `[d_output, d_input / 4]`.
+    pub packed: Tensor<B, 2, Int>,
+    /// f32 `[d_output]`.
+    pub scales: Tensor<B, 1>,
+}
+
+impl<B: Backend> Int8Weight<B> {
+    /// The nearest bytes to `values` `[d_output, d_input]`, or nothing where `d_input` is no multiple of four.
+    ///
+    /// # Panics
+    /// If there are not as many values as the shape says.
+    pub fn quantize(values: &[f32], [d_output, d_input]: [usize; 2], device: &B::Device) -> Option<Self> {
+        assert_eq!(values.len(), d_output * d_input, "as many values as the shape says");
+        if d_input == 0 || !d_input.is_multiple_of(PACKED) {
+            return None;
+        }
+        let mut packed = Vec::with_capacity(values.len() / PACKED);
+        let mut scales = Vec::with_capacity(d_output);
+        for row in values.chunks_exact(d_input) {
+            let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+            let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
+            let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
+            let words =
+                row.chunks_exact(PACKED).map(|four| i32::from_le_bytes([0, 1, 2, 3].map(|i| byte(four[i]) as u8)));
+            packed.extend(words);
+            scales.push(scale);
+        }
+        // In one row: some devices leave gaps between the rows of a matrix.
+        let size = packed.len();
+        let packed = Tensor::<B, 1, Int>::from_data(TensorData::new(packed, [size]), (device, DType::I32));
+        Some(Self {
+            packed: packed.reshape([d_output, d_input / PACKED]),
+            scales: Tensor::from_data(TensorData::new(scales, [d_output]), (device, DType::F32)),
+        })
+    }
+}

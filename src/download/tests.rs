@@ -1,0 +1,496 @@
+//! Against a hub of a few files on this machine.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+use tempfile::TempDir;
+
+use super::*;
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const ID: &str = "owner/model-0.1B";
+
+/// What a hub on this machine does, and what it was asked.
+#[derive(Default)]
+struct Scene {
+    files: BTreeMap<&'static str, Vec<u8>>,
+    /// Bytes of a body after which the connection is cut, and how often.
+    cut: (usize, usize),
+    /// Says nothing about lengths, so that a cut body looks whole.
+    silent: bool,
+    /// The status of every path that contains a word.
+    status: Option<(&'static str, u16)>,
+    etag: Option<&'static str>,
+    commit: Option<&'static str>,
+    token: Option<String>,
+    asked: Vec<String>,
+}
+
+impl Scene {
+    fn answer(&mut self, path: &str, range: Option<&str>, address: &str) -> (String, Vec<u8>) {
+        self.asked.push(format!("{} {}", path.rsplit('/').next().unwrap(), range.unwrap_or("whole")));
+        if let Some((_, status)) = self.status.filter(|(word, _)| path.contains(word)) {
+            return (format!("HTTP/1.1 {status} No\r\nContent-Length: 0\r\n"), Vec::new());
+        }
+        if path.starts_with("/api/models/") {
+            let names = self.files.keys().map(|name| format!(r#"{{"rfilename": "{name}"}}"#)).collect::<Vec<_>>();
+            let commit = self.commit.unwrap_or(COMMIT);
+            let body = format!(r#"{{"sha": "{commit}", "siblings": [{}]}}"#, names.join(", ")).into_bytes();
+            return (format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n", body.len()), body);
+        }
+        let name = path.rsplit('/').next().unwrap();
+        let Some(body) = self.files.get(name) else {
+            return ("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n".into(), Vec::new());
+        };
+        let etag = self.etag.map_or_else(|| format!("etag-of-{name}"), String::from);
+        // As the real one does: weights are somewhere else, other files at another path.
+        let moved = format!("X-Repo-Commit: {COMMIT}\r\nContent-Length: 0\r\n");
+        if path.contains("/resolve/") && name.ends_with(".safetensors") {
+            let head = format!("HTTP/1.1 302 Found\r\nLocation: http://{address}/elsewhere/{name}\r\n");
+            return (format!("{head}X-Linked-Etag: \"{etag}\"\r\n{moved}"), Vec::new());
+        }
+        if path.contains("/resolve/") {
+            return (format!("HTTP/1.1 307 Moved\r\nLocation: /resolve-cache/{name}\r\n{moved}"), Vec::new());
+        }
+        let range = range.unwrap().strip_prefix("bytes=").unwrap();
+        let (start, end) = range.split_once('-').unwrap();
+        let start: usize = start.parse().unwrap();
+        let end = end.parse().map_or(body.len(), |end: usize| end + 1);
+        if start >= body.len() {
+            return ("HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n".into(), Vec::new());
+        }
+        let mut sent = body[start..end].to_vec();
+        let length = match self.silent && sent.len() > 1 {
+            true => String::new(),
+            false => format!("Content-Length: {}\r\n", sent.len()),
+        };
+        let (most, times) = self.cut;
+        if sent.len() > most && times > 0 {
+            sent.truncate(most);
+            self.cut.1 -= 1;
+        }
+        let head = format!(
+            "HTTP/1.1 206 Partial Content\r\n{length}Content-Range: bytes {start}-{}/{}\r\nETag: \"{etag}\"\r\n\
+             X-Repo-Commit: {COMMIT}\r\n",
+            end - 1,
+            body.len()
+        );
+        (head, sent)
+    }
+
+    fn serve(&mut self, stream: TcpStream, address: &str) -> io::Result<()> {
+        let mut lines = BufReader::new(stream.try_clone()?).lines();
+        let Some(first) = lines.next() else { return Ok(()) };
+        let first = first?;
+        let path = first.split(' ').nth(1).unwrap();
+        let mut range = None;
+        for line in lines {
+            let line = line?;
+            if line.is_empty() {
+                break;
+            }
+            let (name, value) = line.split_once(": ").unwrap();
+            match name.to_lowercase().as_str() {
+                "range" => range = Some(value.to_string()),
+                "authorization" => self.token = Some(value.to_string()),
+                _ => {}
+            }
+        }
+        let (head, body) = self.answer(path, range.as_deref(), address);
+        let mut stream = stream;
+        stream.write_all(format!("{head}Connection: close\r\n\r\n").as_bytes())?;
+        stream.write_all(&body)
+    }
+}
+
+struct Served {
+    endpoint: String,
+    scene: Arc<Mutex<Scene>>,
+    home: TempDir,
+}
+
+impl Served {
+    fn new(scene: Scene) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let served = Self {
+            endpoint: format!("http://{address}"),
+            scene: Arc::new(Mutex::new(scene)),
+            home: TempDir::new().unwrap(),
+        };
+        let scene = Arc::clone(&served.scene);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                // Whoever asked may be gone.
+                let _ = scene.lock().unwrap().serve(stream, &address);
+            }
+        });
+        served
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Scene)) {
+        change(&mut self.scene.lock().unwrap());
+    }
+
+    fn asked(&self) -> Vec<String> {
+        std::mem::take(&mut self.scene.lock().unwrap().asked)
+    }
+
+    fn hub(&self, model: &str, more: &[(&str, &str)]) -> Hub {
+        let model = HubModel::parse(Path::new(model)).unwrap();
+        let variable = |name: &str| {
+            let given = more.iter().find(|(given, _)| *given == name).map(|(_, value)| OsString::from(value));
+            given.or_else(|| match name {
+                "HF_HOME" => Some(self.home.path().into()),
+                "HF_ENDPOINT" => Some(self.endpoint.clone().into()),
+                _ => None,
+            })
+        };
+        Hub { pause: Duration::ZERO, ..Hub::new(model, variable).unwrap() }
+    }
+
+    fn fetch(&self) -> Result<PathBuf, DownloadError> {
+        self.hub(ID, &[]).fetch(&mut |_, _, _| {})
+    }
+
+    fn refusal(&self) -> String {
+        let message = self.fetch().unwrap_err().to_string();
+        assert!(!message.contains('\n'), "{message}");
+        message
+    }
+
+    fn repo(&self) -> PathBuf {
+        self.home.path().join("hub/models--owner--model-0.1B")
+    }
+
+    fn snapshot(&self) -> PathBuf {
+        self.repo().join("snapshots").join(COMMIT)
+    }
+
+    fn blob(&self, name: &str) -> PathBuf {
+        self.repo().join("blobs").join(name)
+    }
+}
+
+fn weights() -> Vec<u8> {
+    (0..100_000u32).map(|at| (at % 251) as u8).collect()
+}
+
+fn small_model() -> Scene {
+    let files = [
+        ("config.json", b"{}".to_vec()),
+        ("tokenizer.json", b"{\"tokens\": []}".to_vec()),
+        ("chat_template.jinja", b"{{ messages }}".to_vec()),
+        ("README.md", b"# Model".to_vec()),
+        (SINGLE, weights()),
+    ];
+    Scene { files: files.into(), ..Scene::default() }
+}
+
+fn sharded_model(index: &str) -> Scene {
+    let mut scene = small_model();
+    let weights = scene.files.remove(SINGLE).unwrap();
+    scene.files.insert(INDEX, index.as_bytes().to_vec());
+    scene.files.insert("model-00001-of-00002.safetensors", weights[..60_000].to_vec());
+    scene.files.insert("model-00002-of-00002.safetensors", weights[60_000..].to_vec());
+    scene
+}
+
+/// Somewhere that nothing answers.
+fn nowhere() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("http://{}", listener.local_addr().unwrap())
+}
+
+#[test]
+fn what_exists_or_is_no_name_of_the_hub_is_returned_as_it_is() {
+    let folder = TempDir::new().unwrap();
+    for model in [folder.path(), Path::new("no/such/folder"), Path::new("./no/such"), Path::new("nothing")] {
+        assert_eq!(model_folder(model, &mut |_, _, _| {}).unwrap(), model);
+    }
+}
+
+#[test]
+fn only_an_owner_and_a_name_are_a_name_of_the_hub() {
+    let parse = |text: &str| HubModel::parse(Path::new(text)).map(|model| (model.id, model.revision));
+    let is = |id: &str, revision: &str| Some((id.to_string(), revision.to_string()));
+    assert_eq!(parse("Qwen/Qwen3-0.6B"), is("Qwen/Qwen3-0.6B", "main"));
+    assert_eq!(parse("Qwen/Qwen3-0.6B@v1.0"), is("Qwen/Qwen3-0.6B", "v1.0"));
+    assert_eq!(parse("Qwen/Qwen3-0.6B@refs/pr/5"), is("Qwen/Qwen3-0.6B", "refs/pr/5"));
+    let others = [
+        "",
+        "/",
+        "gpt2",
+        "a/",
+        "/a",
+        "a/b/",
+        "a/b/c",
+        "./a",
+        "../a",
+        "a/..",
+        "a/.b",
+        "~/a",
+        "a/b c",
+        "a/b@",
+        "@a/b",
+        "a/b@..",
+        "a/b@c/../d",
+        "a/b@/c",
+        "a/b@c@d",
+        "a\\b/c",
+        "a/b?c",
+        "a/b#c",
+        "a/b%2Fc",
+        "a/b\n",
+    ];
+    for other in others {
+        assert_eq!(parse(other), None, "{other:?}");
+    }
+}
+
+#[test]
+fn a_model_is_fetched_once_and_then_found_without_a_network() {
+    let served = Served::new(small_model());
+    let folder = served.fetch().unwrap();
+    assert_eq!(folder, served.snapshot());
+    assert_eq!(fs::read(folder.join("config.json")).unwrap(), b"{}");
+    assert_eq!(fs::read(folder.join("chat_template.jinja")).unwrap(), b"{{ messages }}");
+    assert_eq!(fs::read(folder.join(SINGLE)).unwrap(), weights());
+    assert!(!folder.join("README.md").exists() && !folder.join("generation_config.json").exists());
+    assert_eq!(fs::read_to_string(served.repo().join("refs/main")).unwrap(), COMMIT);
+    served.asked();
+    assert_eq!(served.fetch().unwrap(), folder);
+    assert_eq!(served.asked(), Vec::<String>::new());
+    let offline = nowhere();
+    for model in [ID.to_string(), format!("{ID}@{COMMIT}")] {
+        let hub = served.hub(&model, &[("HF_ENDPOINT", &offline)]);
+        assert_eq!(hub.fetch(&mut |_, _, _| {}).unwrap(), folder);
+    }
+}
+
+#[test]
+fn only_what_is_missing_is_fetched() {
+    let served = Served::new(small_model());
+    let folder = served.fetch().unwrap();
+    fs::remove_file(folder.join("tokenizer.json")).unwrap();
+    fs::remove_file(served.blob("etag-of-tokenizer.json")).unwrap();
+    served.asked();
+    served.fetch().unwrap();
+    let asked = served.asked();
+    assert!(folder.join("tokenizer.json").exists());
+    assert!(asked.iter().all(|asked| asked.starts_with("main ") || asked.starts_with("tokenizer.json ")), "{asked:?}");
+}
+
+#[test]
+fn bytes_that_another_revision_has_are_not_fetched_again() {
+    let served = Served::new(small_model());
+    let folder = served.fetch().unwrap();
+    fs::remove_file(folder.join(SINGLE)).unwrap();
+    served.asked();
+    assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+    assert!(!served.asked().contains(&format!("{SINGLE} bytes=0-")));
+}
+
+#[test]
+fn all_files_that_an_index_names_are_fetched() {
+    let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors", "c": "model-00001-of-00002.safetensors"}}"#;
+    let served = Served::new(sharded_model(index));
+    let folder = served.fetch().unwrap();
+    let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    assert_eq!(shards.map(|shard| fs::read(folder.join(shard)).unwrap()).concat(), weights());
+    served.asked();
+    served.fetch().unwrap();
+    assert_eq!(served.asked(), Vec::<String>::new());
+    fs::remove_file(folder.join(shards[1])).unwrap();
+    fs::remove_file(served.blob("etag-of-model-00002-of-00002.safetensors")).unwrap();
+    served.fetch().unwrap();
+    assert!(folder.join(shards[1]).exists());
+}
+
+#[test]
+fn an_index_leads_to_no_file_outside_of_the_folder() {
+    for name in ["../config.json", "/etc/passwd", "a/b", "..", "", "a\\\\b", ".hidden", "a?b"] {
+        let served = Served::new(sharded_model(&format!(r#"{{"weight_map": {{"a": "{name}"}}}}"#)));
+        let message = served.refusal();
+        let index = served.snapshot().join(INDEX);
+        assert_eq!(message, format!("{}: \"{name}\" is not a file's name", index.display()));
+        let asked = served.asked();
+        assert!(asked.last().unwrap().starts_with(INDEX), "{asked:?}");
+    }
+    for (index, reason) in [("{}", "weight_map is missing"), ("<html>", "not valid JSON")] {
+        let message = Served::new(sharded_model(index)).refusal();
+        assert!(message.contains(reason), "{message}");
+    }
+}
+
+#[test]
+fn a_download_that_breaks_off_goes_on_where_it_stopped() {
+    let served = Served::new(Scene { cut: (30_000, 2), ..small_model() });
+    let folder = served.fetch().unwrap();
+    assert_eq!(fs::read(folder.join(SINGLE)).unwrap(), weights());
+    let asked = served.asked();
+    let wanted = ["bytes=0-", "bytes=30000-", "bytes=60000-"].map(|range| format!("{SINGLE} {range}"));
+    assert!(wanted.iter().all(|wanted| asked.contains(wanted)), "{asked:?}");
+}
+
+#[test]
+fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
+    let served = Served::new(Scene { cut: (10_000, usize::MAX), ..small_model() });
+    let message = served.refusal();
+    assert!(message.starts_with("owner/model-0.1B: fetching model.safetensors broke off: "), "{message}");
+    assert!(message.ends_with("; the same command goes on from there"), "{message}");
+    assert!(!served.snapshot().join(SINGLE).exists());
+    assert_eq!(length(&served.blob("etag-of-model.safetensors.part")), None);
+    assert_eq!(length(&served.blob("etag-of-model.part")), Some(60_000));
+    served.change(|scene| scene.cut = (0, 0));
+    served.asked();
+    assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+    let asked = served.asked();
+    assert!(asked.contains(&format!("{SINGLE} bytes=60000-")), "{asked:?}");
+    assert!(asked.iter().all(|asked| !asked.starts_with("config.json")), "{asked:?}");
+}
+
+#[test]
+fn a_run_that_ended_just_before_the_last_step_or_left_too_much_does_no_harm() {
+    let mut long = weights();
+    long.extend(b"more");
+    for left in [weights(), long] {
+        let served = Served::new(small_model());
+        let part = served.blob("etag-of-model.part");
+        fs::create_dir_all(part.parent().unwrap()).unwrap();
+        fs::write(&part, left).unwrap();
+        assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+        assert!(!part.exists());
+    }
+}
+
+#[test]
+fn a_file_that_ends_early_without_a_word_does_not_stay() {
+    let served = Served::new(Scene { cut: (10_000, usize::MAX), silent: true, ..small_model() });
+    let message = served.refusal();
+    assert!(message.contains("broke off: 10000 bytes came, and not 100000"), "{message}");
+    assert!(!served.snapshot().join(SINGLE).exists());
+    assert!(!served.blob("etag-of-model.safetensors").exists());
+    served.change(|scene| scene.cut = (0, 0));
+    assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+}
+
+#[test]
+fn progress_counts_each_file_up_to_its_last_byte() {
+    let served = Served::new(Scene { cut: (30_000, 1), ..small_model() });
+    let mut told = Vec::new();
+    served.hub(ID, &[]).fetch(&mut |file, done, total| told.push((file.to_string(), done, total))).unwrap();
+    let of = |name: &str| told.iter().filter(|(file, ..)| file == name).map(|told| (told.1, told.2)).collect();
+    let (config, single): (Vec<_>, Vec<_>) = (of("config.json"), of(SINGLE));
+    assert_eq!(config.last(), Some(&(2, 2)));
+    assert!(single.is_sorted() && single.contains(&(30_000, 100_000)), "{single:?}");
+    assert_eq!(single.last(), Some(&(100_000, 100_000)));
+}
+
+#[test]
+fn what_a_terminal_shows_names_file_share_and_size() {
+    assert_eq!(fetching(SINGLE, 441_000_000, 1_190_000_000), "fetching model.safetensors:  37% of 1.19 GB");
+    assert_eq!(fetching("tokenizer.json", 11_400_000, 11_422_654), "fetching tokenizer.json:  99% of 11.42 MB");
+}
+
+#[test]
+fn without_a_network_one_line_says_where_the_files_belong_and_there_they_are_found() {
+    let served = Served { endpoint: nowhere(), ..Served::new(small_model()) };
+    let (message, folder) = (served.refusal(), served.repo().join("snapshots/main"));
+    let start = format!("cannot reach {} to fetch owner/model-0.1B: Connection refused", served.endpoint);
+    assert!(message.starts_with(&start), "{message}");
+    assert!(message.ends_with(&format!("; put its files in {} or give a folder", folder.display())), "{message}");
+    fs::create_dir_all(&folder).unwrap();
+    for file in [REQUIRED[0], REQUIRED[1], SINGLE] {
+        assert!(served.fetch().is_err());
+        fs::write(folder.join(file), "{}").unwrap();
+    }
+    assert_eq!(served.fetch().unwrap(), folder);
+}
+
+#[test]
+fn each_refusal_of_the_hub_says_what_helps() {
+    let served = Served::new(small_model());
+    let token_file = served.home.path().join("token");
+    let mend = format!("set HF_TOKEN or write a token to {}", token_file.display());
+    let endpoint = served.endpoint.clone();
+    let refusal = |word, status| {
+        served.change(|scene| scene.status = Some((word, status)));
+        let message = served.refusal();
+        message.strip_prefix("owner/model-0.1B: ").unwrap().to_string()
+    };
+    let unknown =
+        format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}");
+    assert_eq!(refusal("/api/", 401), unknown);
+    assert_eq!(refusal("/api/", 404), format!("no such folder, and {endpoint} has no such model"));
+    let gated = format!("not for everyone: ask for access at {endpoint}/{ID}, then {mend}");
+    assert_eq!(refusal("/api/", 403), gated);
+    assert_eq!(refusal("config.json", 401), gated);
+    assert_eq!(refusal("config.json", 403), gated);
+    assert_eq!(
+        refusal("elsewhere", 503),
+        "fetching model.safetensors broke off: http status: 503; \
+        the same command goes on from there"
+    );
+    fs::write(&token_file, "hf_wrong\n").unwrap();
+    assert_eq!(refusal("/api/", 401), format!("{endpoint} does not know the token: {mend} that is valid"));
+}
+
+#[test]
+fn a_model_without_tokenizer_or_weights_is_refused_before_anything_is_fetched() {
+    for missing in ["config.json", "tokenizer.json", SINGLE] {
+        let mut scene = small_model();
+        scene.files.remove(missing);
+        let served = Served::new(scene);
+        let wanted = format!("owner/model-0.1B: {} has this model, but without {missing}", served.endpoint);
+        assert_eq!(served.refusal(), wanted);
+        assert_eq!(served.asked(), ["main whole"]);
+    }
+}
+
+#[test]
+fn names_from_a_hub_lead_nowhere_outside_of_the_cache() {
+    for etag in ["../../../outside", "/tmp/outside", ".."] {
+        let served = Served::new(Scene { etag: Some(etag), ..small_model() });
+        assert!(served.refusal().ends_with("Header etag is invalid"));
+    }
+    let served = Served::new(Scene { etag: Some("W/weak"), ..small_model() });
+    served.hub(ID, &[]).file(COMMIT, "config.json", &mut |_, _, _| {}).unwrap();
+    let served = Served::new(Scene { commit: Some("../../outside"), ..small_model() });
+    assert!(served.refusal().contains("is no hub, or wants a login first"));
+    let served = Served::new(Scene { commit: Some("89abcdef"), ..small_model() });
+    assert!(served.refusal().ends_with("Header x-repo-commit is invalid"));
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_is_named() {
+    let served = Served::new(small_model());
+    fs::write(served.home.path().join("hub"), "a file").unwrap();
+    let message = served.refusal();
+    assert!(message.contains("cannot fetch config.json from ") && message.contains("Not a directory"), "{message}");
+}
+
+#[test]
+fn the_environment_says_where_the_hub_the_cache_and_the_token_are() {
+    let served = Served::new(small_model());
+    let (elsewhere, token_file) = (served.home.path().join("elsewhere"), served.home.path().join("my-token"));
+    fs::write(served.home.path().join("token"), "hf_home\n").unwrap();
+    fs::write(&token_file, "hf_file\n").unwrap();
+    let sent = |more: &[(&str, &str)]| {
+        served.hub(ID, more).info().unwrap();
+        served.scene.lock().unwrap().token.take()
+    };
+    assert_eq!(sent(&[]).as_deref(), Some("Bearer hf_home"));
+    assert_eq!(sent(&[("HF_TOKEN_PATH", token_file.to_str().unwrap())]).as_deref(), Some("Bearer hf_file"));
+    assert_eq!(sent(&[("HF_TOKEN", "hf_given\n")]).as_deref(), Some("Bearer hf_given"));
+    assert_eq!(served.hub(ID, &[]).folder(), served.repo().join("snapshots/main"));
+    let hub = served.hub(ID, &[("HF_HUB_CACHE", elsewhere.to_str().unwrap())]);
+    assert_eq!(hub.folder(), elsewhere.join("models--owner--model-0.1B/snapshots/main"));
+    let hub = served.hub(ID, &[("HF_HOME", ""), ("XDG_CACHE_HOME", elsewhere.to_str().unwrap())]);
+    assert_eq!(hub.folder(), elsewhere.join("huggingface/hub/models--owner--model-0.1B/snapshots/main"));
+    let hub = served.hub(ID, &[("HF_ENDPOINT", "")]);
+    assert_eq!(hub.endpoint, "https://huggingface.co");
+}

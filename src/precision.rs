@@ -1,0 +1,58 @@
+//! The dtypes that models run in.
+
+use burn::tensor::{DType, FloatDType};
+use fireclay_kernels::Backend;
+use fireclay_model::MatrixDtype;
+use serde::{Deserialize, Serialize};
+
+use crate::Failure;
+
+/// Dtype of activations and products, and of matrices where nothing is trained: in training, parameters are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// Single.
+    F32,
+    /// Brain floats, sums in f32.
+    Bf16,
+    /// Half, sums in f32. Not for training: its gradients vanish.
+    F16,
+    /// Matrices of bytes with a scale for each output, activations in bf16 where the device has it and in f32 elsewhere.
+    /// Not for training.
+    Int8,
+}
+
+impl Precision {
+    /// Its name in recipes and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// What matrices are loaded as, for activations of `dtype`.
+    pub(crate) fn matrices(self, dtype: FloatDType) -> MatrixDtype {
+        if self == Self::Int8 { MatrixDtype::Int8 } else { dtype.into() }
+    }
+
+    /// The dtype of activations on `device`.
+    ///
+    /// # Errors
+    /// If the device lacks it.
+    pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
+        let dtype = match self {
+            Self::F32 => return Ok(FloatDType::F32),
+            Self::Bf16 => FloatDType::BF16,
+            Self::F16 => FloatDType::F16,
+            Self::Int8 => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
+        };
+        if B::supports_dtype(device, DType::from(dtype)) {
+            return Ok(dtype);
+        }
+        let (device, name) = (B::name(device), self.name());
+        Err(Failure::new(format!("{device} has no {name}: use --precision f32, or --backend cuda")))
+    }
+}
