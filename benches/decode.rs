@@ -51,7 +51,9 @@ impl OnBackend for Decode {
         let dtype = if half { FloatDType::BF16 } else { FloatDType::F32 };
         let mut cast = Cast { dtype, bytes: 0 };
         let model = config.init::<B>(1, &device)?.map(&mut cast).with_activations(dtype);
-        let bytes = cast.bytes;
+        // Of an embedding table of its own a step reads a row.
+        let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
+        let bytes = cast.bytes - table * model.embedding.val().dtype().size();
         println!("{name} on {}, {dtype:?}, {:.3} GB of matrices", B::name(&device), bytes as f64 / 1e9);
         if !gpu {
             println!("memory is read at {:.1} GB/s", read_bandwidth() / 1e9);
