@@ -122,7 +122,7 @@ struct GenerateArgs {
     stop: Vec<String>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of activations
+    /// Dtype of matrices and activations
     #[arg(long, default_value = "f32")]
     precision: Precision,
     /// Where the draws come from
@@ -226,7 +226,7 @@ struct PredictArgs {
     file: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of activations
+    /// Dtype of matrices and activations
     #[arg(long, default_value = "f32")]
     precision: Precision,
 }
@@ -491,7 +491,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         }
     }
     if let Some(init) = &args.init {
-        recipe.init = Some(fetched(init)?);
+        recipe.init = Some(fetched(init, args.run.backend())?);
     }
     if let Some(steps) = args.steps {
         recipe = recipe.with("training.steps", &steps.to_string())?;
@@ -500,7 +500,10 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         recipe = recipe.with("training.seed", &seed.to_string())?;
     }
     if let Some(precision) = args.precision {
-        recipe = recipe.with("training.precision", precision.name())?;
+        if !precision.trains() {
+            return Err(Failure::usage(format!("--precision {}: training takes f32 or bf16", precision.name())));
+        }
+        recipe.training.precision = precision;
     }
     for setting in &args.run.set {
         let (key, value) =
@@ -621,15 +624,17 @@ fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         GenerationEvent::Begun(_) => {}
     };
     let backend = args.run.backend();
-    let model = fetched(&args.model)?;
+    let model = fetched(&args.model, backend)?;
     let interrupt = interrupt_on_ctrl_c()?;
     let run = GenerationRun { model, prompts, options, precision: args.precision, interrupt: interrupt.clone(), show };
     backend.run(run)?;
     Ok(if interrupt.load(Ordering::Relaxed) { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
-/// The folder of a model; what is missing of one that is named as on the hub is fetched, shown on a terminal.
-fn fetched(model: &Path) -> Result<PathBuf, Failure> {
+/// The folder of a model; what is missing of one that is named as on the hub is fetched, shown on a terminal. Only once
+/// `backend` is found to be there: a large download is not for nothing.
+fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Failure> {
+    backend.devices()?;
     let mut progress = show_fetching();
     Ok(model_folder(model, &mut progress)?)
 }
@@ -692,7 +697,7 @@ fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         ChatEvent::Notice(notice) => eprintln!("{notice}"),
     };
     let run = ChatRun {
-        model: fetched(&args.model)?,
+        model: fetched(&args.model, args.run.backend())?,
         precision: args.precision,
         options,
         system: args.system,
@@ -742,7 +747,7 @@ fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::usage(format!("--set {setting}: evaluate has no recipe to change")));
     }
     let run = EvaluationRun {
-        model: fetched(&args.model)?,
+        model: fetched(&args.model, args.run.backend())?,
         data: args.data,
         precision: args.precision,
         context: args.context,
@@ -787,7 +792,7 @@ fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
         stdout::write(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
     };
     let backend = args.run.backend();
-    let model = fetched(&args.model)?;
+    let model = fetched(&args.model, backend)?;
     backend.run(PredictionRun { model, texts, precision: args.precision, show })?;
     Ok(ExitCode::SUCCESS)
 }

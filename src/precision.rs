@@ -33,6 +33,11 @@ impl Precision {
         }
     }
 
+    /// Whether models can be trained in it.
+    pub fn trains(self) -> bool {
+        matches!(self, Self::F32 | Self::Bf16)
+    }
+
     /// What matrices are loaded as, for activations of `dtype`.
     pub(crate) fn matrices(self, dtype: FloatDType) -> MatrixDtype {
         if self == Self::Int8 { MatrixDtype::Int8 } else { dtype.into() }

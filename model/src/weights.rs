@@ -333,15 +333,16 @@ impl<B: Backend> Reader<'_, B> {
         self.dtype == MatrixDtype::Int8 && inside && self.path.last().is_some_and(|name| places.contains(&&name[..]))
     }
 
-    /// The matrix as bytes, unless its rows are no whole words.
+    /// The matrix as bytes, or as floats where its rows are no whole words of them.
     fn read_bytes(
         &mut self,
         parts: &[Part],
         shape: [usize; 2],
         device: &B::Device,
-    ) -> Result<Option<Int8Weight<B>>, WeightsError> {
-        let values = self.read_as(parts, &shape, 0f32)?.into_vec::<f32>();
-        Ok(values.ok().and_then(|values| Int8Weight::quantize(&values, shape, device)))
+    ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
+        let data = self.read_as(parts, &shape, 0f32)?;
+        let bytes = data.as_slice::<f32>().ok().and_then(|values| Int8Weight::quantize(values, shape, device));
+        Ok(bytes.ok_or(data))
     }
 
     fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
@@ -374,15 +375,18 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
         let parts = self.parts.remove(&self.path.join(".")).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
         let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
-        if let (true, &[rows, columns]) = (self.has_bytes() && shape[D - 1].is_multiple_of(4), shape.as_slice()) {
-            match self.read_bytes(&parts, [rows, columns], &device) {
-                Ok(Some(bytes)) => drop(self.bytes.insert(self.path.join("."), bytes)),
-                Ok(None) => {}
-                Err(failure) => self.failure = Some(failure),
-            }
-            return param;
-        }
-        match self.read(&parts, shape.as_slice()) {
+        let read = match (self.has_bytes(), shape.as_slice()) {
+            (true, &[rows, columns]) => match self.read_bytes(&parts, [rows, columns], &device) {
+                Ok(Ok(bytes)) => {
+                    self.bytes.insert(self.path.join("."), bytes);
+                    return param;
+                }
+                Ok(Err(floats)) => Ok(floats),
+                Err(failure) => Err(failure),
+            },
+            (_, shape) => self.read(&parts, shape),
+        };
+        match read {
             Ok(data) => {
                 let dtype = data.dtype;
                 param.transform_for_load(Tensor::from_data(data, (&device, dtype)), id)

@@ -259,7 +259,7 @@ impl Recipe {
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));
         }
-        if !matches!(training.precision, Precision::F32 | Precision::Bf16) {
+        if !training.precision.trains() {
             let name = training.precision.name();
             return Err(Failure::usage(format!("training.precision is {name}: training takes f32 or bf16")));
         }
