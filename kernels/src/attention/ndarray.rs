@@ -103,10 +103,7 @@ impl Plan {
         let Some(dropout) = self.options.dropout else { return };
         let (threshold, scale) = (dropout.threshold(), dropout.scale() as f32);
         let line = ((batch * self.n_heads + head) * self.seq_length + query) as u32;
-        let bits = dropout.key.row(line);
-        for (key, value) in (seen.start as u32..seen.end as u32).zip(row) {
-            *value = if bits.bits(key) < threshold { 0.0 } else { *value * scale };
-        }
+        dropout.key.row(line).drop(seen.start as u32, row, threshold, scale);
     }
 }
 

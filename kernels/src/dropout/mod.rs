@@ -10,7 +10,6 @@ pub(crate) mod reference;
 use burn::tensor::Tensor;
 
 use crate::autodiff::{as_dims, as_rows};
-use crate::random::RANGE;
 use crate::{Backend, RandomKey, recorder};
 
 /// Which elements to drop: each with `probability`, as the bits of `key` say.
@@ -23,9 +22,9 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Elements whose 24 random bits are below this are dropped.
+    /// Elements whose 16 random bits are below this are dropped.
     pub fn threshold(&self) -> u32 {
-        (self.probability * f64::from(RANGE)).round() as u32
+        (self.probability * f64::from(1 << 16)).round() as u32
     }
 
     /// The factor on the elements that stay, which keeps the mean.
@@ -37,8 +36,9 @@ impl Dropout {
 /// Dropout (Srivastava et al., 2014) over `[.., columns]`, any float dtype: an element becomes zero with the given
 /// probability, and what stays is scaled by `1 / (1 - probability)`.
 ///
-/// Leading dimensions are flattened to rows: element (r, c) is dropped where [`RandomKey::bits`]`(r, c)` lies below
-/// [`Dropout::threshold`], on every backend alike.
+/// Leading dimensions are flattened to rows: element (r, c) has half of the 32 bits at (r, c / 2) of the cipher behind
+/// [`RandomKey::bits`], its left half where c is even, and is dropped where this lies below [`Dropout::threshold`], on
+/// every backend alike.
 pub fn dropout<B: Backend, const D: usize>(x: Tensor<B, D>, dropout: Dropout) -> Tensor<B, D> {
     if dropout.probability == 0.0 {
         return x;

@@ -13,10 +13,7 @@ pub(crate) fn dropout(x: Tensor<NdArray, 2>, dropout: Dropout) -> Tensor<NdArray
     let (threshold, scale) = (dropout.threshold(), dropout.scale() as f32);
     for_rows(&mut values, columns, |first, rows| {
         for (row, values) in (first..).zip(rows.chunks_exact_mut(columns)) {
-            let bits = dropout.key.row(row as u32);
-            for (column, value) in (0..columns as u32).zip(values) {
-                *value = if bits.bits(column) < threshold { 0.0 } else { *value * scale };
-            }
+            dropout.key.row(row as u32).drop(0, values, threshold, scale);
         }
     });
     tensor(values, shape)

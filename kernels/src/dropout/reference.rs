@@ -1,9 +1,10 @@
 //! Dropout from small operations.
 
-use burn::tensor::{Bool, Tensor};
+use burn::tensor::{Bool, Int, Tensor};
 
 use super::Dropout;
 use crate::Backend;
+use crate::random::reference::halves_of_rows;
 
 /// Reference body of [`dropout`](crate::dropout) over `[rows, columns]`. It is linear, so it is its own gradient.
 pub fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
@@ -19,5 +20,10 @@ pub(crate) fn dropped<B: Backend>(
     dropout: Dropout,
     device: &B::Device,
 ) -> Tensor<B, 2, Bool> {
-    B::random_bits(rows, columns, dropout.key, device).lower_elem(dropout.threshold() as i32)
+    // Two columns for each place of the key's.
+    let pairs = columns.div_ceil(2);
+    let numbers = Tensor::<B, 1, Int>::arange(0..rows as i64, device);
+    let (even, odd) = halves_of_rows(numbers, pairs, dropout.key);
+    let halves: Tensor<B, 3, Int> = Tensor::stack(vec![even, odd], 2);
+    halves.reshape([rows, 2 * pairs]).narrow(1, 0, columns).lower_elem(dropout.threshold() as i32)
 }

@@ -38,13 +38,19 @@ pub(crate) fn row_bits(row: u32, rounds: &Rounds) -> u32 {
 /// The 24 bits at `column` of a row of which `row` is the [`row_bits`].
 #[cube]
 pub(crate) fn column_bits(row: u32, column: u32, rounds: &Rounds) -> u32 {
+    let state = column_halves(row, column, rounds);
+    ((state & 0xffff) << 8) | (state >> 24)
+}
+
+/// Twice 16 bits at `column`, the first of them low.
+#[cube]
+pub(crate) fn column_halves(row: u32, column: u32, rounds: &Rounds) -> u32 {
     let mut state = column ^ row;
     state = round(state, rounds.first >> 16, MULTIPLIERS[0]);
     state = round(state, rounds.second >> 16, MULTIPLIERS[1]);
     state = round(state, rounds.third >> 16, MULTIPLIERS[2]);
     state = round(state, rounds.fourth >> 16, MULTIPLIERS[3]);
-    state = round(state, rounds.fifth >> 16, MULTIPLIERS[4]);
-    ((state & 0xffff) << 8) | (state >> 24)
+    round(state, rounds.fifth >> 16, MULTIPLIERS[4])
 }
 
 /// One Feistel round; the left half lies low.

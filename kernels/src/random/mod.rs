@@ -79,8 +79,38 @@ impl RowBits {
     /// The 24 random bits at `column`.
     #[inline(always)]
     pub(crate) fn bits(&self, column: u32) -> u32 {
-        let (left, right) = feistel((column & 0xffff) ^ self.left, (column >> 16) ^ self.right, self.keys);
+        let (left, right) = self.halves(column);
         (left << 8) | (right >> 8)
+    }
+
+    /// Twice 16 random bits at `column`.
+    #[inline(always)]
+    fn halves(&self, column: u32) -> (u32, u32) {
+        feistel((column & 0xffff) ^ self.left, (column >> 16) ^ self.right, self.keys)
+    }
+
+    /// Drops some of a row's `values`, which begin at column `first`, and scales the others: what
+    /// [`Dropout`](crate::Dropout) says, two columns for each of the cipher's outputs.
+    #[cfg(feature = "ndarray")]
+    #[inline(always)]
+    pub(crate) fn drop(&self, first: u32, values: &mut [f32], threshold: u32, scale: f32) {
+        let kept = |value: f32, half: u32| if half < threshold { 0.0 } else { value * scale };
+        let odd = usize::from(first % 2 == 1 && !values.is_empty());
+        let last = (first + values.len() as u32).saturating_sub(1);
+        let (head, values) = values.split_at_mut(odd);
+        if let [value] = head {
+            *value = kept(*value, self.halves(first / 2).1);
+        }
+        let mut pairs = values.chunks_exact_mut(2);
+        let pair = first.div_ceil(2);
+        for (pair, values) in (pair..).zip(&mut pairs) {
+            let (even, odd) = self.halves(pair);
+            values[0] = kept(values[0], even);
+            values[1] = kept(values[1], odd);
+        }
+        if let [value] = pairs.into_remainder() {
+            *value = kept(*value, self.halves(last / 2).0);
+        }
     }
 }
 
@@ -139,6 +169,26 @@ mod tests {
         }
         for (bit, count) in ones.into_iter().enumerate() {
             assert!((f64::from(count) / n - 0.5).abs() < bound * 0.5, "bit {bit}: {count}");
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "ndarray")]
+    fn a_part_of_a_row_is_dropped_as_in_the_whole() {
+        let bits = RandomKey::new(5).row(17);
+        let threshold = 1 << 14;
+        let mut whole = [1.0f32; 41];
+        bits.drop(0, &mut whole, threshold, 2.0);
+        for (column, value) in whole.into_iter().enumerate() {
+            let (even, odd) = bits.halves(column as u32 / 2);
+            let half = if column % 2 == 0 { even } else { odd };
+            assert_eq!(value, if half < threshold { 0.0 } else { 2.0 }, "column {column}");
+        }
+        assert!(whole.contains(&0.0) && whole.contains(&2.0));
+        for (first, end) in [(0, 0), (1, 1), (1, 2), (2, 3), (3, 8), (4, 9), (5, 41), (40, 41)] {
+            let mut part = vec![1.0f32; end - first];
+            bits.drop(first as u32, &mut part, threshold, 2.0);
+            assert_eq!(part, whole[first..end], "{first}..{end}");
         }
     }
 

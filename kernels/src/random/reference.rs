@@ -12,6 +12,16 @@ pub fn random_bits<B: Backend>(rows: usize, columns: usize, key: RandomKey, devi
 
 /// The bits of the given rows, `[rows]`: `[rows, columns]`.
 pub(crate) fn bits_of_rows<B: Backend>(rows: Tensor<B, 1, Int>, columns: usize, key: RandomKey) -> Tensor<B, 2, Int> {
+    let (left, right) = halves_of_rows(rows, columns, key);
+    left.bitwise_left_shift_scalar(8.elem()).bitwise_or(right.bitwise_right_shift_scalar(8.elem()))
+}
+
+/// Both halves of what the second cipher gives for the given rows, `[rows, columns]` each, below 2^16.
+pub(crate) fn halves_of_rows<B: Backend>(
+    rows: Tensor<B, 1, Int>,
+    columns: usize,
+    key: RandomKey,
+) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
     let (row_keys, column_keys) = key.round_keys();
     let (device, [count]) = (&rows.device(), rows.dims());
     let row = rows.reshape([count, 1]);
@@ -26,8 +36,7 @@ pub(crate) fn bits_of_rows<B: Backend>(rows: Tensor<B, 1, Int>, columns: usize, 
     let spread = |x: Tensor<B, 2, Int>| x.expand([rows, columns]);
     let left = spread(left).bitwise_xor(spread(row_left));
     let right = spread(right).bitwise_xor(spread(row_right));
-    let (left, right) = feistel(left, right, column_keys);
-    left.bitwise_left_shift_scalar(8.elem()).bitwise_or(right.bitwise_right_shift_scalar(8.elem()))
+    feistel(left, right, column_keys)
 }
 
 fn feistel<B: Backend>(

@@ -13,7 +13,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use super::mask::{HIDDEN, MaskKind, Sizes, all_seen, keys_of, last_key, queries_of, sees};
-use super::parts::{OUTSIDE, Place, Rows, cube_place, kept};
+use super::parts::{OUTSIDE, Place, Rows, cube_place, kept, kept_pair};
 use super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use crate::attention::AttentionOptions;
 use crate::cube::{array, grid};
@@ -350,10 +350,7 @@ fn forward_kernel<F: Float, I: Int>(
                 row_total += pair[0usize] + pair[1usize];
                 if comptime!(plan.drops) {
                     let key = first_key + comptime!(block as u32 * 8) + lane_column;
-                    #[unroll]
-                    for j in 0..2usize {
-                        pair[j] = pair[j] * kept(bits[i], key + j as u32, sizes, rounds);
-                    }
+                    pair *= kept_pair(bits[i], key / 2, sizes, rounds);
                 }
                 scores[index] = pair;
             }
@@ -684,11 +681,8 @@ fn backward_queries_kernel<F: Float, I: Int>(
                 let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
                 let mut d_pair = d_scores[index];
                 if comptime!(plan.drops) {
-                    #[unroll]
-                    for j in 0..2usize {
-                        let key = first_key + comptime!((block * 8 + j) as u32) + lane_column;
-                        d_pair[j] = d_pair[j] * kept(bits[i], key, sizes, rounds);
-                    }
+                    let key = first_key + comptime!(block as u32 * 8) + lane_column;
+                    d_pair *= kept_pair(bits[i], key / 2, sizes, rounds);
                 }
                 d_scores[index] = (scores[index] - row_log).exp() * (d_pair - row_delta);
             }

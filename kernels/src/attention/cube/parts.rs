@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::mask::Sizes;
-use crate::random::cube::{Rounds, column_bits};
+use crate::random::cube::{Rounds, column_halves};
 
 /// The score of a key past the last one, and the maximum of no scores: below every score.
 pub(super) const OUTSIDE: f32 = -3e38;
@@ -47,5 +47,17 @@ pub(super) fn cube_place(rows: u32, heads: u32, sizes: &Sizes, #[comptime] tile:
 /// The factor on a probability: zero if it is dropped. `bits` are those of its row.
 #[cube]
 pub(super) fn kept(bits: u32, key: u32, sizes: &Sizes, rounds: &Rounds) -> f32 {
-    select(column_bits(bits, key, rounds) < sizes.threshold, 0.0f32, sizes.kept)
+    let pair = kept_pair(bits, key / 2, sizes, rounds);
+    let half = key % 2;
+    select(half == 0, pair[0usize], pair[1usize])
+}
+
+/// The factors on the probabilities of keys `2 * pair` and `2 * pair + 1`, which share random bits.
+#[cube]
+pub(super) fn kept_pair(bits: u32, pair: u32, sizes: &Sizes, rounds: &Rounds) -> Vector<f32, Const<2>> {
+    let halves = column_halves(bits, pair, rounds);
+    let mut factors = Vector::<f32, Const<2>>::empty();
+    factors[0usize] = select(halves & 0xffff < sizes.threshold, 0.0f32, sizes.kept);
+    factors[1usize] = select(halves >> 16 < sizes.threshold, 0.0f32, sizes.kept);
+    factors
 }

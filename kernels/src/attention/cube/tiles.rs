@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::mask::{HIDDEN, MaskKind, Sizes, keys_of, last_key, queries_of, sees};
-use super::parts::{OUTSIDE, Place, Rows, cube_place, kept};
+use super::parts::{OUTSIDE, Place, Rows, cube_place, kept, kept_pair};
 use super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use crate::attention::AttentionOptions;
 use crate::cube::{array, empty, grid};
@@ -327,12 +327,17 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             let mut row_total = total[i];
             #[unroll]
             for j in 0..4usize {
-                let mut probability = (scores[i * 4 + j] - highest[i]).exp();
+                let probability = (scores[i * 4 + j] - highest[i]).exp();
                 row_total += probability;
-                if comptime!(plan.drops) {
-                    probability *= kept(bits[i], first_key + x * 4 + j as u32, sizes, rounds);
-                }
                 probabilities[j] = probability;
+            }
+            if comptime!(plan.drops) {
+                #[unroll]
+                for pair in 0..2usize {
+                    let factors = kept_pair(bits[i], (first_key + x * 4) / 2 + pair as u32, sizes, rounds);
+                    probabilities[comptime!(2 * pair)] = probabilities[comptime!(2 * pair)] * factors[0usize];
+                    probabilities[comptime!(2 * pair + 1)] = probabilities[comptime!(2 * pair + 1)] * factors[1usize];
+                }
             }
             total[i] = row_total;
             scores_tile[((y * 4 + i as u32) * side + x) as usize] = probabilities;
