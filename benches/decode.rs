@@ -1,7 +1,8 @@
 //! Decoding, in tokens a second: a prompt read at once, then a token at a time for each row, in the shapes of
 //! Qwen3-0.6B on a GPU and of a Llama of 15 million parameters on a CPU. Weights are drawn at random.
 //!
-//! `FIRECLAY_TEST_BACKEND` names the backend (`cpu` if unset), `FIRECLAY_BENCH_OPS=1` adds what each operation took.
+//! `FIRECLAY_TEST_BACKEND` names the backend (`cpu` if unset), `FIRECLAY_BENCH_OPS=1` adds what each operation took,
+//! `FIRECLAY_BENCH_TOKENS` is how many tokens are timed (128 if unset).
 //! The bandwidth printed is that of the weights alone, each read once a step.
 
 use std::time::Instant;
@@ -20,9 +21,8 @@ use rayon::prelude::*;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Tokens that are written before the clock starts, and while it runs.
+/// Tokens that are written before the clock starts.
 const BEFORE: usize = 22;
-const TIMED: usize = 128;
 /// Steps of which the tokens are read together, as generation does it.
 const READ_STEPS: usize = 16;
 /// Tokens of the prompt whose reading is timed.
@@ -107,6 +107,8 @@ fn decode<B: Backend>(
     bytes: usize,
     device: &B::Device,
 ) -> Result<(), Failure> {
+    let asked = std::env::var("FIRECLAY_BENCH_TOKENS").ok().and_then(|tokens| tokens.parse().ok()).unwrap_or(128);
+    let timed = asked.clamp(1, model.config().context_length - BEFORE - 128);
     let streams: Vec<u32> = (0..batch_size as u32).collect();
     for (case, sampling) in [
         ("greedy", Sampling::greedy()),
@@ -115,13 +117,13 @@ fn decode<B: Backend>(
             Sampling::greedy().with_temperature(0.8, RandomKey::new(1)).with_top_k(Some(50)).with_top_p(Some(0.9)),
         ),
     ] {
-        let mut cache = model.cache(batch_size, BEFORE + 2 * TIMED);
+        let mut cache = model.cache(batch_size, BEFORE + 128 + timed);
         let mut rows = SampledRows::new(&streams, device);
         let prompts: Vec<&[u32]> = vec![&[1]; batch_size];
         let mut next = model.sample(model.prefill(&prompts, &mut cache), &sampling, &mut rows);
         let mut on_the_way = Vec::new();
         let mut begun = Instant::now();
-        for step in 0..BEFORE + TIMED {
+        for step in 0..BEFORE + timed {
             if step == BEFORE {
                 read(&mut on_the_way)?;
                 begun = Instant::now();
@@ -135,7 +137,7 @@ fn decode<B: Backend>(
         if !on_the_way.is_empty() {
             read(&mut on_the_way)?;
         }
-        let seconds = begun.elapsed().as_secs_f64() / TIMED as f64;
+        let seconds = begun.elapsed().as_secs_f64() / timed as f64;
         println!(
             "decode {case}, batch {batch_size}: {:.0} tokens/s, {:.3} ms a step, weights at {:.0} GB/s",
             batch_size as f64 / seconds,

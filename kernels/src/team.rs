@@ -123,6 +123,52 @@ fn joined(a: f32, b: f32, #[comptime] largest: bool) -> f32 {
     if largest { max(a, b) } else { a + b }
 }
 
+/// The sum of the values of some of a team's units, those in front of this one in some order, and that of all of them; for
+/// a team alone in its cube.
+#[cube]
+pub(crate) fn exclusive_sum(value: u32, #[comptime] team: Team) -> (u32, u32) {
+    // As in an exchange.
+    sync_cube();
+    let pieces = comptime!((team.units / team.plane) as usize);
+    let mut sums = SharedMemory::<u32>::new(pieces);
+    let mut before = 0u32;
+    let mut total = 0u32;
+    if comptime!(team.plane > 1) {
+        let plane = UNIT_POS_X / team.plane;
+        let lane = UNIT_POS_X % team.plane;
+        let within = plane_inclusive_sum(value);
+        let all = plane_sum(value);
+        if lane == 0 {
+            sums[plane as usize] = all;
+        }
+        sync_cube();
+        before += within - value;
+        for other in 0..pieces {
+            let sum = sums[other];
+            total += sum;
+            before += select(u32::cast_from(other) < plane, sum, 0u32);
+        }
+    } else {
+        sums[UNIT_POS_X as usize] = value;
+        sync_cube();
+        #[unroll]
+        for doubling in 0..comptime!(team.units.trailing_zeros()) {
+            let step = comptime!(1u32 << doubling);
+            let mut sum = sums[UNIT_POS_X as usize];
+            if UNIT_POS_X >= step {
+                sum += sums[(UNIT_POS_X - step) as usize];
+            }
+            sync_cube();
+            sums[UNIT_POS_X as usize] = sum;
+            sync_cube();
+        }
+        before += sums[UNIT_POS_X as usize] - value;
+        total += sums[comptime!(team.units as usize - 1)];
+    }
+    sync_cube();
+    (before, total)
+}
+
 /// The sum of a vector's elements.
 #[cube]
 pub(crate) fn lanes_sum<N: Size>(vector: Vector<f32, N>) -> f32 {

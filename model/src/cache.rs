@@ -1,6 +1,6 @@
 //! Keys and values of the tokens a model has read.
 
-use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::{Backend, CachedTokens, LayerCache, PackedHeads, next_positions};
 
@@ -19,6 +19,19 @@ pub struct Cache<B: Backend> {
     window: Option<usize>,
 }
 
+/// Makes buffers for what a step of decoding computes in every layer. A runtime finds those at once that it keeps by
+/// their size, where it would go through all memory it has to find others.
+fn set_aside<B: Backend>(config: &TransformerConfig, batch_size: usize, dtype: FloatDType, device: &B::Device) {
+    let widths =
+        [config.d_model; 3].into_iter().chain([config.qkv_width(), config.n_heads * config.head_dim, config.d_ff]);
+    let widths: Vec<usize> = widths.collect();
+    B::memory_persistent_allocations(device, widths, |widths| {
+        let empty = |width| Tensor::<B, 1>::empty([batch_size * width], (device, DType::from(dtype)));
+        // All at once, so that each has its own.
+        drop(widths.into_iter().map(empty).collect::<Vec<_>>());
+    });
+}
+
 impl<B: Backend> Cache<B> {
     pub(crate) fn new(
         config: &TransformerConfig,
@@ -29,6 +42,7 @@ impl<B: Backend> Cache<B> {
     ) -> Self {
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let layer = |_| LayerCache::new(batch_size, capacity, heads, dtype, device);
+        set_aside::<B>(config, batch_size, dtype, device);
         Self {
             layers: (0..config.n_layers).map(layer).collect(),
             lengths: vec![0; batch_size],

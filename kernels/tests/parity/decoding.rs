@@ -25,7 +25,8 @@ fn dtypes<B: Backend>(device: &B::Device) -> Vec<(FloatDType, f64)> {
 backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for [rows, d_input, d_output] in
-            [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64]]
+            [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64],
+            [2, 72, 6150], [20, 72, 6144]]
         {
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device).cast(dtype);
@@ -118,10 +119,14 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
         (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 10 }, 2),
         (PackedHeads { n_heads: 10, n_kv_heads: 1, head_dim: 24 }, 3),
         (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 128 }, 1),
+        // So many rows that heads of a group are attended with together.
+        (PackedHeads { n_heads: 8, n_kv_heads: 2, head_dim: 16 }, 80),
     ];
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for (heads, batch_size) in shapes {
             let head_dim = heads.head_dim;
+            // Rounding weighs more where a score is the sum of two products.
+            let tolerance = if head_dim == 2 { 3.0 * tolerance } else { tolerance };
             let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
             let gamma = |seed| Norm::rms(random::<B, 1>(seed, [head_dim], &device) + 1.5, 1e-6);
             let bare = Placement { query_norm: None, key_norm: None, rotary: None };
@@ -138,11 +143,15 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 (&full, None, [570, 300, 0], 600),
                 (&bare, Some(300), [570, 560, 570], 600),
             ] {
+                if batch_size > starts.len() && capacity > 20 {
+                    continue;
+                }
                 let mut ours = LayerCache::<B>::new(batch_size, capacity, heads, dtype, &device);
                 let mut theirs = LayerCache::<B>::new(batch_size, capacity, heads, FloatDType::F32, &device);
                 let mut lengths: Vec<usize> = vec![0; batch_size];
                 // What stands before, in one go, then several tokens, then one at a time.
-                let first = starts[..batch_size].iter().copied().max().expect("rows");
+                let start = |row: usize| starts[row % starts.len()];
+                let first = (0..batch_size).map(start).max().expect("rows");
                 let mut steps = vec![5, 1, 1, 1];
                 if first > 0 {
                     steps.insert(0, first);
@@ -167,7 +176,7 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                     assert_close(&what, &a, &b, tolerance);
                     for (row, length) in lengths.iter_mut().enumerate() {
                         // The first step is a prompt, padded for the shorter rows.
-                        *length += if step == 0 && first > 0 { starts[row] } else { seq_length };
+                        *length += if step == 0 && first > 0 { start(row) } else { seq_length };
                     }
                 }
             }
