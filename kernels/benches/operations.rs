@@ -248,14 +248,18 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let Scale { sequences, seq_length, heads, vocabulary, .. } = *scale;
     let (rows, d_model, size) = (sequences * seq_length, heads * 64, bench.dtype.size());
     let dtype = FloatDType::from(bench.dtype);
+    {
+        let (rows, width) = (scale.rows, scale.width);
+        let tokens = bench.tokens(rows, vocabulary);
+        let ids = tokens.clone().reshape([1, rows]);
+        let table = bench.weights([vocabulary, width]);
+        bench.measure("embed", rows * width * (4 + size), 0.0, || B::embed_forward(table.clone(), ids.clone(), dtype));
+        let grad = bench.random([rows, width]);
+        bench.measure("embed backward", rows * width * size + vocabulary * width * 4, 0.0, || {
+            B::embed_backward(grad.clone(), tokens.clone(), vocabulary, FloatDType::F32)
+        });
+    }
     let tokens = bench.tokens(rows, vocabulary);
-    let ids = tokens.clone().reshape([sequences, seq_length]);
-    let table = bench.weights([vocabulary, d_model]);
-    bench.measure("embed", rows * d_model * (4 + size), 0.0, || B::embed_forward(table.clone(), ids.clone(), dtype));
-    let grad = bench.random([rows, d_model]);
-    bench.measure("embed backward", rows * d_model * size + vocabulary * d_model * 4, 0.0, || {
-        B::embed_backward(grad.clone(), tokens.clone(), vocabulary, FloatDType::F32)
-    });
 
     let (hidden, weight) = (bench.random([rows, d_model]), bench.random([vocabulary, d_model]));
     let flops = 2.0 * (rows * d_model * vocabulary) as f64;

@@ -21,6 +21,8 @@ const MAX_DIGIT_BITS: u32 = TILE.trailing_zeros();
 const FEW_ROWS: u32 = 16;
 /// Rows that a unit loads at once.
 const LOADS: u32 = 8;
+/// Vectors that a unit looks up, all of them before it writes the first.
+const LOOKUPS: u32 = 4;
 
 /// Rows of `table` as `tokens` `[batch_size, seq_length]` name them, added to `x` where there is one, which must be of
 /// `dtype`, too: `[batch_size, seq_length, d_model]` of `dtype`.
@@ -38,11 +40,11 @@ pub(crate) fn embed_forward<R: CubeRuntime>(
     let x = x.map_or_else(|| out.clone(), contiguous);
     let vector = vector_width(&[&table, &out, &x], &[d_model, stride]);
     let units = batch_size * seq_length * d_model / vector;
-    // SAFETY: each unit below `units` writes its own vector; tokens are held within the table.
+    // SAFETY: each unit writes its own vectors below `units`; tokens are held within the table.
     unsafe {
         embed_kernel::launch_unchecked(
             &table.client,
-            grid(units.div_ceil(UNITS as usize)),
+            grid(units.div_ceil((UNITS * LOOKUPS) as usize)),
             CubeDim::new_1d(UNITS),
             vector,
             array(&table),
@@ -78,6 +80,19 @@ pub(crate) fn embed_backward<R: CubeRuntime>(
         return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), dtype);
     }
     let (sorted, order) = sort(contiguous(tokens), vocabulary);
+    let starts = empty(&grad, [vocabulary + 1], DType::U32);
+    // SAFETY: each unit up to `vocabulary` writes its own element.
+    unsafe {
+        starts_kernel::launch_unchecked(
+            &grad.client,
+            grid((vocabulary + 1).div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&sorted),
+            array(&starts),
+            n_rows as u32,
+            vocabulary as u32,
+        );
+    }
     let out = empty(&grad, [vocabulary, d_model], dtype);
     let vector = vector_width(&[&grad, &out], &[d_model, stride]);
     let columns = d_model / vector;
@@ -94,7 +109,7 @@ pub(crate) fn embed_backward<R: CubeRuntime>(
             CubeDim::new_1d(UNITS),
             vector,
             array(&grad),
-            array(&sorted),
+            array(&starts),
             array(&order),
             array(&out),
             n_rows as u32,
@@ -186,19 +201,34 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     #[define(O)] _out_dtype: StorageType,
     #[define(I)] _token_dtype: StorageType,
 ) {
-    let at = ABSOLUTE_POS as u32;
-    if at >= units {
+    let first = CUBE_POS as u32 * comptime!(UNITS * LOOKUPS) + UNIT_POS;
+    if first >= units {
         terminate!();
     }
-    let row = at / columns;
-    let column = at % columns;
-    let at_token = row / seq_length * batch_step + row % seq_length * token_step;
-    let token = min(u32::cast_from(tokens[at_token as usize]), last);
-    let mut row = Vector::<f32, N>::cast_from(table[(token * stride + column) as usize]);
-    if adds {
-        row += Vector::cast_from(x[at as usize]);
+    let mut tokens_held = Array::<u32>::new(LOOKUPS as usize);
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let row = min(first + i * UNITS, units - 1) / columns;
+        let at = row / seq_length * batch_step + row % seq_length * token_step;
+        tokens_held[i as usize] = min(u32::cast_from(tokens[at as usize]), last);
     }
-    out[at as usize] = Vector::cast_from(row);
+    let mut vectors = Array::<Vector<f32, N>>::new(LOOKUPS as usize);
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let column = min(first + i * UNITS, units - 1) % columns;
+        vectors[i as usize] = Vector::cast_from(table[(tokens_held[i as usize] * stride + column) as usize]);
+    }
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let at = first + i * UNITS;
+        if at < units {
+            let mut vector = vectors[i as usize];
+            if adds {
+                vector += Vector::cast_from(x[at as usize]);
+            }
+            out[at as usize] = Vector::cast_from(vector);
+        }
+    }
 }
 
 #[cube(launch_unchecked)]
@@ -236,13 +266,15 @@ fn rank_kernel<I: Int>(
     for half in 0..2u32 {
         let at = half * UNITS + UNIT_POS;
         let digit = digits[at as usize];
-        let mut before = 0u32;
-        for other in 0..at {
-            before += select(digits[other as usize] == digit, 1u32, 0u32);
-        }
-        let mut after = 0u32;
-        for other in at + 1..TILE {
-            after += select(digits[other as usize] == digit, 1u32, 0u32);
+        let own = at / LOADS;
+        let mut before = same(&digits, digit, 0u32, own);
+        let mut after = same(&digits, digit, own + 1, comptime!(TILE / LOADS).runtime());
+        #[unroll]
+        for i in 0..LOADS {
+            let other = own * LOADS + i;
+            let one = select(digits[other as usize] == digit, 1u32, 0u32);
+            before += select(other < at, one, 0u32);
+            after += select(other > at, one, 0u32);
         }
         let row = tile * TILE + at;
         if row < rows {
@@ -260,6 +292,19 @@ fn rank_kernel<I: Int>(
             counts[(tile * radix + digit) as usize] = totals[digit as usize];
         }
     }
+}
+
+/// How many rows of some runs of [`LOADS`] have a digit.
+#[cube]
+fn same(digits: &SharedMemory<u32>, digit: u32, first: u32, end: u32) -> u32 {
+    let mut count = 0u32;
+    for run in first..end {
+        #[unroll]
+        for i in 0..LOADS {
+            count += select(digits[(run * LOADS + i) as usize] == digit, 1u32, 0u32);
+        }
+    }
+    count
 }
 
 /// A row's token, held within the vocabulary as the lookup holds it.
@@ -296,15 +341,23 @@ fn place_kernel<I: Int>(
     let mut before = 0u32;
     let mut next_before = 0u32;
     if digit < radix {
-        for other in 0..tiles {
-            let at = other * radix + digit;
-            let count = counts[at as usize];
-            let next_count = counts[(at + 1) as usize];
-            total += count;
-            next_total += next_count;
-            if other < tile {
-                before += count;
-                next_before += next_count;
+        for first in range_stepped(0u32, tiles, LOADS) {
+            let mut pairs = Array::<u32>::new(comptime!(2 * LOADS as usize));
+            #[unroll]
+            for i in 0..LOADS {
+                let at = min(first + i, tiles - 1) * radix + digit;
+                pairs[comptime!(2 * i as usize)] = counts[at as usize];
+                pairs[comptime!(2 * i as usize + 1)] = counts[(at + 1) as usize];
+            }
+            #[unroll]
+            for i in 0..LOADS {
+                let other = first + i;
+                let count = select(other < tiles, pairs[comptime!(2 * i as usize)], 0u32);
+                let next_count = select(other < tiles, pairs[comptime!(2 * i as usize + 1)], 0u32);
+                total += count;
+                next_total += next_count;
+                before += select(other < tile, count, 0u32);
+                next_before += select(other < tile, next_count, 0u32);
             }
         }
     }
@@ -344,7 +397,7 @@ fn place_kernel<I: Int>(
 #[allow(clippy::too_many_arguments)]
 fn sum_kernel<F: Float, O: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
-    sorted: &Array<u32>,
+    starts: &Array<u32>,
     order: &Array<u32>,
     out: &mut Array<Vector<O, N>>,
     rows: u32,
@@ -370,20 +423,42 @@ fn sum_kernel<F: Float, O: Float, N: Size>(
 
     let mut ends = SharedMemory::<u32>::new(comptime!(tokens_each as usize + 1));
     if UNIT_POS <= tokens_each {
-        ends[UNIT_POS as usize] = rows_below(sorted, first + UNIT_POS, rows);
+        ends[UNIT_POS as usize] = starts[min(first + UNIT_POS, vocabulary) as usize];
     }
     sync_cube();
 
-    for at in range_stepped(lane, tokens_each, lanes) {
-        let start = ends[at as usize];
-        let end = ends[(at + 1) as usize];
+    // Tokens of few rows, or none. The first rows of all that a lane has are read at once; not many have a second.
+    let each = comptime!(tokens_each.div_ceil(lanes) as usize);
+    let mut firsts = Array::<u32>::new(each);
+    #[unroll]
+    for i in 0..each {
+        let at = min(lane + comptime!(i as u32 * lanes), comptime!(tokens_each - 1));
+        firsts[i] = order[min(ends[at as usize], rows - 1) as usize];
+    }
+    let mut totals = Array::<Vector<f32, N>>::new(each);
+    #[unroll]
+    for i in 0..each {
+        let at = min(lane + comptime!(i as u32 * lanes), comptime!(tokens_each - 1));
+        let count = ends[(at + 1) as usize] - ends[at as usize];
+        totals[i] = Vector::new(0.0);
+        if count > 0 && count <= few {
+            totals[i] = Vector::cast_from(grad[(firsts[i] * stride + column) as usize]);
+        }
+    }
+    #[unroll]
+    for i in 0..each {
+        let at = lane + comptime!(i as u32 * lanes);
         let token = first + at;
-        if end - start <= few && token < vocabulary && writes {
-            let mut sum = Vector::<f32, N>::new(0.0);
-            for place in start..end {
-                sum += Vector::cast_from(grad[(order[place as usize] * stride + column) as usize]);
+        if at < tokens_each && token < vocabulary && writes {
+            let start = ends[at as usize];
+            let end = ends[(at + 1) as usize];
+            if end - start <= few {
+                let mut sum = totals[i];
+                for place in start + 1..end {
+                    sum += Vector::cast_from(grad[(order[place as usize] * stride + column) as usize]);
+                }
+                out[(token * columns + column) as usize] = Vector::cast_from(sum);
             }
-            out[(token * columns + column) as usize] = Vector::cast_from(sum);
         }
     }
 
@@ -422,6 +497,15 @@ fn sum_kernel<F: Float, O: Float, N: Size>(
             }
             sync_cube();
         }
+    }
+}
+
+/// Where each token's rows begin, and behind them their end.
+#[cube(launch_unchecked)]
+fn starts_kernel(sorted: &Array<u32>, starts: &mut Array<u32>, rows: u32, vocabulary: u32) {
+    let token = ABSOLUTE_POS as u32;
+    if token <= vocabulary {
+        starts[token as usize] = rows_below(sorted, token, rows);
     }
 }
 
