@@ -73,7 +73,7 @@ pub use reshape::reshape;
 pub use rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
 pub use softmax::softmax;
-pub use weight::{Int8Weight, Weight};
+pub use weight::{Int8Weight, Weight, upload};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///

@@ -5,12 +5,12 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, Element, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, Element, Float, FloatDType, Tensor, TensorData};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Int8Weight};
+use fireclay_kernels::{Backend, Int8Weight, upload};
 
 use crate::config::{ConfigError, TransformerConfig};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
@@ -62,7 +62,17 @@ pub enum WeightsError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The device does not take the weights.
+    #[error("the device failed: {reason}")]
+    Device {
+        /// What it said.
+        reason: String,
+    },
 }
+
+/// Bytes of uploads under way until they are waited for: a device that is slower than the files would have all of them
+/// wait in memory.
+const UNDER_WAY: u64 = 64 << 20;
 
 /// What matrices are loaded as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,7 +174,8 @@ impl ModelFolder {
             progress(done, total);
         };
         let (path, bytes) = (Vec::new(), HashMap::new());
-        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, failure: None };
+        let reader =
+            Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, under_way: 0, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -304,6 +315,8 @@ struct Reader<'a, B: Backend> {
     path: Vec<String>,
     /// Matrices that are bytes, by their paths.
     bytes: HashMap<String, Int8Weight<B>>,
+    /// Bytes of the uploads that may be under way.
+    under_way: u64,
     failure: Option<WeightsError>,
 }
 
@@ -340,9 +353,36 @@ impl<B: Backend> Reader<'_, B> {
         shape: [usize; 2],
         device: &B::Device,
     ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
-        let data = self.read_as(parts, &shape, 0f32)?;
-        let bytes = data.as_slice::<f32>().ok().and_then(|values| Int8Weight::quantize(values, shape, device));
-        Ok(bytes.ok_or(data))
+        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.dtype == dtype);
+        // As it is stored, which is half the memory.
+        let data = match () {
+            () if all(Dtype::BF16) => self.read_as(parts, &shape, bf16::ZERO)?,
+            () if all(Dtype::F16) => self.read_as(parts, &shape, f16::ZERO)?,
+            () => self.read_as(parts, &shape, 0f32)?,
+        };
+        let own = |row: usize| row * shape[1]..(row + 1) * shape[1];
+        let bytes = match (data.as_slice::<bf16>(), data.as_slice::<f16>(), data.as_slice::<f32>()) {
+            (Ok(values), ..) => Int8Weight::quantize_rows(shape, device, |row, out| {
+                out.iter_mut().zip(&values[own(row)]).for_each(|(out, value)| *out = value.to_f32());
+            }),
+            (_, Ok(values), _) => Int8Weight::quantize_rows(shape, device, |row, out| {
+                out.iter_mut().zip(&values[own(row)]).for_each(|(out, value)| *out = value.to_f32());
+            }),
+            (.., Ok(values)) => Int8Weight::quantize(values, shape, device),
+            _ => None,
+        };
+        Ok(bytes.ok_or_else(|| data.convert::<f32>()))
+    }
+
+    /// Waits for the uploads under way, `bytes` more of them now, if they are many.
+    fn uploaded(&mut self, bytes: u64, device: &B::Device) {
+        self.under_way += bytes;
+        if self.under_way >= UNDER_WAY {
+            self.under_way = 0;
+            if let Err(error) = B::sync(device) {
+                self.failure = Some(WeightsError::Device { reason: format!("{error:?}") });
+            }
+        }
     }
 
     fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
@@ -379,6 +419,7 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             (true, &[rows, columns]) => match self.read_bytes(&parts, [rows, columns], &device) {
                 Ok(Ok(bytes)) => {
                     self.bytes.insert(self.path.join("."), bytes);
+                    self.uploaded((rows * columns) as u64, &device);
                     return param;
                 }
                 Ok(Err(floats)) => Ok(floats),
@@ -388,8 +429,10 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
         };
         match read {
             Ok(data) => {
-                let dtype = data.dtype;
-                param.transform_for_load(Tensor::from_data(data, (&device, dtype)), id)
+                let bytes = data.bytes.len() as u64;
+                let param = param.transform_for_load(upload::<B, Float>(data, &device).reshape(shape), id);
+                self.uploaded(bytes, &device);
+                param
             }
             Err(failure) => {
                 self.failure = Some(failure);

@@ -7,7 +7,7 @@ pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::module::Module;
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::Backend;
 use crate::recorder::{self, Operand};
@@ -73,14 +73,26 @@ impl<B: Backend> Int8Weight<B> {
     ///
     /// # Panics
     /// If there are not as many values as the shape says.
-    pub fn quantize(values: &[f32], [d_output, d_input]: [usize; 2], device: &B::Device) -> Option<Self> {
+    pub fn quantize(values: &[f32], shape: [usize; 2], device: &B::Device) -> Option<Self> {
+        let [d_output, d_input] = shape;
         assert_eq!(values.len(), d_output * d_input, "as many values as the shape says");
+        Self::quantize_rows(shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
+    }
+
+    /// [`quantize`](Self::quantize) of rows that `read` puts where it is told to, one after the other.
+    pub fn quantize_rows(
+        [d_output, d_input]: [usize; 2],
+        device: &B::Device,
+        mut read: impl FnMut(usize, &mut [f32]),
+    ) -> Option<Self> {
         if d_input == 0 || !d_input.is_multiple_of(PACKED) {
             return None;
         }
-        let mut packed = Vec::with_capacity(values.len() / PACKED);
+        let mut packed = Vec::with_capacity(d_output * d_input / PACKED);
         let mut scales = Vec::with_capacity(d_output);
-        for row in values.chunks_exact(d_input) {
+        let mut row = vec![0.0f32; d_input];
+        for at in 0..d_output {
+            read(at, &mut row);
             let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
             let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
@@ -91,10 +103,31 @@ impl<B: Backend> Int8Weight<B> {
         }
         // In one row: some devices leave gaps between the rows of a matrix.
         let size = packed.len();
-        let packed = Tensor::<B, 1, Int>::from_data(TensorData::new(packed, [size]), (device, DType::I32));
+        let packed = upload::<B, Int>(TensorData::new(packed, [size]), device);
         Some(Self {
             packed: packed.reshape([d_output, d_input / PACKED]),
             scales: Tensor::from_data(TensorData::new(scales, [d_output]), (device, DType::F32)),
         })
     }
+}
+
+/// Bytes of an upload that waits in the host's memory.
+const PIECE: usize = 32 << 20;
+
+/// The elements of `data` on the device, in one row of its dtype, as few of them at a time that no more than `data` and
+/// some megabytes lie in the host's memory. That the device failed shows when it is waited for next.
+pub fn upload<B: Backend, K: BasicOps<B>>(data: TensorData, device: &B::Device) -> Tensor<B, 1, K> {
+    let (size, dtype) = (data.shape.iter().product::<usize>(), data.dtype);
+    let each = PIECE / dtype.size();
+    if size <= each {
+        return Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
+    }
+    let mut all = Tensor::<B, 1, K>::empty([size], (device, dtype));
+    for (at, bytes) in data.bytes.chunks(each * dtype.size()).enumerate() {
+        let (first, count) = (at * each, bytes.len() / dtype.size());
+        let piece = TensorData::from_bytes_vec(bytes.to_vec(), [count], dtype);
+        all = all.slice_assign(first..first + count, Tensor::from_data(piece, (device, dtype)));
+        let _ = B::sync(device);
+    }
+    all
 }
