@@ -175,10 +175,12 @@ impl<B: Backend> Generator<B> {
         &self.tokenizer
     }
 
-    /// A prompt as tokens, and how many may follow.
+    /// A prompt as tokens, and how many may follow. Where the model's attention has a window, these may be more than its
+    /// context: a text that fills it goes on from its end.
     ///
     /// # Errors
-    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context.
+    /// If the prompt is empty or holds what the vocabulary lacks, or prompt and text do not fit the model's context and
+    /// the model has no window.
     pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
         let tokens = self.tokenizer.encode_prompt(prompt)?;
@@ -188,7 +190,7 @@ impl<B: Backend> Generator<B> {
         let context = self.model.config().context_length;
         let room = context.saturating_sub(tokens.len());
         let max_tokens = options.max_tokens.unwrap_or(room.min(256));
-        if max_tokens > room || room == 0 {
+        if (max_tokens > room && self.kept_tokens().is_none()) || room == 0 {
             return Err(Failure::new(format!(
                 "the prompt has {} tokens and {max_tokens} are to follow, but the model's context is {context}: \
                  shorten the prompt, or set --max-tokens to {room} at the most",
@@ -196,6 +198,14 @@ impl<B: Backend> Generator<B> {
             )));
         }
         Ok(Prepared { tokens, max_tokens })
+    }
+
+    /// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if
+    /// that is more. None where attention sees all of the context.
+    fn kept_tokens(&self) -> Option<usize> {
+        let config = self.model.config();
+        let window = config.sliding_window.filter(|window| *window < config.context_length)?;
+        Some(window.max(config.context_length / 2))
     }
 
     /// Writes after a prompt, handing each whole piece of text to `show` as it comes.
@@ -224,13 +234,13 @@ impl<B: Backend> Generator<B> {
         options: &GenerationOptions,
         show: impl FnMut(usize, &str),
     ) -> Result<Vec<Generated>, Failure> {
-        let capacity = prompts.iter().map(|prompt| prompt.tokens.len() + prompt.max_tokens).max().unwrap_or(0);
-        let mut cache = self.model.cache(prompts.len(), capacity);
+        let longest = prompts.iter().map(|prompt| prompt.tokens.len() + prompt.max_tokens).max().unwrap_or(0);
+        let mut cache = self.model.cache(prompts.len(), longest.min(self.model.config().context_length));
         let texts: Vec<Text<'_>> = prompts
             .iter()
             .map(|prompt| Text::new(&prompt.tokens, prompt.max_tokens, Writer::new(&self.tokenizer, &options.stop)))
             .collect();
-        self.write_all(&mut cache, texts, first_stream, options, show)
+        self.write_all(&mut cache, texts, self.kept_tokens(), first_stream, options, show)
     }
 
     /// Reads what `cache` lacks of `prompt_tokens`, one at least, and writes up to `wanted` more, for which it must have
@@ -247,18 +257,20 @@ impl<B: Backend> Generator<B> {
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
         let text = Text::new(prompt_tokens, wanted, Writer::new(&self.tokenizer, &options.stop));
-        let mut generated = self.write_all(cache, vec![text], 0, options, |_, text| show(text))?;
+        let mut generated = self.write_all(cache, vec![text], None, 0, options, |_, text| show(text))?;
         let generated = generated.pop().ok_or_else(|| Failure::new("nothing was written"))?;
         // What the device wrote on while its tokens were on their way here is forgotten.
         cache.truncate(prompt_tokens.len() + generated.tokens.len());
         Ok(generated)
     }
 
-    /// The loop: each step's tokens feed the next one on the device, and are read some steps later.
+    /// The loop: each step's tokens feed the next one on the device, and are read some steps later. A text that fills the
+    /// cache goes on from the `kept` last tokens of it.
     fn write_all(
         &self,
         cache: &mut Cache<B>,
         mut texts: Vec<Text<'_>>,
+        kept: Option<usize>,
         first_stream: u32,
         options: &GenerationOptions,
         mut show: impl FnMut(usize, &str),
@@ -291,7 +303,13 @@ impl<B: Backend> Generator<B> {
         let (mut step, mut last_read) = (1, decoding);
         while texts.iter().any(|text| !text.complete) && !self.interrupt.load(Ordering::Relaxed) {
             if step < wanted {
-                let hidden = self.model.decode(next, cache);
+                let hidden = match kept.filter(|_| is_full(cache, &texts)) {
+                    Some(kept) => {
+                        self.take(&mut on_the_way, &mut texts, decoding, &mut show)?;
+                        self.slide(cache, &texts, kept)
+                    }
+                    None => self.model.decode(next, cache),
+                };
                 next = self.model.sample(hidden, &sampling(step), &mut rows);
                 on_the_way.push(next.clone());
                 step += 1;
@@ -303,6 +321,20 @@ impl<B: Backend> Generator<B> {
         }
         let finish = |(row, text): (usize, Text<'_>)| text.finish(prefill, |text| show(row, text));
         Ok(texts.into_iter().enumerate().map(finish).collect())
+    }
+
+    /// Reads the end of each text that fills its row once more, `kept` tokens of it, and all of the others: what
+    /// [`Transformer::decode`] would give, if there were room.
+    fn slide(&self, cache: &mut Cache<B>, texts: &[Text<'_>], kept: usize) -> Tensor<B, 2> {
+        let end = |(text, held): (&Text<'_>, &usize)| {
+            let mut tokens = [text.prompt, &text.tokens].concat();
+            // A text that is complete is not written on, whatever it is read as.
+            let all = if *held == cache.capacity() { kept } else { held + 1 };
+            tokens.split_off(tokens.len().saturating_sub(all))
+        };
+        let ends: Vec<Vec<u32>> = texts.iter().zip(cache.lengths()).map(end).collect();
+        cache.truncate(0);
+        self.model.prefill(&ends.iter().map(Vec::as_slice).collect::<Vec<_>>(), cache)
     }
 
     /// Reads the tokens of some steps at once, and adds them to the texts that are not complete.
@@ -322,6 +354,11 @@ impl<B: Backend> Generator<B> {
         }
         Ok(())
     }
+}
+
+/// Whether a text that is not complete has no room for its next token.
+fn is_full<B: Backend>(cache: &Cache<B>, texts: &[Text<'_>]) -> bool {
+    texts.iter().zip(cache.lengths()).any(|(text, held)| !text.complete && *held == cache.capacity())
 }
 
 /// A text that is being written.

@@ -93,6 +93,40 @@ backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
     assert_ne!(twice[0].tokens, twice[1].tokens);
 });
 
+backend_test!(a_text_that_fills_the_context_of_a_window_goes_on_from_its_end::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, "abcdefghijklmnopqrstuvwxyz. ")?;
+    let context = 24;
+    let config = TransformerConfig::mistral(tokenizer.vocab_size(), context, 32, 2, 4, 5).with_n_kv_heads(2);
+    let config = config.with_init_deviation(0.3);
+    let model = config.init::<B>(3, &device)?;
+    ModelFolder::new(folder.path()).save(&model)?;
+    tokenizer.save(&folder.path().join("tokenizer.json"))?;
+    let generator = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
+    let options = GenerationOptions { temperature: 0.0, max_tokens: Some(70), ..GenerationOptions::default() };
+    let prompts = ["the fox", "a", "jumps over the lazy dog"];
+    let prepared: Vec<_> = prompts.iter().map(|prompt| generator.prepare(prompt, &options).expect("a window")).collect();
+    let together = generator.generate_batch(&prepared.iter().collect::<Vec<_>>(), 0, &options, |_, _| {})?;
+    for ((prompt, prepared), together) in prompts.iter().zip(&prepared).zip(together) {
+        // Half of the context is read again each time that it is full.
+        let mut text = tokenizer.encode(prompt)?;
+        let begun = text.len();
+        while text.len() < begun + 70 {
+            let kept = if text.len() == begun { begun } else { context / 2 };
+            let end = text.split_off(text.len() - kept);
+            let written = greedy(&model, &[&end], context - kept + 1, &device);
+            text.extend(end.into_iter().chain(written.into_iter().flatten()));
+        }
+        assert_eq!(together.tokens, text[begun..begun + 70], "{prompt}");
+        assert_eq!(generator.generate(prepared, &options, |_| {})?.tokens, together.tokens, "{prompt}, alone");
+    }
+    let whole = TransformerConfig::llama(tokenizer.vocab_size(), context, 32, 2, 4);
+    ModelFolder::new(folder.path()).save(&whole.init::<B>(3, &device)?)?;
+    let without = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
+    let refusal = without.prepare("the fox", &options).expect_err("no window").to_string();
+    assert!(refusal.contains("context is 24"), "{refusal}");
+});
+
 backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
     let config = TransformerConfig::qwen3(300, 600, 64, 4, 4, 16).with_n_kv_heads(2).with_init_deviation(0.3);
     let gpt2 = TransformerConfig::gpt2(300, 600, 64, 4, 4).with_init_deviation(0.3);
