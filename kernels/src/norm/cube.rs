@@ -12,12 +12,8 @@ use crate::team::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, wit
 const HELD: usize = 32;
 /// Units of a cube of the backward pass, which takes many registers.
 const UNITS: u32 = 128;
-/// The most cubes of the backward pass, on a device that does not say how many multiprocessors it has: each writes its
-/// sums of the weights' gradients once.
+/// The most cubes of the backward pass: each writes its sums of the weights' gradients once.
 const CUBES: usize = 1024;
-/// Cubes of the backward pass that a multiprocessor has the registers for, of RMS norms and of layer norms: more of them
-/// would wait for the first to end.
-const RESIDENT: [usize; 2] = [4, 3];
 
 /// The numbers of a norm, and its weights.
 pub(crate) struct CubeNorm<R: CubeRuntime> {
@@ -101,9 +97,7 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
     let parts = 1 + usize::from(norm.beta.is_some());
-    let multiprocessors = x.client.properties().hardware.num_streaming_multiprocessors;
-    let most = multiprocessors.map_or(CUBES, |count| count as usize * RESIDENT[parts - 1]);
-    let steps = n_rows.div_ceil(team.rows as usize * most).max(1);
+    let steps = n_rows.div_ceil(team.rows as usize * CUBES).max(1);
     let pieces = n_rows.div_ceil(team.rows as usize * steps).max(1);
     let partial = empty(&x, [pieces, parts * columns], DType::F32);
     // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
@@ -250,6 +244,8 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     #[define(W)] _gamma_dtype: StorageType,
 ) {
     let count = comptime!(team.count as usize);
+    let mut x_held = Array::<Vector<F, N>>::new(count);
+    let mut grad_held = Array::<Vector<F, N>>::new(count);
     let mut d_gamma = Array::<Vector<f32, N>>::new(count);
     let mut d_beta = Array::<Vector<f32, N>>::new(count);
     #[unroll]
@@ -259,62 +255,22 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
             d_beta[i] = Vector::new(0.0);
         }
     }
-    // A row is read while the one before is worked on. As in the forward pass, teams beyond the end do the last row
-    // again.
-    let first = CUBE_POS as u32 * steps * team.rows + UNIT_POS_Y;
-    let mut next = Held::<F, N> {
-        x: Array::new(count),
-        grad: Array::new(count),
-        centre: Array::new(1usize),
-        scale: Array::new(1usize),
-    };
-    read_row::<F, N>(
-        grad,
-        x,
-        mean,
-        inverse,
-        &mut next,
-        min(first, rows - 1),
-        columns,
-        stride,
-        grad_stride,
-        team,
-        layer,
-    );
     for step in 0..steps {
-        let own = first + step * team.rows;
+        let own = (CUBE_POS as u32 * steps + step) * team.rows + UNIT_POS_Y;
+        // As in the forward pass, teams beyond the end do the last row again.
         let row = min(own, rows - 1);
-        let mut x_held = Array::<Vector<F, N>>::new(count);
-        let mut grad_held = Array::<Vector<F, N>>::new(count);
-        let mut residual_held = Array::<Vector<F, N>>::new(comptime!(if adds { count } else { 1 }));
         #[unroll]
-        for i in 0..count {
-            x_held[i] = next.x[i];
-            grad_held[i] = next.grad[i];
-            let column = comptime!(i as u32 * team.units) + UNIT_POS_X;
-            if adds && within(column, columns, team) {
-                residual_held[i] = residual[(row * residual_stride + column) as usize];
+        for i in 0..team.count {
+            let column = i * team.units + UNIT_POS_X;
+            if within(column, columns, team) {
+                x_held[i as usize] = x[(row * stride + column) as usize];
+                grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
             }
         }
+        let scale = inverse[row as usize];
         let mut centre = 0.0f32;
         if layer {
-            centre = next.centre[0usize];
-        }
-        let scale = next.scale[0usize];
-        if step + 1 < steps {
-            read_row::<F, N>(
-                grad,
-                x,
-                mean,
-                inverse,
-                &mut next,
-                min(own + team.rows, rows - 1),
-                columns,
-                stride,
-                grad_stride,
-                team,
-                layer,
-            );
+            centre = mean[row as usize];
         }
         let mut along = Vector::<f32, N>::new(0.0);
         let mut across = Vector::<f32, N>::new(0.0);
@@ -346,7 +302,7 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
                     let scaled = grad * Vector::cast_from(gamma[column as usize]);
                     let mut value = (scaled - normed * Vector::new(along) - Vector::new(shift)) * Vector::new(scale);
                     if adds {
-                        value += Vector::cast_from(residual_held[i as usize]);
+                        value += Vector::cast_from(residual[(row * residual_stride + column) as usize]);
                     }
                     d_x[(row * columns + column) as usize] = Vector::cast_from(value);
                     d_gamma[i as usize] += grad * normed;
@@ -396,44 +352,6 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
                 }
             }
         }
-    }
-}
-
-/// What a team holds of a row in the backward pass: of `x` and its output's gradient, and the row's statistics.
-#[derive(CubeType)]
-struct Held<F: Float, N: Size> {
-    x: Array<Vector<F, N>>,
-    grad: Array<Vector<F, N>>,
-    centre: Array<f32>,
-    scale: Array<f32>,
-}
-
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn read_row<F: Float, N: Size>(
-    grad: &Array<Vector<F, N>>,
-    x: &Array<Vector<F, N>>,
-    mean: &Array<f32>,
-    inverse: &Array<f32>,
-    held: &mut Held<F, N>,
-    row: u32,
-    columns: u32,
-    stride: u32,
-    grad_stride: u32,
-    #[comptime] team: Team,
-    #[comptime] layer: bool,
-) {
-    #[unroll]
-    for i in 0..comptime!(team.count as usize) {
-        let column = comptime!(i as u32 * team.units) + UNIT_POS_X;
-        if within(column, columns, team) {
-            held.x[i] = x[(row * stride + column) as usize];
-            held.grad[i] = grad[(row * grad_stride + column) as usize];
-        }
-    }
-    held.scale[0usize] = inverse[row as usize];
-    if layer {
-        held.centre[0usize] = mean[row as usize];
     }
 }
 
