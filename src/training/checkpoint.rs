@@ -131,7 +131,7 @@ impl RunFolder {
         let (beside, place) = (self.training().join(format!("{name}.partial")), self.training().join(&name));
         let written = self.write(&beside, trainer, state).and_then(|()| {
             if place.exists() {
-                fs::remove_dir_all(&place).map_err(Failure::io(&place))?;
+                remove(&place)?;
             }
             fs::rename(&beside, &place).map_err(Failure::io(&place))?;
             sync(&self.training())
@@ -151,7 +151,7 @@ impl RunFolder {
         let checkpoints = self.checkpoints();
         let surplus = checkpoints.len().saturating_sub(state.recipe.training.checkpoints_kept);
         for (_, old) in &checkpoints[..surplus] {
-            fs::remove_dir_all(old).map_err(Failure::io(old))?;
+            remove(old)?;
         }
         Ok(place)
     }
@@ -273,6 +273,13 @@ impl RunFolder {
         let beside = self.path.join("metrics.partial");
         fs::write(&beside, kept).and_then(|()| fs::rename(&beside, &file)).map_err(Failure::io(&file))
     }
+}
+
+/// Removes a checkpoint, at no moment of which there is one that lacks some of its files.
+fn remove(checkpoint: &Path) -> Result<(), Failure> {
+    let going = checkpoint.with_extension("old.partial");
+    fs::rename(checkpoint, &going).map_err(Failure::io(checkpoint))?;
+    fs::remove_dir_all(&going).map_err(Failure::io(&going))
 }
 
 fn damaged(file: &Path, reason: &str) -> Failure {
