@@ -33,8 +33,8 @@ const GROUP: usize = 8;
 const CHUNK: usize = 32;
 /// The most groups of outputs of a cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
-/// Sixteen-byte reads of the weight that a lane has under way at a time, of `x`, and of the weight where the cubes are few
-/// and the rows up to eight: then there are registers for more.
+/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the rows
+/// up to eight, since then there are registers for more, and of `x`.
 const READS: usize = 8;
 const MORE_READS: usize = 12;
 const X_READS: usize = 16;
