@@ -66,6 +66,53 @@ pub(crate) fn cast<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor
     if x.dtype == dtype { x } else { burn_cubecl::kernel::cast(x, dtype) }
 }
 
+/// A matrix in `dtype`, with zeros behind its rows until there are `n_rows`.
+pub(crate) fn cast_padded<R: CubeRuntime>(x: CubeTensor<R>, n_rows: usize, dtype: DType) -> CubeTensor<R> {
+    let [own_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
+    if own_rows == n_rows {
+        return cast(x, dtype);
+    }
+    let x = contiguous(x);
+    let out = empty(&x, [n_rows, columns], dtype);
+    let vector = vector_width(&[&x, &out], &[columns]);
+    let units = n_rows * columns / vector;
+    // SAFETY: each unit below `units` writes its own vector, and reads the same one where the matrix has it.
+    unsafe {
+        cast_padded_kernel::launch_unchecked(
+            &x.client,
+            grid(units.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(&x),
+            array(&out),
+            (own_rows * columns / vector) as u32,
+            units as u32,
+            x.dtype.into(),
+            dtype.into(),
+        );
+    }
+    out
+}
+
+#[cube(launch_unchecked)]
+fn cast_padded_kernel<F: Float, O: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<Vector<O, N>>,
+    there: u32,
+    units: u32,
+    #[define(F)] _dtype: StorageType,
+    #[define(O)] _out_dtype: StorageType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < units {
+        let mut value = Vector::<O, N>::cast_from(0.0f32);
+        if at < there {
+            value = Vector::cast_from(x[at as usize]);
+        }
+        out[at as usize] = value;
+    }
+}
+
 /// The sum of `[pieces, m, n]` over its pieces, in their order, as `[m, n]` f32.
 pub(crate) fn sum_pieces<R: CubeRuntime>(x: CubeTensor<R>, shape: [usize; 2]) -> CubeTensor<R> {
     let out = empty(&x, shape, DType::F32);

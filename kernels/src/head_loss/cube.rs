@@ -10,15 +10,19 @@ use cubecl::prelude::*;
 use super::{HeadLossOptions, HeadLossOutput};
 use crate::autodiff::{float, primitive};
 use crate::cube::product::product;
-use crate::cube::{array, contiguous, empty, grid, rows};
+use crate::cube::{array, cast_padded, contiguous, empty, grid, rows};
 use crate::linear::cube::transposed;
-use crate::softmax::cube::{Passes, Weights, exponential, first_pass, read_again};
+use crate::softmax::cube::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use crate::team::{Team, row_vector, team_sum};
 
 /// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
 const LOGITS: [u64; 2] = [1 << 30, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
 const ROWS: usize = 128;
+/// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
+const TILE: usize = 128;
+const TILES: usize = 1024;
+const VECTOR: usize = 8;
 
 pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement>(
     hidden: Tensor<CubeBackend<R, F, I, BT>, 2>,
@@ -27,15 +31,21 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     options: HeadLossOptions,
     gradients: bool,
 ) -> HeadLossOutput<CubeBackend<R, F, I, BT>> {
-    let [n_rows, _] = hidden.dims();
+    let [n_rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
-    let dtype = hidden.dtype();
+    let (dtype, device) = (hidden.dtype(), hidden.device());
     let stored = weight.dtype();
-    let weight = weight.cast(dtype);
+    // Rows of logits that are whole vectors and tiles are worth it: products cannot use what is fastest otherwise. The
+    // weight is copied to another dtype anyway.
+    let padded = match dtype.size() {
+        2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
+        _ => vocabulary,
+    };
+    let words = cast_padded(primitive(weight), padded, dtype);
     let targets = contiguous(targets.into_primitive());
     let chunk = match options.chunk {
         Some(chunk) => chunk,
-        None => default_chunk(&targets, n_rows, vocabulary * dtype.size()),
+        None => default_chunk(&targets, n_rows, padded * dtype.size()),
     };
     let chunk = chunk.clamp(1, n_rows.max(1));
 
@@ -46,11 +56,12 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     for start in (0..n_rows).step_by(chunk) {
         let size = chunk.min(n_rows - start);
         let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
-        let (input, words) = (primitive(hidden), primitive(weight.clone()));
+        let input = primitive(hidden);
         let logits = product(input.clone(), transposed(words.clone()), dtype);
-        let d_logits = loss_of_rows(logits, &targets, share.as_ref(), &nats, start, options.label_smoothing);
+        let d_logits =
+            loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
         if gradients {
-            d_hidden.push(float(product(d_logits.clone(), words, dtype)));
+            d_hidden.push(float(product(d_logits.clone(), words.clone(), dtype)));
             let part = float(product(transposed(d_logits), input, DType::F32));
             d_weight = Some(match d_weight {
                 Some(sum) => sum + part,
@@ -60,7 +71,8 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     }
     let loss = float(mean(&nats, &targets, options.weight));
     let gradients = gradients.then(|| {
-        let d_weight = d_weight.unwrap_or_else(|| weight.zeros_like()).cast(stored);
+        let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)));
+        let d_weight = d_weight.narrow(0, 0, vocabulary).cast(stored);
         let d_hidden = match d_hidden.len() {
             0 => hidden,
             1 => d_hidden.remove(0),
@@ -79,10 +91,11 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
 }
 
-/// The losses of the rows of `logits`, which belong to the targets from `start` on, into `nats`; with `share`, one over
+/// The losses of the rows of `logits`, the first `vocabulary` columns, which belong to the targets from `start` on, into `nats`; with `share`, one over
 /// the number of targets that count, also their gradient in the place of `logits`.
 fn loss_of_rows<R: CubeRuntime>(
     logits: CubeTensor<R>,
+    vocabulary: usize,
     targets: &CubeTensor<R>,
     share: Option<&CubeTensor<R>>,
     nats: &CubeTensor<R>,
@@ -90,13 +103,13 @@ fn loss_of_rows<R: CubeRuntime>(
     smoothing: f64,
 ) -> CubeTensor<R> {
     let (mut logits, mut stride) = rows(logits);
-    let [n_rows, vocabulary] = [logits.meta.shape()[0], logits.meta.shape()[1]];
+    let [n_rows, padded] = [logits.meta.shape()[0], logits.meta.shape()[1]];
     if share.is_some() && !logits.can_mut() {
         logits = logits.copy();
         (logits, stride) = rows(logits);
     }
-    let vector = row_vector(&[&logits], &[vocabulary, stride]);
-    let passes = Passes::new(&logits, vocabulary / vector, vector);
+    let vector = row_vector(&[&logits], &[padded, stride]);
+    let passes = Passes::new(&logits, vocabulary, vector);
     // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width, one target and one
     // loss for each row; no other tensor lies where `logits` do.
     unsafe {
@@ -111,7 +124,8 @@ fn loss_of_rows<R: CubeRuntime>(
             array(nats),
             start as u32,
             n_rows as u32,
-            (vocabulary / vector) as u32,
+            vocabulary.div_ceil(vector) as u32,
+            vocabulary as u32,
             (stride / vector) as u32,
             (1.0 - smoothing) as f32,
             (smoothing / vocabulary as f64) as f32,
@@ -170,6 +184,7 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     first: u32,
     rows: u32,
     columns: u32,
+    vocabulary: u32,
     stride: u32,
     target_weight: f32,
     weight: f32,
@@ -190,7 +205,7 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
     let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let weights = Weights { target, target_weight, weight, all: smooth, any: true };
-    let found = first_pass::<F, N>(logits, start, columns, &mut held, &mut kept, weights, passes);
+    let found = first_pass::<F, N>(logits, start, columns, vocabulary, &mut held, &mut kept, weights, passes);
     if own < rows && UNIT_POS_X == 0 {
         nats[(first + row) as usize] = select(counts, found.max + found.sum.ln() - found.weighed, 0.0f32);
     }
@@ -217,6 +232,7 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
                                 value[lane] -= select(hit, target_weight * share, 0.0f32);
                             }
                         }
+                        let value = within_row::<N>(value, column, vocabulary, 0.0f32, passes.padded);
                         logits[(start + column) as usize] = Vector::cast_from(value);
                     }
                 }

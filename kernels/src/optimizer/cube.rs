@@ -19,7 +19,7 @@ const MAX_GROUP: usize = 32;
 /// Vectors of a parameter that a unit updates.
 const UPDATES: u32 = 2;
 /// Vectors of a gradient that a unit squares and sums.
-const SQUARES: u32 = 16;
+const SQUARES: u32 = 8;
 
 /// A parameter's buffers.
 struct Parameter<R: CubeRuntime> {
@@ -240,14 +240,24 @@ fn squares_kernel<N: Size>(
     offset: u32,
 ) {
     let cube = CUBE_POS as u32;
-    let mut sums = Vector::<f32, N>::new(0.0);
+    let mut gradient = Array::<Vector<f32, N>>::new(SQUARES as usize);
+    #[unroll]
+    for at in 0..comptime!(SQUARES as usize) {
+        gradient[at] = Vector::new(0.0);
+    }
+    // Loads alone are there once for each parameter.
     #[unroll]
     for parameter in 0..gradients.len() {
         let start = starts[parameter];
         if cube >= start && cube < starts[comptime!(parameter + 1)] {
-            let first = (cube - start) * comptime!(SQUARES * UNITS) + UNIT_POS;
-            sums = sum_of_squares::<N>(gradients.index(parameter), first, lengths[parameter]);
+            let begin = (cube - start) * comptime!(SQUARES * UNITS) + UNIT_POS;
+            load::<N>(gradients.index(parameter), &mut gradient, begin, lengths[parameter], SQUARES);
         }
+    }
+    let mut sums = Vector::<f32, N>::new(0.0);
+    #[unroll]
+    for at in 0..comptime!(SQUARES as usize) {
+        sums += gradient[at] * gradient[at];
     }
     let mut sum = 0.0f32;
     #[unroll]
@@ -258,28 +268,6 @@ fn squares_kernel<N: Size>(
     if UNIT_POS == 0 && cube < starts[gradients.len()] {
         partials[(offset + cube) as usize] = sum;
     }
-}
-
-/// Over a unit's vectors of a piece.
-#[cube]
-fn sum_of_squares<N: Size>(gradient: &Array<Vector<f32, N>>, first: u32, length: u32) -> Vector<f32, N> {
-    let mut sums = Vector::<f32, N>::new(0.0);
-    if first + comptime!((SQUARES - 1) * UNITS) < length {
-        #[unroll]
-        for at in 0..SQUARES {
-            let gradient = gradient[(first + at * UNITS) as usize];
-            sums += gradient * gradient;
-        }
-    } else {
-        for at in 0..SQUARES {
-            let at = first + at * UNITS;
-            if at < length {
-                let gradient = gradient[at as usize];
-                sums += gradient * gradient;
-            }
-        }
-    }
-    sums
 }
 
 /// The sum over a cube's units, in the same order always; right in the first unit.
@@ -351,10 +339,10 @@ fn update_kernel<N: Size>(
             keep = kept[parameter];
             begin = (cube - start) * comptime!(UPDATES * UNITS) + UNIT_POS;
             length = lengths[parameter];
-            load::<N>(gradients.index(parameter), &mut gradient, begin, length);
-            load::<N>(values.index(parameter), &mut value, begin, length);
-            load::<N>(first_moments.index(parameter), &mut first, begin, length);
-            load::<N>(second_moments.index(parameter), &mut second, begin, length);
+            load::<N>(gradients.index(parameter), &mut gradient, begin, length, UPDATES);
+            load::<N>(values.index(parameter), &mut value, begin, length, UPDATES);
+            load::<N>(first_moments.index(parameter), &mut first, begin, length, UPDATES);
+            load::<N>(second_moments.index(parameter), &mut second, begin, length, UPDATES);
         }
     }
     let clip = Vector::<f32, N>::new(clip[0]);
@@ -379,9 +367,15 @@ fn update_kernel<N: Size>(
 }
 
 #[cube]
-fn load<N: Size>(from: &Array<Vector<f32, N>>, to: &mut Array<Vector<f32, N>>, begin: u32, length: u32) {
+fn load<N: Size>(
+    from: &Array<Vector<f32, N>>,
+    to: &mut Array<Vector<f32, N>>,
+    begin: u32,
+    length: u32,
+    #[comptime] count: u32,
+) {
     #[unroll]
-    for at in 0..UPDATES {
+    for at in 0..count {
         let from_at = begin + at * UNITS;
         if from_at < length {
             to[at as usize] = from[from_at as usize];

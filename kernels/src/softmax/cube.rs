@@ -11,9 +11,11 @@ use crate::team::{Team, lanes_max, lanes_sum, row_vector, team_max, team_sum, wi
 /// Elements of a row that a unit holds where the whole row stays in registers.
 const HELD: usize = 32;
 /// Bytes of a row that a unit holds at a time where it does not.
-const BLOCK: usize = 64;
+const BLOCK: usize = 32;
 /// Units of a team: with more, too few cubes share a processor to read while others compute.
 const UNITS: u32 = 512;
+/// Cubes that share a processor, and its memory.
+const CUBES: usize = 3;
 /// Devices with less shared memory than this do not keep rows in it.
 const SHARED: usize = 96 << 10;
 
@@ -29,28 +31,31 @@ pub(crate) struct Passes {
     pub(crate) shared: u32,
     /// Whether the device has a faster exponential, good to some units in the last place.
     pub(crate) fast: bool,
+    /// Whether the last vector has lanes beyond the row's end.
+    pub(crate) padded: bool,
 }
 
 impl Passes {
-    /// The passes over rows of `x`, of `vectors` of `width` elements each.
-    pub(crate) fn new<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, width: usize) -> Self {
+    /// The passes over rows of `x`, of `columns` elements in vectors of `width`.
+    pub(crate) fn new<R: CubeRuntime>(x: &CubeTensor<R>, columns: usize, width: usize) -> Self {
+        let vectors = columns.div_ceil(width);
+        let padded = !columns.is_multiple_of(width);
         // Only CUDA has one that is right for infinities.
         let fast = R::name(&x.client) == "cuda";
         let most = HELD / width;
         let team = Team::new(&x.client, vectors, most, UNITS);
         if team.count as usize <= most {
-            return Self { team, blocks: 1, kept: 0, shared: 0, fast };
+            return Self { team, blocks: 1, kept: 0, shared: 0, fast, padded };
         }
         let blocks = team.count.div_ceil((BLOCK / x.dtype.size() / width) as u32);
         let count = team.count.div_ceil(blocks);
         let block = count * team.units;
         let team = Team { count, exact: vectors == (blocks * block) as usize, ..team };
         let memory = x.client.properties().hardware.max_shared_memory_size;
-        // Two cubes share a processor.
-        let room = if memory >= SHARED { (memory / 2 - 4096) / (width * x.dtype.size()) } else { 0 };
+        let room = if memory >= SHARED { (memory / CUBES - 4096) / (width * x.dtype.size()) } else { 0 };
         let kept = if vectors <= room { blocks } else { (room as u32) / block };
         let shared = (kept * block).min(vectors as u32);
-        Self { team, blocks, kept, shared, fast }
+        Self { team, blocks, kept, shared, fast, padded }
     }
 }
 
@@ -60,7 +65,7 @@ pub(crate) fn softmax<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [n_rows, columns], x.dtype);
     let vector = row_vector(&[&x, &out], &[columns, stride]);
-    let passes = Passes::new(&x, columns / vector, vector);
+    let passes = Passes::new(&x, columns, vector);
     // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
     unsafe {
         softmax_kernel::launch_unchecked(
@@ -87,7 +92,7 @@ pub(crate) fn softmax_backward<R: CubeRuntime>(grad: CubeTensor<R>, output: Cube
     let [n_rows, columns] = [output.meta.shape()[0], output.meta.shape()[1]];
     let d_x = empty(&output, [n_rows, columns], output.dtype);
     let vector = row_vector(&[&output, &grad, &d_x], &[columns, stride, grad_stride]);
-    let passes = Passes::new(&output, columns / vector, vector);
+    let passes = Passes::new(&output, columns, vector);
     // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
     unsafe {
         softmax_backward_kernel::launch_unchecked(
@@ -134,14 +139,15 @@ pub(crate) struct Weights {
     pub(crate) any: bool,
 }
 
-/// The first pass over the row that begins at `start`. A row of one block is in `held` afterwards, the first blocks of
-/// a longer one in `kept`.
+/// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
+/// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end are zeros.
 #[cube]
-#[allow(clippy::collapsible_if)]
+#[allow(clippy::collapsible_if, clippy::too_many_arguments)]
 pub(crate) fn first_pass<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,
     columns: u32,
+    length: u32,
     held: &mut Array<Vector<F, N>>,
     kept: &mut SharedMemory<Vector<F, N>>,
     weights: Weights,
@@ -160,7 +166,8 @@ pub(crate) fn first_pass<F: Float, N: Size>(
             if within(column, columns, team) {
                 let value = x[(start + column) as usize];
                 held[i as usize] = value;
-                largest = cubecl::prelude::max(largest, Vector::cast_from(value));
+                let value = within_row::<N>(Vector::cast_from(value), column, length, f32::min_value(), passes.padded);
+                largest = cubecl::prelude::max(largest, value);
             }
         }
         if comptime!(passes.kept > 0) {
@@ -181,7 +188,8 @@ pub(crate) fn first_pass<F: Float, N: Size>(
             let column = first + i * team.units;
             if within(column, columns, team) {
                 let value = Vector::<f32, N>::cast_from(held[i as usize]);
-                sums += exponential::<N>(value - Vector::new(new_max), passes.fast);
+                let weight = exponential::<N>(value - Vector::new(new_max), passes.fast);
+                sums += within_row::<N>(weight, column, length, 0.0f32, passes.padded);
                 if weights.any {
                     if weights.all {
                         weighed += lanes_sum::<N>(value) * weights.weight;
@@ -239,6 +247,28 @@ fn fast_exponential<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     x.exp()
 }
 
+/// The vector with `other` in the lanes beyond the row's end.
+#[cube]
+pub(crate) fn within_row<N: Size>(
+    value: Vector<f32, N>,
+    column: u32,
+    length: u32,
+    other: f32,
+    #[comptime] padded: bool,
+) -> Vector<f32, N> {
+    let mut value = value;
+    if comptime!(padded) {
+        let first = column * N::value() as u32;
+        if first + N::value() as u32 > length {
+            #[unroll]
+            for lane in 0..N::value() {
+                value[lane] = select(first + (lane as u32) < length, value[lane], other);
+            }
+        }
+    }
+    value
+}
+
 /// The element at `lane`.
 #[cube]
 fn lane_of<N: Size>(vector: Vector<f32, N>, lane: u32) -> f32 {
@@ -268,7 +298,7 @@ fn softmax_kernel<F: Float, N: Size>(
     let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
     let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let none = Weights { target: 0, target_weight: 0.0, weight: 0.0, all: false, any: false };
-    let found = first_pass::<F, N>(x, start, columns, &mut held, &mut kept, none, passes);
+    let found = first_pass::<F, N>(x, start, columns, columns * N::value() as u32, &mut held, &mut kept, none, passes);
     let scale = 1.0f32 / found.sum;
     if own < rows {
         for block in 0..passes.blocks {
