@@ -7,6 +7,7 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::Ops;
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive};
 
 use crate::activation::{self, Activation};
@@ -26,6 +27,10 @@ use crate::{Backend, RandomKey};
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
     fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
         B::probe(device)
+    }
+
+    fn finish_uploads(device: &Self::Device) -> Result<(), ExecutionError> {
+        B::finish_uploads(device)
     }
 
     fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {

@@ -1,5 +1,6 @@
 //! The trait that the model is written against.
 
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::activation::{self, Activation};
@@ -32,6 +33,11 @@ pub trait Backend: burn::tensor::backend::Backend {
     /// known.
     fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
         None
+    }
+
+    /// Waits until the device has what was uploaded to it, and lets go of what the host still holds of that.
+    fn finish_uploads(device: &Self::Device) -> Result<(), ExecutionError> {
+        Self::sync(device)
     }
 
     /// Body of [`reshape`](crate::reshape).

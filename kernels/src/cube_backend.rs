@@ -1,6 +1,7 @@
 //! [`Backend`] for CubeCL's runtimes, CUDA and WGPU: kernels written once. The bodies stand beside their operations,
 //! in `cube.rs`.
 
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
@@ -48,6 +49,15 @@ where
     fn probe(device: &Self::Device) -> Option<Box<dyn crate::recorder::Probe>> {
         let cuda = R::name(&R::client(device)) == "cuda";
         cuda.then(|| Box::new(crate::recorder::cupti::CuptiProbe::<R>::new(device)) as _)
+    }
+
+    fn finish_uploads(device: &Self::Device) -> Result<(), ExecutionError> {
+        let client = R::client(device);
+        // The runtime holds what it uploads until the second flush behind it, and launches alone flush by themselves.
+        for _ in 0..2 {
+            client.flush().map_err(|error| ExecutionError::WithContext { reason: error.to_string() })?;
+        }
+        <Self as burn::tensor::backend::Backend>::sync(device)
     }
 
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {

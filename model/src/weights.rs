@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{DType, Element, Float, FloatDType, Tensor, TensorData};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorView};
@@ -70,9 +71,11 @@ pub enum WeightsError {
     },
 }
 
-/// Bytes of uploads under way until they are waited for: a device that is slower than the files would have all of them
-/// wait in memory.
-const UNDER_WAY: u64 = 64 << 20;
+impl From<ExecutionError> for WeightsError {
+    fn from(error: ExecutionError) -> Self {
+        Self::Device { reason: error.to_string() }
+    }
+}
 
 /// What matrices are loaded as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,8 +177,7 @@ impl ModelFolder {
             progress(done, total);
         };
         let (path, bytes) = (Vec::new(), HashMap::new());
-        let reader =
-            Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, under_way: 0, failure: None };
+        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -315,8 +317,6 @@ struct Reader<'a, B: Backend> {
     path: Vec<String>,
     /// Matrices that are bytes, by their paths.
     bytes: HashMap<String, Int8Weight<B>>,
-    /// Bytes of the uploads that may be under way.
-    under_way: u64,
     failure: Option<WeightsError>,
 }
 
@@ -354,51 +354,44 @@ impl<B: Backend> Reader<'_, B> {
         device: &B::Device,
     ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
         let all = |dtype: Dtype| parts.iter().all(|part| part.stored.dtype == dtype);
-        // As it is stored, which is half the memory.
-        let data = match () {
-            () if all(Dtype::BF16) => self.read_as(parts, &shape, bf16::ZERO)?,
-            () if all(Dtype::F16) => self.read_as(parts, &shape, f16::ZERO)?,
-            () => self.read_as(parts, &shape, 0f32)?,
-        };
-        let own = |row: usize| row * shape[1]..(row + 1) * shape[1];
-        let bytes = match (data.as_slice::<bf16>(), data.as_slice::<f16>(), data.as_slice::<f32>()) {
-            (Ok(values), ..) => Int8Weight::quantize_rows(shape, device, |row, out| {
-                out.iter_mut().zip(&values[own(row)]).for_each(|(out, value)| *out = value.to_f32());
-            }),
-            (_, Ok(values), _) => Int8Weight::quantize_rows(shape, device, |row, out| {
-                out.iter_mut().zip(&values[own(row)]).for_each(|(out, value)| *out = value.to_f32());
-            }),
-            (.., Ok(values)) => Int8Weight::quantize(values, shape, device),
-            _ => None,
-        };
-        Ok(bytes.ok_or_else(|| data.convert::<f32>()))
+        // As it is stored, which may be half the memory.
+        if all(Dtype::BF16) {
+            return self.quantized(parts, shape, bf16::ZERO, device);
+        }
+        if all(Dtype::F16) {
+            return self.quantized(parts, shape, f16::ZERO, device);
+        }
+        self.quantized(parts, shape, 0f32, device)
     }
 
-    /// Waits for the uploads under way, `bytes` more of them now, if they are many.
-    fn uploaded(&mut self, bytes: u64, device: &B::Device) {
-        self.under_way += bytes;
-        if self.under_way >= UNDER_WAY {
-            self.under_way = 0;
-            if let Err(error) = B::sync(device) {
-                self.failure = Some(WeightsError::Device { reason: format!("{error:?}") });
-            }
-        }
+    fn quantized<T: Stored + Element>(
+        &mut self,
+        parts: &[Part],
+        shape: [usize; 2],
+        zero: T,
+        device: &B::Device,
+    ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
+        let values = self.values(parts, &shape, zero)?;
+        let bytes = Int8Weight::quantize_rows(shape, device, |row, out| {
+            let row = &values[row * shape[1]..][..shape[1]];
+            out.iter_mut().zip(row).for_each(|(out, value)| *out = value.elem());
+        })?;
+        Ok(bytes.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
     }
 
     fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
-        match self.dtype {
-            MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO),
-            MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO),
-            _ => self.read_as(parts, shape, 0f32),
-        }
+        Ok(match self.dtype {
+            MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => {
+                TensorData::new(self.values(parts, shape, f16::ZERO)?, shape)
+            }
+            MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => {
+                TensorData::new(self.values(parts, shape, bf16::ZERO)?, shape)
+            }
+            _ => TensorData::new(self.values(parts, shape, 0f32)?, shape),
+        })
     }
 
-    fn read_as<T: Stored + Element>(
-        &mut self,
-        parts: &[Part],
-        shape: &[usize],
-        zero: T,
-    ) -> Result<TensorData, WeightsError> {
+    fn values<T: Stored>(&mut self, parts: &[Part], shape: &[usize], zero: T) -> Result<Vec<T>, WeightsError> {
         let mut values = vec![zero; shape.iter().product()];
         let mut rest = &mut values[..];
         for Part { stored, transposed } in parts {
@@ -406,7 +399,7 @@ impl<B: Backend> Reader<'_, B> {
             self.files.read(stored, *transposed, own, self.progress)?;
             rest = behind;
         }
-        Ok(TensorData::new(values, shape.to_vec()))
+        Ok(values)
     }
 }
 
@@ -419,7 +412,6 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             (true, &[rows, columns]) => match self.read_bytes(&parts, [rows, columns], &device) {
                 Ok(Ok(bytes)) => {
                     self.bytes.insert(self.path.join("."), bytes);
-                    self.uploaded((rows * columns) as u64, &device);
                     return param;
                 }
                 Ok(Err(floats)) => Ok(floats),
@@ -427,13 +419,8 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             },
             (_, shape) => self.read(&parts, shape),
         };
-        match read {
-            Ok(data) => {
-                let bytes = data.bytes.len() as u64;
-                let param = param.transform_for_load(upload::<B, Float>(data, &device).reshape(shape), id);
-                self.uploaded(bytes, &device);
-                param
-            }
+        match read.and_then(|data| Ok(upload::<B, Float>(data, &device)?)) {
+            Ok(values) => param.transform_for_load(values.reshape(shape), id),
             Err(failure) => {
                 self.failure = Some(failure);
                 param

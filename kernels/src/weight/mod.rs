@@ -7,7 +7,8 @@ pub(crate) mod ndarray;
 pub(crate) mod reference;
 
 use burn::module::Module;
-use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::backend::ExecutionError;
+use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorData};
 
 use crate::Backend;
 use crate::recorder::{self, Operand};
@@ -71,22 +72,28 @@ pub struct Int8Weight<B: burn::tensor::backend::Backend> {
 impl<B: Backend> Int8Weight<B> {
     /// The nearest bytes to `values` `[d_output, d_input]`, or nothing where `d_input` is no multiple of four.
     ///
+    /// # Errors
+    /// If the device fails.
+    ///
     /// # Panics
     /// If there are not as many values as the shape says.
-    pub fn quantize(values: &[f32], shape: [usize; 2], device: &B::Device) -> Option<Self> {
+    pub fn quantize(values: &[f32], shape: [usize; 2], device: &B::Device) -> Result<Option<Self>, ExecutionError> {
         let [d_output, d_input] = shape;
         assert_eq!(values.len(), d_output * d_input, "as many values as the shape says");
         Self::quantize_rows(shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
     }
 
     /// [`quantize`](Self::quantize) of rows that `read` puts where it is told to, one after the other.
+    ///
+    /// # Errors
+    /// If the device fails.
     pub fn quantize_rows(
         [d_output, d_input]: [usize; 2],
         device: &B::Device,
         mut read: impl FnMut(usize, &mut [f32]),
-    ) -> Option<Self> {
+    ) -> Result<Option<Self>, ExecutionError> {
         if d_input == 0 || !d_input.is_multiple_of(PACKED) {
-            return None;
+            return Ok(None);
         }
         let mut packed = Vec::with_capacity(d_output * d_input / PACKED);
         let mut scales = Vec::with_capacity(d_output);
@@ -103,31 +110,37 @@ impl<B: Backend> Int8Weight<B> {
         }
         // In one row: some devices leave gaps between the rows of a matrix.
         let size = packed.len();
-        let packed = upload::<B, Int>(TensorData::new(packed, [size]), device);
-        Some(Self {
-            packed: packed.reshape([d_output, d_input / PACKED]),
-            scales: Tensor::from_data(TensorData::new(scales, [d_output]), (device, DType::F32)),
-        })
+        let packed = upload::<B, Int>(TensorData::new(packed, [size]), device)?.reshape([d_output, d_input / PACKED]);
+        let scales = upload(TensorData::new(scales, [d_output]), device)?;
+        Ok(Some(Self { packed, scales }))
     }
 }
 
-/// Bytes of an upload that waits in the host's memory.
+/// Bytes that are uploaded together.
 const PIECE: usize = 32 << 20;
 
-/// The elements of `data` on the device, in one row of its dtype, as few of them at a time that no more than `data` and
-/// some megabytes lie in the host's memory. That the device failed shows when it is waited for next.
-pub fn upload<B: Backend, K: BasicOps<B>>(data: TensorData, device: &B::Device) -> Tensor<B, 1, K> {
+/// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the host
+/// holds no more than `data` and some megabytes until then.
+///
+/// # Errors
+/// If the device fails.
+pub fn upload<B: Backend, K: BasicOps<B>>(
+    data: TensorData,
+    device: &B::Device,
+) -> Result<Tensor<B, 1, K>, ExecutionError> {
     let (size, dtype) = (data.shape.iter().product::<usize>(), data.dtype);
     let each = PIECE / dtype.size();
     if size <= each {
-        return Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
+        let all = Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
+        B::finish_uploads(device)?;
+        return Ok(all);
     }
     let mut all = Tensor::<B, 1, K>::empty([size], (device, dtype));
     for (at, bytes) in data.bytes.chunks(each * dtype.size()).enumerate() {
         let (first, count) = (at * each, bytes.len() / dtype.size());
         let piece = TensorData::from_bytes_vec(bytes.to_vec(), [count], dtype);
         all = all.slice_assign(first..first + count, Tensor::from_data(piece, (device, dtype)));
-        let _ = B::sync(device);
+        B::finish_uploads(device)?;
     }
-    all
+    Ok(all)
 }
