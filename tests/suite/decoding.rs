@@ -175,8 +175,8 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
                 assert_eq!(report.total.allocations, Some(0), "{report}");
                 // Each tensor that is read is waited for; the device as a whole never is.
                 assert!(report.total.synchronisations.is_some_and(|waits| waits <= 8), "{report}");
-                // Five kernels a layer, and what stands around the layers.
-                assert!(report.total.launches.is_some_and(|launches| launches <= 8 * (4 * 7 + 6)), "{report}");
+                // Seven kernels a layer in f32, where norms have their own, and what stands around the layers.
+                assert!(report.total.launches.is_some_and(|launches| launches <= 8 * (4 * 7 + 7)), "{report}");
             }
         }
     }

@@ -19,6 +19,8 @@ const TILE: u32 = 2 * UNITS;
 const MAX_DIGIT_BITS: u32 = TILE.trailing_zeros();
 /// Rows of one token that are left to the units of one set of columns.
 const FEW_ROWS: u32 = 16;
+/// Tokens, the rows of each of which are left to cubes of its own.
+const FEW_TOKENS: usize = 1024;
 /// Rows that a unit loads at once.
 const LOADS: u32 = 8;
 /// Vectors that a unit looks up, all of them before it writes the first.
@@ -80,24 +82,14 @@ pub(crate) fn embed_backward<R: CubeRuntime>(
         return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), dtype);
     }
     let (sorted, order) = sort(contiguous(tokens), vocabulary);
-    let starts = empty(&grad, [vocabulary + 1], DType::U32);
-    // SAFETY: each unit up to `vocabulary` writes its own element.
-    unsafe {
-        starts_kernel::launch_unchecked(
-            &grad.client,
-            grid((vocabulary + 1).div_ceil(UNITS as usize)),
-            CubeDim::new_1d(UNITS),
-            array(&sorted),
-            array(&starts),
-            n_rows as u32,
-            vocabulary as u32,
-        );
-    }
+    let few_tokens = vocabulary <= FEW_TOKENS;
+    let starts = if few_tokens { sorted } else { starts_of(sorted, vocabulary) };
     let out = empty(&grad, [vocabulary, d_model], dtype);
     let vector = vector_width(&[&grad, &out], &[d_model, stride]);
     let columns = d_model / vector;
-    // Few tokens have many rows each: then a cube sees to one token and few columns, with many units along the rows.
-    let (tokens_each, most_across) = if vocabulary <= 1024 { (1, 16) } else { (32, 64) };
+    // Few tokens have many rows each: then a cube sees to one token and few columns, with many units along the rows, and
+    // looks for its rows itself.
+    let (tokens_each, most_across) = if few_tokens { (1, 16) } else { (32, 64) };
     let across = columns.next_power_of_two().min(most_across);
     let column_blocks = columns.div_ceil(across);
     let cubes = vocabulary.div_ceil(tokens_each as usize) * column_blocks;
@@ -124,6 +116,24 @@ pub(crate) fn embed_backward<R: CubeRuntime>(
         );
     }
     out
+}
+
+/// Where each token's rows begin among the `sorted` ones, and behind them their end.
+fn starts_of<R: CubeRuntime>(sorted: CubeTensor<R>, vocabulary: usize) -> CubeTensor<R> {
+    let starts = empty(&sorted, [vocabulary + 1], DType::U32);
+    // SAFETY: each unit up to `vocabulary` writes its own element.
+    unsafe {
+        starts_kernel::launch_unchecked(
+            &sorted.client,
+            grid((vocabulary + 1).div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&sorted),
+            array(&starts),
+            sorted.meta.num_elements() as u32,
+            vocabulary as u32,
+        );
+    }
+    starts
 }
 
 /// The tokens in order, and the rows they stand in, which stay in order under each token.
@@ -392,7 +402,7 @@ fn place_kernel<I: Int>(
 }
 
 /// A cube sees to `tokens_each` tokens and `across` vectors of columns, its units `across` columns wide and as many
-/// deep as there are left.
+/// deep as there are left. With one token a cube, `starts` are the sorted tokens.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn sum_kernel<F: Float, O: Float, N: Size>(
@@ -423,7 +433,12 @@ fn sum_kernel<F: Float, O: Float, N: Size>(
 
     let mut ends = SharedMemory::<u32>::new(comptime!(tokens_each as usize + 1));
     if UNIT_POS <= tokens_each {
-        ends[UNIT_POS as usize] = starts[min(first + UNIT_POS, vocabulary) as usize];
+        let token = min(first + UNIT_POS, vocabulary);
+        if comptime!(tokens_each == 1) {
+            ends[UNIT_POS as usize] = rows_below(starts, token, rows);
+        } else {
+            ends[UNIT_POS as usize] = starts[token as usize];
+        }
     }
     sync_cube();
 
