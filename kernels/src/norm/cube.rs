@@ -12,8 +12,9 @@ use crate::team::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, wit
 const HELD: usize = 32;
 /// Units of a cube of the backward pass, which takes many registers.
 const UNITS: u32 = 128;
-/// The most cubes of the backward pass: each writes its sums of the weights' gradients once.
-const CUBES: usize = 1024;
+/// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights' gradients
+/// once.
+const MOST_UNITS: usize = 1 << 17;
 
 /// The numbers of a norm, and its weights.
 pub(crate) struct CubeNorm<R: CubeRuntime> {
@@ -92,12 +93,12 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let mean = mean.map_or_else(|| inverse.clone(), contiguous);
     let strides = [columns, stride, grad_stride, residual_stride];
     let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
-    // The sums of the weights' gradients take two registers an element.
-    let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / vector)?;
+    let parts = 1 + usize::from(norm.beta.is_some());
+    // The sums of each weight's gradient take as many registers as a row and its gradient of half precision.
+    let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / parts / vector)?;
     let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
-    let parts = 1 + usize::from(norm.beta.is_some());
-    let steps = n_rows.div_ceil(team.rows as usize * CUBES).max(1);
+    let steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
     let pieces = n_rows.div_ceil(team.rows as usize * steps).max(1);
     let partial = empty(&x, [pieces, parts * columns], DType::F32);
     // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
