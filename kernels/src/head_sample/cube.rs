@@ -1,7 +1,7 @@
 //! Sampling in CubeCL, without a sort: words are looked at by many cubes in groups, and chosen by one cube for each row.
 //!
-//! The cut of top-k and top-p is looked for among few candidates: all words above a bound that the largest words of enough
-//! groups reach, which lie in these groups and no other. Each candidate then counts the candidates above it, and adds up
+//! The cut of top-k and top-p is looked for among few candidates: all words above a bound that enough units' largest words
+//! reach, which lie in the groups with such a word and no other. Each candidate then counts the candidates above it, and adds up
 //! their probabilities. Where the candidates are too many for the cube, or too few for the cut, the interval around it is
 //! halved over all words.
 
@@ -57,6 +57,12 @@ impl Plan {
     /// Whether the bound above which words are candidates is not known beforehand.
     fn searches(&self) -> bool {
         self.top_k || self.top_p
+    }
+
+    /// Units that look for that bound together: those of a plane, or all where there are none.
+    fn searchers(&self) -> Team {
+        let units = if self.team.plane > 1 { self.team.plane.min(self.team.units) } else { self.team.units };
+        Team { units, ..self.team }
     }
 
     /// Whether the probability of all words together is needed.
@@ -374,7 +380,7 @@ fn draw_kernel<I: Int>(
             }
             mass = team_sum(mass, team);
         }
-        let low = bound(&tops, top, numbers, plan);
+        let low = bound(best, top, numbers, plan);
 
         // The groups with a word above the bound, and then these words.
         let mut own = 0u32;
@@ -508,27 +514,37 @@ fn candidate(
     select(column < numbers.vocabulary, logit(logits, prompt, written, at, numbers, plan), NOTHING)
 }
 
-/// A bound that the words lie above which may be kept: the largest words of enough groups do, and so enough words.
+/// A bound that the words lie above which may be kept: so many units' largest words do. Every plane looks for it by itself,
+/// which takes no barriers.
 #[cube]
-fn bound(tops: &Array<f32>, top: f32, numbers: &Numbers, #[comptime] plan: Plan) -> f32 {
-    let team = comptime!(plan.team);
+fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Plan) -> f32 {
     if comptime!(plan.searches()) {
-        let wanted = if comptime!(plan.top_k) { numbers.top_k } else { comptime!(plan.team.units / 4).runtime() };
+        let searchers = comptime!(plan.searchers());
+        let each = comptime!((plan.team.units / searchers.units) as usize);
+        // As in an exchange, nobody still reads what may lie here.
+        sync_cube();
+        let mut bests = SharedMemory::<f32>::new(comptime!(plan.team.units as usize));
+        bests[UNIT_POS_X as usize] = best;
+        sync_cube();
+        let mut values = Array::<f32>::new(each);
         let mut least = top;
         #[unroll]
-        for i in 0..plan.each {
-            least = select(tops[i] > NOTHING, min(least, tops[i]), least);
+        for i in 0..each {
+            let unit = UNIT_POS_X % searchers.units + comptime!(i as u32 * searchers.units);
+            values[i] = bests[unit as usize];
+            least = select(values[i] > NOTHING, min(least, values[i]), least);
         }
-        let mut low = 0.0f32 - team_max(0.0f32 - least, team);
+        let wanted = if comptime!(plan.top_k) { numbers.top_k } else { comptime!(plan.team.units / 4).runtime() };
+        let mut low = 0.0f32 - team_max(0.0f32 - least, searchers);
         let mut high = top;
         for _ in 0..ROUGH_HALVINGS {
             let middle = (low + high) * 0.5;
             let mut above = 0.0f32;
             #[unroll]
-            for i in 0..plan.each {
-                above += select(tops[i] >= middle, 1.0f32, 0.0f32);
+            for i in 0..each {
+                above += select(values[i] >= middle, 1.0f32, 0.0f32);
             }
-            let enough = team_sum(above, team) >= f32::cast_from(wanted);
+            let enough = team_sum(above, searchers) >= f32::cast_from(wanted);
             low = select(enough, middle, low);
             high = select(enough, high, middle);
         }

@@ -74,6 +74,24 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     }
 });
 
+backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001]] {
+            let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
+            let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
+            let weight = random::<B, 2>(2, [d_output, d_input], &device);
+            let values: Vec<f32> = weight.clone().into_data().iter::<f32>().collect();
+            let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
+            let bytes = Weight::Int8(bytes.expect("the device works").expect("whole words"));
+            for weight in [Weight::from(weight.cast(dtype)), bytes] {
+                let wide = weight.clone().into_float(FloatDType::F32).cast(DType::F32);
+                let wanted = reference::linear_forward(x.clone().cast(DType::F32), wide, None);
+                assert_close(&what, &linear(x.clone(), weight, None).cast(DType::F32), &wanted, tolerance);
+            }
+        }
+    }
+});
+
 backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for [rows, d_input, d_output] in [[1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64]] {

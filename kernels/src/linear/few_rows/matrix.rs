@@ -16,6 +16,7 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
+use super::stream::{Tiles, stream};
 use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
 use crate::cube::{array, contiguous, grid, rows, vector_width};
 use crate::norm::cube::CubeNorm;
@@ -28,9 +29,9 @@ const MORE_PLANES: usize = 16;
 /// Cubes that are few.
 const FEW_CUBES: usize = 256;
 /// Outputs of a group: columns of `mma`'s result.
-const GROUP: usize = 8;
+pub(super) const GROUP: usize = 8;
 /// Columns of the inner dimension that a plane works on at a time, eight for each of a lane's four neighbours.
-const CHUNK: usize = 32;
+pub(super) const CHUNK: usize = 32;
 /// The most groups of outputs of a cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
 /// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the rows
@@ -45,9 +46,9 @@ const MULTIPROCESSORS: u32 = 128;
 /// Blocks of 16 rows times groups that the planes' sums have room for in shared memory.
 const MOST: usize = 8;
 
-type Pair = Vector<f32, Const<2>>;
-type Half<F> = Vector<F, Const<2>>;
-type Wide<F> = Vector<F, Const<8>>;
+pub(super) type Pair = Vector<f32, Const<2>>;
+pub(super) type Half<F> = Vector<F, Const<2>>;
+pub(super) type Wide<F> = Vector<F, Const<8>>;
 
 /// The shape of a cube of the matrix kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,6 +105,10 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let (x, x_stride) = rows(x);
     let weight = weight.stored();
+    let plain = norm.is_none() && ending.is_plain();
+    if let Some(tiles) = Tiles::new(&x, weight.d_output).filter(|_| plain) {
+        return stream(x, x_stride, weight, ending.dtype, tiles);
+    }
     let [n_rows, d_input] = [x.meta.shape()[0], x.meta.shape()[1]];
     let bound = bind(&x, &weight, ending);
     let (mut parts, outputs) = (bound.parts, bound.outputs);
@@ -254,7 +259,6 @@ fn matrix_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
         squares[block] = 0.0f32;
     }
 
-    let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let mut sums = Array::<Pair>::new(comptime!(2 * bands * sides));
     #[unroll]
     for i in 0..comptime!(2 * bands * sides) {
@@ -311,28 +315,7 @@ fn matrix_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
                         parts,
                     );
                 }
-                #[unroll]
-                for half in 0..2usize {
-                    let mut left = Array::<Half<F>>::new(4usize);
-                    left[0usize] = pair_of::<F>(upper, comptime!(4 * half));
-                    left[1usize] = pair_of::<F>(lower, comptime!(4 * half));
-                    left[2usize] = pair_of::<F>(upper, comptime!(4 * half + 2));
-                    left[3usize] = pair_of::<F>(lower, comptime!(4 * half + 2));
-                    #[unroll]
-                    for side in 0..sides {
-                        let eight = weights[comptime!(i * sides + side)];
-                        let mut right = Array::<Half<F>>::new(2usize);
-                        right[0usize] = pair_of::<F>(eight, comptime!(4 * half));
-                        right[1usize] = pair_of::<F>(eight, comptime!(4 * half + 2));
-                        let at = comptime!(2 * (band * sides + side));
-                        let mut sum = Array::<Pair>::new(2usize);
-                        sum[0usize] = sums[at];
-                        sum[1usize] = sums[comptime!(at + 1)];
-                        product.execute_inplace(&left, &right, &mut sum);
-                        sums[at] = sum[0usize];
-                        sums[comptime!(at + 1)] = sum[1usize];
-                    }
-                }
+                multiply::<F>(upper, lower, &weights, &mut sums, i, band, sides);
             }
         }
     }
@@ -454,8 +437,45 @@ fn fetch<F: Float, G: Float>(
     }
 }
 
+/// Adds to the sums of `[band, side]` what the chunk `i` of weights gives with 16 rows of `x`: `upper` and `lower` are
+/// eight columns of a row, and of the row eight below it.
 #[cube]
-fn planes_sum(shared: &SharedMemory<Pair>, place: u32, tile: u32, #[comptime] planes: usize) -> Pair {
+pub(super) fn multiply<F: Float>(
+    upper: Wide<F>,
+    lower: Wide<F>,
+    weights: &Array<Wide<F>>,
+    sums: &mut Array<Pair>,
+    #[comptime] i: usize,
+    #[comptime] band: usize,
+    #[comptime] sides: usize,
+) {
+    let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    #[unroll]
+    for half in 0..2usize {
+        let mut left = Array::<Half<F>>::new(4usize);
+        left[0usize] = pair_of::<F>(upper, comptime!(4 * half));
+        left[1usize] = pair_of::<F>(lower, comptime!(4 * half));
+        left[2usize] = pair_of::<F>(upper, comptime!(4 * half + 2));
+        left[3usize] = pair_of::<F>(lower, comptime!(4 * half + 2));
+        #[unroll]
+        for side in 0..sides {
+            let eight = weights[comptime!(i * sides + side)];
+            let mut right = Array::<Half<F>>::new(2usize);
+            right[0usize] = pair_of::<F>(eight, comptime!(4 * half));
+            right[1usize] = pair_of::<F>(eight, comptime!(4 * half + 2));
+            let at = comptime!(2 * (band * sides + side));
+            let mut sum = Array::<Pair>::new(2usize);
+            sum[0usize] = sums[at];
+            sum[1usize] = sums[comptime!(at + 1)];
+            product.execute_inplace(&left, &right, &mut sum);
+            sums[at] = sum[0usize];
+            sums[comptime!(at + 1)] = sum[1usize];
+        }
+    }
+}
+
+#[cube]
+pub(super) fn planes_sum(shared: &SharedMemory<Pair>, place: u32, tile: u32, #[comptime] planes: usize) -> Pair {
     let mut sum = shared[place as usize];
     #[unroll]
     for plane in 1..planes {
@@ -466,7 +486,7 @@ fn planes_sum(shared: &SharedMemory<Pair>, place: u32, tile: u32, #[comptime] pl
 
 /// Eight signed bytes.
 #[cube]
-fn eight<F: Float>(words: Vector<u32, Const<2>>) -> Wide<F> {
+pub(super) fn eight<F: Float>(words: Vector<u32, Const<2>>) -> Wide<F> {
     let mut wide = Wide::<f32>::new(0.0);
     #[unroll]
     for i in 0..2usize {

@@ -18,6 +18,7 @@ use crate::weight::cube::CubeInt8;
 use crate::{Activation, ActivationKind};
 
 mod matrix;
+mod stream;
 mod teams;
 
 /// More rows than this are a product like any other.
@@ -89,6 +90,11 @@ impl<R: CubeRuntime> Ending<R> {
     /// The product alone, in `dtype`.
     pub(crate) fn none(dtype: DType) -> Self {
         Self { bias: None, activation: None, residual: None, dtype }
+    }
+
+    /// Whether nothing follows.
+    fn is_plain(&self) -> bool {
+        self.bias.is_none() && self.activation.is_none() && self.residual.is_none()
     }
 }
 
