@@ -491,7 +491,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         }
     }
     if let Some(init) = &args.init {
-        recipe.init = Some(fetched(init, args.run.backend())?);
+        recipe.init = Some(init.clone());
     }
     if let Some(steps) = args.steps {
         recipe = recipe.with("training.steps", &steps.to_string())?;
@@ -509,6 +509,10 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         let (key, value) =
             setting.split_once('=').ok_or_else(|| Failure::usage(format!("--set {setting}: write it as key=value")))?;
         recipe = recipe.with(key.trim(), value.trim())?;
+    }
+    // A run that goes on has its weights.
+    if let (Some(init), false) = (&recipe.init, args.resume) {
+        recipe.init = Some(fetched(init, args.run.backend())?);
     }
     Ok(recipe)
 }

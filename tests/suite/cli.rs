@@ -220,6 +220,28 @@ fn recipes_that_make_no_sense_are_refused() {
 }
 
 #[test]
+fn the_model_that_a_recipe_begins_with_is_fetched_however_it_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("recipe.toml");
+    fs::write(&file, "name = 'x'\ninit = 'owner/in-a-file'").expect("a writable folder");
+    let ways: [(&[&str], &str); 3] = [
+        (&[text(&file)], "owner/in-a-file"),
+        (&["--set", "init=owner/in-a-setting"], "owner/in-a-setting"),
+        (&["--init", "owner/in-an-option"], "owner/in-an-option"),
+    ];
+    for (args, model) in ways {
+        // A port of this machine that nothing listens on.
+        let mut command = program();
+        command.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HF_HOME", folder.path());
+        command
+            .args(["train", "--backend", crate::backend().as_str(), "--plain", "--out"])
+            .arg(folder.path().join("out"));
+        let output = command.args(args).output().expect("the program starts");
+        assert_refused(&output, 1, &["cannot reach http://127.0.0.1:9", model]);
+    }
+}
+
+#[test]
 fn a_folder_that_cannot_be_written_is_refused_at_once() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("file");
