@@ -345,6 +345,9 @@ impl<B: Backend> Generator<B> {
         decoding: Instant,
         show: &mut impl FnMut(usize, &str),
     ) -> Result<(), Failure> {
+        if on_the_way.is_empty() {
+            return Ok(());
+        }
         let steps = std::mem::take(on_the_way).into_iter().fold(Transaction::<B>::default(), Transaction::register);
         let steps = steps.try_execute();
         for step in steps.map_err(|error| Failure::new(format!("the device failed: {error:?}")))? {

@@ -104,7 +104,9 @@ backend_test!(a_text_that_fills_the_context_of_a_window_goes_on_from_its_end::<B
     tokenizer.save(&folder.path().join("tokenizer.json"))?;
     let generator = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
     let options = GenerationOptions { temperature: 0.0, max_tokens: Some(70), ..GenerationOptions::default() };
-    let prompts = ["the fox", "a", "jumps over the lazy dog"];
+    // Of the last one alone, the sixteenth token fills the context, and is read at once with those before it.
+    let prompts = ["the fox", "a", "jumps over the lazy dog", "the fox."];
+    assert_eq!(tokenizer.encode(prompts[3])?.len() + 16, context);
     let prepared: Vec<_> = prompts.iter().map(|prompt| generator.prepare(prompt, &options).expect("a window")).collect();
     let together = generator.generate_batch(&prepared.iter().collect::<Vec<_>>(), 0, &options, |_, _| {})?;
     for ((prompt, prepared), together) in prompts.iter().zip(&prepared).zip(together) {
