@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 
 use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, UNITS, sizes};
 use crate::PackedHeads;
-use crate::cube::{array, grid};
+use crate::cube::{array, grid, launch};
 use crate::team::{Team, lanes_sum, row_vector, team_sum};
 
 /// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
@@ -88,29 +88,33 @@ pub(super) fn attend<R: CubeRuntime>(
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not use; positions are held within table and cache. What stands in for statistics is not written.
     unsafe {
-        planes_kernel::launch_unchecked(
+        launch!(
+            planes_kernel::PlanesKernel,
             &bound.qkv.client,
             grid(cubes * count),
             CubeDim::new_1d(UNITS),
-            vector,
-            array(&bound.qkv),
-            array(query_gamma),
-            array(key_gamma),
-            array(cos),
-            array(sin),
-            array(&bound.positions),
-            array(keys),
-            array(values),
-            array(&partial),
-            array(&statistics),
-            sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
-            bound.plan,
-            lanes,
-            bound.qkv.dtype.into(),
-            bound.gammas[0].dtype.into(),
-            bound.table[0].dtype.into(),
-            bound.positions.dtype.into(),
-            partial.dtype.into(),
+            [N = vector],
+            [
+                F = bound.qkv.dtype,
+                G = bound.gammas[0].dtype,
+                T = bound.table[0].dtype,
+                I = bound.positions.dtype,
+                O = partial.dtype,
+            ],
+            [
+                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(&bound.qkv),
+                Array<Vector<planes_kernel::G, planes_kernel::N>> = array(query_gamma),
+                Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
+                Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
+                Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
+                Array<planes_kernel::I> = array(&bound.positions),
+                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
+                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
+                Array<Vector<planes_kernel::O, planes_kernel::N>> = array(&partial),
+                Array<f32> = array(&statistics),
+                Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
+            ],
+            [bound.plan, lanes]
         );
     }
     pieces

@@ -18,7 +18,7 @@ use cubecl::prelude::*;
 
 use super::stream::{Tiles, stream};
 use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
-use crate::cube::{array, contiguous, grid, rows, vector_width};
+use crate::cube::{array, contiguous, grid, launch, rows, vector_width};
 use crate::norm::cube::CubeNorm;
 use crate::team::lanes_sum;
 use crate::weight::cube::bytes;
@@ -143,37 +143,43 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
     // SAFETY: reads are guarded by rows, outputs and columns, writes by rows and outputs; `gamma` and `beta` have a
     // column for each of `x`.
     unsafe {
-        matrix_kernel::launch_unchecked(
+        launch!(
+            matrix_kernel::MatrixKernel,
             &x.client,
             grid(cubes),
             CubeDim::new_1d(32 * planes as u32),
-            array(&x),
-            optional(&gamma),
-            optional(&beta),
-            optional(&weight.floats),
-            optional(&weight.packed),
-            optional(&weight.scales),
-            optional(&bound.bias),
-            optional(&bound.residual),
-            bound.out_array(&[&gamma, &beta, &weight.floats, &weight.packed, &weight.scales]),
-            SizesLaunch::new(
-                n_rows as u32,
-                d_input as u32,
-                outputs as u32,
-                x_stride as u32,
-                weight.stride as u32,
-                bound.residual_stride as u32,
-                1.0 / d_input as f32,
-                epsilon as f32,
-            ),
-            shape,
-            parts,
-            x.dtype.into(),
-            dtype_of(&gamma, &x),
-            dtype_of(&beta, &x),
-            dtype_of(&bound.bias, &x),
-            dtype_of(&bound.residual, &x),
-            bound.out.dtype.into(),
+            [],
+            [
+                F = x.dtype,
+                G = dtype_of(&gamma, &x),
+                H = dtype_of(&beta, &x),
+                V = dtype_of(&bound.bias, &x),
+                S = dtype_of(&bound.residual, &x),
+                O = bound.out.dtype,
+            ],
+            [
+                Array<Wide<matrix_kernel::F>> = array(&x),
+                ComptimeOption<Array<Wide<matrix_kernel::G>>> = optional(&gamma),
+                ComptimeOption<Array<Wide<matrix_kernel::H>>> = optional(&beta),
+                ComptimeOption<Array<Wide<matrix_kernel::F>>> = optional(&weight.floats),
+                ComptimeOption<Array<Vector<u32, Const<2>>>> = optional(&weight.packed),
+                ComptimeOption<Array<f32>> = optional(&weight.scales),
+                ComptimeOption<Array<matrix_kernel::V>> = optional(&bound.bias),
+                ComptimeOption<Array<matrix_kernel::S>> = optional(&bound.residual),
+                Array<matrix_kernel::O> =
+                    bound.out_array(&[&gamma, &beta, &weight.floats, &weight.packed, &weight.scales]),
+                Sizes = SizesLaunch::new(
+                    n_rows as u32,
+                    d_input as u32,
+                    outputs as u32,
+                    x_stride as u32,
+                    weight.stride as u32,
+                    bound.residual_stride as u32,
+                    1.0 / d_input as f32,
+                    epsilon as f32,
+                ),
+            ],
+            [shape, parts]
         );
     }
     bound.out
