@@ -96,7 +96,8 @@ backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
 });
 
 backend_test!(stories_are_learnt_faster_than_word_frequencies_explain::<B>(device) {
-    let recipe = recipe(&[("steps", "60"), ("init_deviation", "0.1")]);
+    // Faster than the recipe itself, which has more steps to get there.
+    let recipe = recipe(&[("steps", "60"), ("init_deviation", "0.1"), ("learning_rate", "6e-3")]);
     let mut trainer = trainer::<B>(&recipe, &device);
     let before = trainer.validate(2000)?.loss;
     for _ in 0..60 {
