@@ -316,7 +316,7 @@ pub trait Backend: burn::tensor::backend::Backend {
     fn cached_attention(
         qkv: Tensor<Self, 3>,
         heads: PackedHeads,
-        placement: &Placement<Self>,
+        placement: Placement<Self>,
         at: &CachedTokens<Self>,
         cache: &mut LayerCache<Self>,
     ) -> Tensor<Self, 4> {
@@ -327,7 +327,7 @@ pub trait Backend: burn::tensor::backend::Backend {
     fn rotary_append(
         qkv: Tensor<Self, 3>,
         heads: PackedHeads,
-        placement: &Placement<Self>,
+        placement: Placement<Self>,
         at: &CachedTokens<Self>,
         cache: &mut LayerCache<Self>,
     ) -> Tensor<Self, 4> {

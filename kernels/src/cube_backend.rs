@@ -18,7 +18,9 @@ use crate::dropout::{self, Dropout};
 use crate::embed;
 use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
 use crate::head_sample::{self, SampledRows, Sampling};
-use crate::linear::few_rows::{CubeWeight, Ending, FEW_ROWS, norm_project_few, on_matrix_units, project_few};
+use crate::linear::few_rows::{
+    CubeWeight, Ending, FEW_ROWS, floats_on_matrix_units, norm_project_few, on_matrix_units, project_few,
+};
 use crate::linear::{self, LinearActivateOutput, LinearGradients};
 use crate::norm::cube::CubeNorm;
 use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
@@ -154,13 +156,15 @@ where
         weight: Tensor<Self, 2>,
         bias: Option<Tensor<Self, 1>>,
     ) -> Tensor<Self, 2> {
-        match norm {
-            Some(norm) if takes_norm(&x, &weight) => {
-                let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
-                float(norm_project_few(primitive(x), cube_norm(norm), CubeWeight::Float(primitive(weight)), ending))
-            }
-            _ => linear::reference::norm_linear(x, norm, weight, bias),
+        let Some(norm) = norm.filter(|_| !reference_only() && is_few(&x)) else {
+            return linear::reference::norm_linear(x, norm, weight, bias);
+        };
+        let (x, weight) = (primitive(x), primitive(weight));
+        if !floats_on_matrix_units(&x, &weight) {
+            return linear::reference::norm_linear(float(x), Some(norm), float(weight), bias);
         }
+        let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype) };
+        float(norm_project_few(x, cube_norm(norm), CubeWeight::Float(weight), ending))
     }
 
     fn norm_gate_up(
@@ -170,14 +174,15 @@ where
         bias: Option<Tensor<Self, 1>>,
         activation: Activation,
     ) -> Tensor<Self, 2> {
-        match norm {
-            Some(norm) if takes_norm(&x, &weight) => {
-                let activation = Some(activation);
-                let ending = Ending { bias: bias.map(primitive), activation, ..Ending::none(x.dtype()) };
-                float(norm_project_few(primitive(x), cube_norm(norm), CubeWeight::Float(primitive(weight)), ending))
-            }
-            _ => linear::reference::norm_gate_up(x, norm, weight, bias, activation),
+        let Some(norm) = norm.filter(|_| !reference_only() && is_few(&x)) else {
+            return linear::reference::norm_gate_up(x, norm, weight, bias, activation);
+        };
+        let (x, weight) = (primitive(x), primitive(weight));
+        if !floats_on_matrix_units(&x, &weight) {
+            return linear::reference::norm_gate_up(float(x), Some(norm), float(weight), bias, activation);
         }
+        let ending = Ending { bias: bias.map(primitive), activation: Some(activation), ..Ending::none(x.dtype) };
+        float(norm_project_few(x, cube_norm(norm), CubeWeight::Float(weight), ending))
     }
 
     fn linear_activate(
@@ -409,7 +414,7 @@ where
     fn cached_attention(
         qkv: Tensor<Self, 3>,
         heads: PackedHeads,
-        placement: &Placement<Self>,
+        placement: Placement<Self>,
         at: &CachedTokens<Self>,
         cache: &mut LayerCache<Self>,
     ) -> Tensor<Self, 4> {
@@ -436,7 +441,7 @@ where
     fn rotary_append(
         qkv: Tensor<Self, 3>,
         heads: PackedHeads,
-        placement: &Placement<Self>,
+        placement: Placement<Self>,
         at: &CachedTokens<Self>,
         cache: &mut LayerCache<Self>,
     ) -> Tensor<Self, 4> {
@@ -560,21 +565,6 @@ fn is_few<B: Backend>(x: &Tensor<B, 2>) -> bool {
     x.dims()[0] <= FEW_ROWS
 }
 
-/// Whether a norm before the product of `x` and `weight` can be part of it.
-fn takes_norm<R, F, I, BT>(
-    x: &Tensor<CubeBackend<R, F, I, BT>, 2>,
-    weight: &Tensor<CubeBackend<R, F, I, BT>, 2>,
-) -> bool
-where
-    R: CubeRuntime,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
-{
-    let weight = CubeWeight::Float(primitive(weight.clone()));
-    !reference_only() && is_few(x) && on_matrix_units(&primitive(x.clone()), &weight)
-}
-
 /// A weight's tensors as the kernels take them.
 fn cube_weight<R, F, I, BT>(weight: &Weight<CubeBackend<R, F, I, BT>>) -> CubeWeight<R>
 where
@@ -601,17 +591,17 @@ where
 }
 
 /// The placement's tensors as the kernels take them. Both norms are there, or none.
-fn cube_placement<R, F, I, BT>(placement: &Placement<CubeBackend<R, F, I, BT>>) -> CubePlacement<R>
+fn cube_placement<R, F, I, BT>(placement: Placement<CubeBackend<R, F, I, BT>>) -> CubePlacement<R>
 where
     R: CubeRuntime,
     F: FloatElement,
     I: IntElement,
     BT: BoolElement,
 {
-    let norms = placement.query_norm.as_ref().zip(placement.key_norm.as_ref());
+    let norms = placement.query_norm.zip(placement.key_norm);
     CubePlacement {
-        norms: norms.map(|(query, key)| ([query, key].map(|norm| primitive(norm.gamma.clone())), query.epsilon)),
-        rotary: placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone()))),
+        norms: norms.map(|(query, key)| ([query.gamma, key.gamma].map(primitive), query.epsilon)),
+        rotary: placement.rotary.map(|table| [table.cos, table.sin].map(primitive)),
     }
 }
 

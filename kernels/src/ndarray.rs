@@ -256,7 +256,7 @@ impl Backend for NdArray {
     fn cached_attention(
         qkv: Tensor<Self, 3>,
         heads: PackedHeads,
-        placement: &Placement<Self>,
+        placement: Placement<Self>,
         at: &CachedTokens<Self>,
         cache: &mut LayerCache<Self>,
     ) -> Tensor<Self, 4> {

@@ -73,7 +73,7 @@ impl<B: Backend> Attention<B> {
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
         let output = match (cache, &pass.cached) {
-            (Some(cache), Some(at)) => cached_attention(qkv, heads, &self.placement(pass), at, cache),
+            (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), at, cache),
             _ => self.attend(qkv, heads, pass, layer),
         };
         reshape(output, [rows, self.n_heads * head_dim])

@@ -78,7 +78,7 @@ impl<B: Backend> CachedTokens<B> {
 pub fn cached_attention<B: Backend>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
-    placement: &Placement<B>,
+    placement: Placement<B>,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 3> {

@@ -12,7 +12,7 @@ use crate::{AttentionOptions, PackedHeads};
 pub(crate) fn cached_attention(
     qkv: Tensor<NdArray, 3>,
     heads: PackedHeads,
-    placement: &Placement<NdArray>,
+    placement: Placement<NdArray>,
     at: &CachedTokens<NdArray>,
     cache: &mut LayerCache<NdArray>,
 ) -> Tensor<NdArray, 4> {

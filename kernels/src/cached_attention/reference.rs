@@ -9,7 +9,7 @@ use crate::{AttentionOptions, Backend, Norm, PackedHeads};
 pub fn cached_attention<B: Backend>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
-    placement: &Placement<B>,
+    placement: Placement<B>,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 4> {
@@ -23,7 +23,7 @@ pub fn cached_attention<B: Backend>(
 pub fn rotary_append<B: Backend>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
-    placement: &Placement<B>,
+    placement: Placement<B>,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 4> {

@@ -189,8 +189,8 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                     };
                     let qkv = random::<B, 3>(20 + step as u64, [batch_size, seq_length, heads.width()], &device);
                     let qkv = qkv.cast(dtype);
-                    let a = cached_attention(qkv.clone(), heads, placement, &at, &mut ours).cast(DType::F32);
-                    let b = reference::cached_attention(qkv.cast(DType::F32), heads, placement, &at, &mut theirs);
+                    let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
+                    let b = reference::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
                     let b = b.reshape([batch_size, seq_length, heads.n_heads * head_dim]);
                     let what = format!("{heads:?} {dtype:?} window {window:?} starts {starts:?}, step {step}");
                     assert_close(&what, &a, &b, tolerance);

@@ -74,18 +74,11 @@ struct Bound<R: CubeRuntime> {
     qkv: CubeTensor<R>,
     gammas: [CubeTensor<R>; 2],
     table: [CubeTensor<R>; 2],
-    positions: CubeTensor<R>,
     plan: Plan,
     epsilon: f64,
 }
 
-fn bind<R: CubeRuntime>(
-    qkv: CubeTensor<R>,
-    heads: usize,
-    head_dim: usize,
-    placement: CubePlacement<R>,
-    at: &At<R>,
-) -> Bound<R> {
+fn bind<R: CubeRuntime>(qkv: CubeTensor<R>, heads: usize, head_dim: usize, placement: CubePlacement<R>) -> Bound<R> {
     let qkv = contiguous(qkv);
     let plan = Plan {
         head_dim,
@@ -97,14 +90,7 @@ fn bind<R: CubeRuntime>(
     };
     let (gammas, epsilon) = placement.norms.unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
     let table = placement.rotary.unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
-    Bound {
-        gammas: gammas.map(contiguous),
-        table: table.map(contiguous),
-        positions: at.positions.clone(),
-        qkv,
-        plan,
-        epsilon,
-    }
+    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), qkv, plan, epsilon }
 }
 
 fn sizes<R: CubeRuntime>(
@@ -115,7 +101,7 @@ fn sizes<R: CubeRuntime>(
     at: &At<R>,
 ) -> SizesLaunch<R> {
     let [batch_size, seq_length] = [bound.qkv.meta.shape()[0], bound.qkv.meta.shape()[1]];
-    let strides = bound.positions.meta.strides();
+    let strides = at.positions.meta.strides();
     let last = if bound.plan.rotated { bound.table[0].meta.shape()[0] - 1 } else { 0 };
     SizesLaunch::new(
         (batch_size * seq_length) as u32,
@@ -146,7 +132,7 @@ pub(crate) fn rotary_append<R: CubeRuntime>(
     [keys, values]: [&CubeTensor<R>; 2],
 ) -> CubeTensor<R> {
     let [batch_size, seq_length] = [qkv.meta.shape()[0], qkv.meta.shape()[1]];
-    let bound = bind(qkv, MOST_HEADS, heads.head_dim, placement, at);
+    let bound = bind(qkv, MOST_HEADS, heads.head_dim, placement);
     let query = empty(&bound.qkv, [batch_size, seq_length, heads.n_heads, heads.head_dim], bound.qkv.dtype);
     let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
     // SAFETY: each cube places heads of its own token, below all heads; positions are held within table and cache.
@@ -160,7 +146,7 @@ pub(crate) fn rotary_append<R: CubeRuntime>(
             array(&bound.gammas[1]),
             array(&bound.table[0]),
             array(&bound.table[1]),
-            array(&bound.positions),
+            array(&at.positions),
             array(&query),
             array(keys),
             array(values),
@@ -169,7 +155,7 @@ pub(crate) fn rotary_append<R: CubeRuntime>(
             bound.qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
-            bound.positions.dtype.into(),
+            at.positions.dtype.into(),
         );
     }
     query
@@ -183,7 +169,7 @@ pub(crate) fn decode<R: CubeRuntime>(
     at: &At<R>,
     held: [&CubeTensor<R>; 2],
 ) -> CubeTensor<R> {
-    let bound = bind(qkv, 1, heads.head_dim, placement, at);
+    let bound = bind(qkv, 1, heads.head_dim, placement);
     let out = empty(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
     let pieces = match bound.plan.team.plane > 1 {
         true => planes::attend(bound, heads, at, held, &out),
@@ -213,10 +199,10 @@ impl<R: CubeRuntime> Pieces<R> {
     }
 
     /// What a kernel writes into: these, or else the result, which also stands for statistics that it does not write.
-    fn or(this: &Option<Self>, out: &CubeTensor<R>) -> [CubeTensor<R>; 2] {
+    fn or<'a>(this: &'a Option<Self>, out: &'a CubeTensor<R>) -> [&'a CubeTensor<R>; 2] {
         match this {
-            Some(pieces) => [pieces.partial.clone(), pieces.statistics.clone()],
-            None => [out.clone(), CubeTensor { dtype: DType::F32, ..out.clone() }],
+            Some(pieces) => [&pieces.partial, &pieces.statistics],
+            None => [out, out],
         }
     }
 }

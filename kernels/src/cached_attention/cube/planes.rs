@@ -98,7 +98,7 @@ pub(super) fn attend<R: CubeRuntime>(
                 F = bound.qkv.dtype,
                 G = bound.gammas[0].dtype,
                 T = bound.table[0].dtype,
-                I = bound.positions.dtype,
+                I = at.positions.dtype,
                 O = partial.dtype,
             ],
             [
@@ -107,11 +107,11 @@ pub(super) fn attend<R: CubeRuntime>(
                 Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
                 Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
                 Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
-                Array<planes_kernel::I> = array(&bound.positions),
+                Array<planes_kernel::I> = array(&at.positions),
                 Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
                 Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
-                Array<Vector<planes_kernel::O, planes_kernel::N>> = array(&partial),
-                Array<f32> = array(&statistics),
+                Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
+                Array<f32> = array(statistics),
                 Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
             ],
             [bound.plan, lanes]

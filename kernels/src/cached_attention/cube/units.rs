@@ -30,7 +30,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, heads, count);
     (bound.plan.heads, bound.plan.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    let vector = vector_width(&[&bound.qkv, keys, values, &partial], &[head_dim]);
+    let vector = vector_width(&[&bound.qkv, keys, values, partial], &[head_dim]);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not read; positions are held within table and cache. What stands in for statistics is not written.
     unsafe {
@@ -44,17 +44,17 @@ pub(super) fn attend<R: CubeRuntime>(
             array(&bound.gammas[1]),
             array(&bound.table[0]),
             array(&bound.table[1]),
-            array(&bound.positions),
+            array(&at.positions),
             array(keys),
             array(values),
-            array(&partial),
-            array(&statistics),
+            array(partial),
+            array(statistics),
             sizes(&bound, heads, keys.meta.shape()[2], [count, PIECE as usize], at),
             bound.plan,
             bound.qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
-            bound.positions.dtype.into(),
+            at.positions.dtype.into(),
             partial.dtype.into(),
         );
     }

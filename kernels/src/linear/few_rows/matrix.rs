@@ -72,26 +72,36 @@ impl Shape {
 
 /// Whether the matrix kernel takes `x` and `weight`.
 pub(crate) fn on_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWeight<R>) -> bool {
-    let stride = |x: &CubeTensor<R>| if x.meta.shape()[0] == 1 { 8 } else { x.meta.strides()[0] };
+    match weight {
+        CubeWeight::Float(weight) => floats_on_matrix_units(x, weight),
+        // A word of bytes is as wide as two elements.
+        CubeWeight::Int8(weight) => {
+            let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
+            let lengths = [stride(x), x.meta.shape()[1], 8];
+            is_taken(x) && vector_width(&[x], &lengths) == 8 && whole(&weight.packed)
+        }
+    }
+}
+
+/// Whether the matrix kernel takes `x` and a weight of floats.
+pub(crate) fn floats_on_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeTensor<R>) -> bool {
+    let lengths = [stride(x), stride(weight), x.meta.shape()[1], 8];
+    is_taken(x) && weight.dtype == x.dtype && weight.meta.strides()[1] == 1 && vector_width(&[x, weight], &lengths) == 8
+}
+
+/// The distance between rows, if there are any.
+fn stride<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
+    if x.meta.shape()[0] == 1 { 8 } else { x.meta.strides()[0] }
+}
+
+/// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after another.
+fn is_taken<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     let dtype: StorageType = x.dtype.into();
     let half = matches!(dtype.elem_type(), ElemType::Float(FloatKind::F16 | FloatKind::BF16));
     let sums = ElemType::Float(FloatKind::F32).into();
     let product = MmaConfig { a_type: dtype, b_type: dtype, cd_type: sums, m: 16, n: 8, k: 16 };
     let hardware = &x.client.properties().hardware;
-    let d_input = x.meta.shape()[1];
-    let fits = match weight {
-        CubeWeight::Float(weight) => {
-            let lengths = [stride(x), stride(weight), d_input, 8];
-            weight.dtype == x.dtype && weight.meta.strides()[1] == 1 && vector_width(&[x, weight], &lengths) == 8
-        }
-        // A word of bytes is as wide as two elements.
-        CubeWeight::Int8(weight) => {
-            let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
-            vector_width(&[x], &[stride(x), d_input, 8]) == 8 && whole(&weight.packed)
-        }
-    };
-    half && fits
-        && x.meta.strides()[1] == 1
+    half && x.meta.strides()[1] == 1
         && x.client.properties().features.matmul.mma.contains(&product)
         && hardware.plane_size_min == 32
         && hardware.plane_size_max == 32

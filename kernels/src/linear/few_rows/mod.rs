@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use self::matrix::by_matrix_units;
-pub(crate) use self::matrix::on_matrix_units;
+pub(crate) use self::matrix::{floats_on_matrix_units, on_matrix_units};
 use self::teams::by_teams;
 use crate::activation::cube::value;
 use crate::cube::{array, contiguous, empty, rows};
