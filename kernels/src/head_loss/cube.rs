@@ -35,10 +35,12 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     let [vocabulary, _] = weight.dims();
     let (dtype, device) = (hidden.dtype(), hidden.device());
     let stored = weight.dtype();
-    // Rows of logits that are whole vectors and tiles are worth it: products cannot use what is fastest otherwise. The
-    // weight is copied to another dtype anyway.
+    // Rows of logits that are whole vectors and tiles are worth a copy of the weight where it has another dtype, and is
+    // copied anyway, and where there are gradients: their products cannot use what is fastest otherwise.
     let padded = match dtype.size() {
-        2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
+        2 if gradients || stored != dtype => {
+            vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE })
+        }
         _ => vocabulary,
     };
     let words = cast_padded(primitive(weight), padded, dtype);
@@ -91,8 +93,9 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
 }
 
-/// The losses of the rows of `logits`, the first `vocabulary` columns, which belong to the targets from `start` on, into `nats`; with `share`, one over
-/// the number of targets that count, also their gradient in the place of `logits`.
+/// The losses of the rows of `logits`, of which the first `vocabulary` columns count, into `nats`; the rows belong to the
+/// targets from `start` on. With `share`, one over the number of targets that count, also their gradient in the place of
+/// `logits`. The other columns have to be zeros, and stay so.
 fn loss_of_rows<R: CubeRuntime>(
     logits: CubeTensor<R>,
     vocabulary: usize,

@@ -515,7 +515,7 @@ fn candidate(
 }
 
 /// A bound that the words lie above which may be kept: so many units' largest words do. Every plane looks for it by itself,
-/// which takes no barriers.
+/// without a barrier for each halving; where there are no planes, all units do together.
 #[cube]
 fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Plan) -> f32 {
     if comptime!(plan.searches()) {

@@ -140,7 +140,7 @@ pub(crate) struct Weights {
 }
 
 /// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
-/// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end are zeros.
+/// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end have to be zeros.
 #[cube]
 #[allow(clippy::collapsible_if, clippy::too_many_arguments)]
 pub(crate) fn first_pass<F: Float, N: Size>(

@@ -116,7 +116,7 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
     let (x, x_stride) = rows(x);
     let weight = weight.stored();
     let plain = norm.is_none() && ending.is_plain();
-    if let Some(tiles) = Tiles::new(&x, weight.d_output).filter(|_| plain) {
+    if let Some(tiles) = plain.then(|| Tiles::new(&x, weight.d_output)).flatten() {
         return stream(x, x_stride, weight, ending.dtype, tiles);
     }
     let [n_rows, d_input] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -395,8 +395,8 @@ fn matrix_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
     }
 }
 
-/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its columns from `column` on;
-/// zeros beyond the rows, outputs and columns that there are.
+/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its columns
+/// from `column` on; zeros beyond the rows, outputs and columns that there are.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn fetch<F: Float, G: Float>(
