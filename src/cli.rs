@@ -511,7 +511,9 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
         recipe = recipe.with(key.trim(), value.trim())?;
     }
     // A run that goes on has its weights.
-    if let (Some(init), false) = (&recipe.init, args.resume) {
+    if !args.resume
+        && let Some(init) = recipe.begins_with()?
+    {
         recipe.init = Some(fetched(init, args.run.backend())?);
     }
     Ok(recipe)

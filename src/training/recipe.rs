@@ -426,10 +426,24 @@ impl Recipe {
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
     pub fn task(&self) -> Result<Task, Failure> {
-        match (self.task, &self.init) {
+        match (self.task, self.begins_with()?) {
             (TaskName::Language, None) => self.language(None),
             (TaskName::Language, Some(model)) => self.language(Some(Tokenizer::load(&model.join(TOKENIZER))?)),
             (TaskName::IntentSlot, _) => self.intent_slot(None),
+        }
+    }
+
+    /// The model to begin from.
+    ///
+    /// # Errors
+    /// If there is one that cannot know the data's words.
+    pub fn begins_with(&self) -> Result<Option<&Path>, Failure> {
+        let stories = self.task == TaskName::Language && self.data.source == "stories";
+        match &self.init {
+            Some(_) if stories => Err(Failure::usage(
+                "the embedded stories are in words of their own, which no other model knows: give text with --data",
+            )),
+            init => Ok(init.as_deref()),
         }
     }
 
@@ -447,11 +461,6 @@ impl Recipe {
     fn language(&self, tokenizer: Option<Tokenizer>) -> Result<Task, Failure> {
         let seq_length = self.training.seq_length;
         if self.data.source == "stories" {
-            if self.init.is_some() {
-                return Err(Failure::usage(
-                    "the embedded stories are in words of their own, which no other model knows: give text with --data",
-                ));
-            }
             let stories = StoryCorpus::new(seq_length);
             let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
             return Ok(Task::Language(Language { corpus: Corpus::Stories(stories), tokenizer }));

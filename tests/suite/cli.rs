@@ -223,13 +223,15 @@ fn recipes_that_make_no_sense_are_refused() {
 fn the_model_that_a_recipe_begins_with_is_fetched_however_it_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("recipe.toml");
-    fs::write(&file, "name = 'x'\ninit = 'owner/in-a-file'").expect("a writable folder");
-    let ways: [(&[&str], &str); 3] = [
-        (&[text(&file)], "owner/in-a-file"),
-        (&["--set", "init=owner/in-a-setting"], "owner/in-a-setting"),
-        (&["--init", "owner/in-an-option"], "owner/in-an-option"),
+    fs::write(&file, "name = 'x'\ninit = 'owner/in-a-file'\n[data]\nsource = 'text.txt'").expect("a writable folder");
+    let ways: [(&[&str], i32, &[&str]); 4] = [
+        (&[text(&file)], 1, &["cannot reach http://127.0.0.1:9", "owner/in-a-file"]),
+        (&["--data", "x", "--set", "init=owner/set"], 1, &["cannot reach http://127.0.0.1:9", "owner/set"]),
+        (&["--init", "owner/in-an-option"], 1, &["cannot reach http://127.0.0.1:9", "owner/in-an-option"]),
+        // What cannot go together is said before anything is fetched.
+        (&["stories", "--set", "init=owner/set"], 2, &["embedded stories", "--data"]),
     ];
-    for (args, model) in ways {
+    for (args, code, words) in ways {
         // A port of this machine that nothing listens on.
         let mut command = program();
         command.env("HF_ENDPOINT", "http://127.0.0.1:9").env("HF_HOME", folder.path());
@@ -237,7 +239,7 @@ fn the_model_that_a_recipe_begins_with_is_fetched_however_it_is_named() {
             .args(["train", "--backend", crate::backend().as_str(), "--plain", "--out"])
             .arg(folder.path().join("out"));
         let output = command.args(args).output().expect("the program starts");
-        assert_refused(&output, 1, &["cannot reach http://127.0.0.1:9", model]);
+        assert_refused(&output, code, words);
     }
 }
 
