@@ -61,9 +61,9 @@ pub(crate) fn grid(cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(y), y, 1)
 }
 
-/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but without the copy of all that the device can do which
-/// that makes each time: where tokens are decoded, this was a fifth of the launching thread's work. In the order of the
-/// kernel's parameters come its generic sizes and types, its arguments, and what it is compiled for.
+/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but without the copy of all that the device can
+/// do which that makes each time: where tokens are decoded, this was a fifth of the launching thread's work. In the
+/// order of the kernel's parameters come its generic sizes and types, its arguments, and what it is compiled for.
 macro_rules! launch {
     (
         $module:ident::$kernel:ident, $client:expr, $cubes:expr, $units:expr,

@@ -1,9 +1,9 @@
 //! Sampling in CubeCL, without a sort: words are looked at by many cubes in groups, and chosen by one cube for each row.
 //!
 //! The cut of top-k and top-p is looked for among few candidates: all words above a bound that enough units' largest words
-//! reach, which lie in the groups with such a word and no other. Each candidate then counts the candidates above it, and adds up
-//! their probabilities. Where the candidates are too many for the cube, or too few for the cut, the interval around it is
-//! halved over all words.
+//! reach, which lie in the groups with such a word and no other. Each candidate then counts the candidates above it,
+//! and adds up their probabilities. Where the candidates are too many for the cube, or too few for the cut, the
+//! interval around it is halved over all words.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

@@ -12,8 +12,8 @@ use crate::team::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, wit
 const HELD: usize = 32;
 /// Units of a cube of the backward pass, which takes many registers.
 const UNITS: u32 = 128;
-/// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights' gradients
-/// once.
+/// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
+/// gradients once.
 const MOST_UNITS: usize = 1 << 17;
 
 /// The numbers of a norm, and its weights.

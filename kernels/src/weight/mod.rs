@@ -119,8 +119,8 @@ impl<B: Backend> Int8Weight<B> {
 /// Bytes that are uploaded together.
 const PIECE: usize = 32 << 20;
 
-/// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the host
-/// holds no more than `data` and some megabytes until then.
+/// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the
+/// host holds no more than `data` and some megabytes until then.
 ///
 /// # Errors
 /// If the device fails.

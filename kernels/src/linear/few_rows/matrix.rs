@@ -34,8 +34,8 @@ pub(super) const GROUP: usize = 8;
 pub(super) const CHUNK: usize = 32;
 /// The most groups of outputs of a cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
-/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the rows
-/// up to eight, since then there are registers for more, and of `x`.
+/// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the
+/// rows up to eight, since then there are registers for more, and of `x`.
 const READS: usize = 8;
 const MORE_READS: usize = 12;
 const X_READS: usize = 16;
@@ -395,8 +395,8 @@ fn matrix_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
     }
 }
 
-/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its columns
-/// from `column` on; zeros beyond the rows, outputs and columns that there are.
+/// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its
+/// columns from `column` on; zeros beyond the rows, outputs and columns that there are.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn fetch<F: Float, G: Float>(

@@ -1,6 +1,6 @@
 //! Projections of few rows in CubeCL, as decoding has them: all time goes into reading the weight, so it is read once,
-//! and what stands before and after the product is done in the same pass. On NVIDIA's matrix units where they take the dtypes;
-//! elsewhere teams of units have an output each.
+//! and what stands before and after the product is done in the same pass. On NVIDIA's matrix units where they take the
+//! dtypes; elsewhere teams of units have an output each.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

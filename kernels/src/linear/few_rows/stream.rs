@@ -1,8 +1,8 @@
 //! Products of several rows with very many outputs, as heads have them, on NVIDIA's matrix units.
 //!
-//! Were each cube to read all of `x` for a few outputs, as the matrix kernel does, more of `x` would go through the cache than of
-//! the weight through memory. So there is one cube for each multiprocessor, which keeps `x` in shared memory and goes over
-//! many tiles of outputs; the weights of the next tile are read while one is worked on.
+//! Were each cube to read all of `x` for a few outputs, as the matrix kernel does, more of `x` would go through the
+//! cache than of the weight through memory. So there is one cube for each multiprocessor, which keeps `x` in shared
+//! memory and goes over many tiles of outputs; the weights of the next tile are read while one is worked on.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
