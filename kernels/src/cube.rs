@@ -3,6 +3,7 @@
 //! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
 
 pub(crate) mod product;
+mod transpose;
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
@@ -142,7 +143,11 @@ fn cast_padded_kernel<F: Float, O: Float, N: Size>(
 }
 
 /// The sum of `[pieces, m, n]` over its pieces, in their order, as `[m, n]` f32.
-pub(crate) fn sum_pieces<R: CubeRuntime>(x: CubeTensor<R>, shape: [usize; 2]) -> CubeTensor<R> {
+pub(crate) fn sum_pieces<R: CubeRuntime>(mut x: CubeTensor<R>, shape: [usize; 2]) -> CubeTensor<R> {
+    if x.meta.shape()[0] == 1 {
+        x.meta.remove(0);
+        return x;
+    }
     let out = empty(&x, shape, DType::F32);
     let size = shape[0] * shape[1];
     let vector = vector_width(&[&x, &out], &[size]);

@@ -13,6 +13,7 @@ use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions
 use crate::autodiff::{float, primitive};
 use crate::cached_attention::cube::{At, CubePlacement};
 use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
+use crate::cube::product::{product, transposed};
 use crate::cube::{contiguous, empty};
 use crate::dropout::{self, Dropout};
 use crate::embed;
@@ -462,9 +463,9 @@ where
         if is_few(&hidden) {
             return float(project_few(primitive(hidden), cube_weight(weight), Ending::none(DType::F32)));
         }
-        let weight = weight.clone().into_float(FloatDType::from(hidden.dtype()));
-        let weight = crate::cube::cast(primitive(weight), hidden.dtype());
-        float(crate::cube::product::product(primitive(hidden), linear::cube::transposed(weight), DType::F32))
+        let dtype = hidden.dtype();
+        let weight = primitive(weight.clone().into_float(FloatDType::from(dtype)));
+        float(product(primitive(hidden), transposed(weight), dtype, DType::F32))
     }
 
     fn draw(logits: Tensor<Self, 2>, sampling: &Sampling, rows: &mut SampledRows<Self>) -> Tensor<Self, 1, Int> {

@@ -9,18 +9,17 @@ use cubecl::prelude::*;
 
 use super::{HeadLossOptions, HeadLossOutput};
 use crate::autodiff::{float, primitive};
-use crate::cube::product::product;
+use crate::cube::product::{product, transposed};
 use crate::cube::{array, cast_padded, contiguous, empty, grid, rows};
-use crate::linear::cube::transposed;
 use crate::softmax::cube::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use crate::team::{Team, row_vector, team_sum};
 
 /// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
 const LOGITS: [u64; 2] = [1 << 30, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
-const ROWS: usize = 128;
+const ROWS: usize = 256;
 /// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
-const TILE: usize = 128;
+const TILE: usize = 256;
 const TILES: usize = 1024;
 const VECTOR: usize = 8;
 
@@ -59,12 +58,12 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
         let size = chunk.min(n_rows - start);
         let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
         let input = primitive(hidden);
-        let logits = product(input.clone(), transposed(words.clone()), dtype);
+        let logits = product(input.clone(), transposed(words.clone()), dtype, dtype);
         let d_logits =
             loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
         if gradients {
-            d_hidden.push(float(product(d_logits.clone(), words.clone(), dtype)));
-            let part = float(product(transposed(d_logits), input, DType::F32));
+            d_hidden.push(float(product(d_logits.clone(), words.clone(), dtype, dtype)));
+            let part = float(product(transposed(d_logits), input, dtype, DType::F32));
             d_weight = Some(match d_weight {
                 Some(sum) => sum + part,
                 None => part,

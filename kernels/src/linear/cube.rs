@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 
 use crate::Dropout;
 use crate::RandomKey;
-use crate::cube::product::product;
-use crate::cube::{array, cast, contiguous, empty, grid, rows};
+use crate::cube::product::{product, transposed};
+use crate::cube::{array, contiguous, empty, grid, rows};
 use crate::dropout::cube::kept;
 use crate::random::cube::{Rounds, row_bits};
 use crate::team::row_vector;
@@ -19,7 +19,7 @@ const UNITS: u32 = 256;
 /// `x * weight^T` in the dtype of `x`.
 pub(crate) fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -> CubeTensor<R> {
     let dtype = x.dtype;
-    product(x, transposed(cast(weight, dtype)), dtype)
+    product(x, transposed(weight), dtype, dtype)
 }
 
 /// The gradients of `x`, in its dtype, and of `weight`, in f32.
@@ -29,14 +29,8 @@ pub(crate) fn project_backward<R: CubeRuntime>(
     weight: CubeTensor<R>,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let dtype = x.dtype;
-    let d_weight = product(transposed(grad.clone()), x, DType::F32);
-    (product(grad, cast(weight, dtype), dtype), d_weight)
-}
-
-/// Rows as columns.
-pub(crate) fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
-    x.meta.swap(0, 1);
-    x
+    let d_weight = product(transposed(grad.clone()), x, dtype, DType::F32);
+    (product(grad, weight, dtype, dtype), d_weight)
 }
 
 /// `residual + dropout(product + bias)`: `product` and `residual` `[rows, columns]`, `bias` `[columns]`. In f32, then in

@@ -114,6 +114,8 @@ backend_test!(embed_matches_the_reference::<B>(device) {
         [1000, 2, 63, 130],
         [3000, 3, 300, 20],
         [513, 1, 2000, 3],
+        [2000, 5, 1000, 37],
+        [1500, 1, 200, 1030],
     ] {
         let name = format!("embed {vocabulary}x{d_model}, {batch_size}x{seq_length}");
         let table = random::<B, 2>(1, [vocabulary, d_model], &device);
@@ -249,6 +251,35 @@ backend_test!(projections_match_the_reference::<B>(device) {
                 |i| linear(i[0].clone(), i[1].clone(), None),
                 |i| reference::linear_forward(i[0].clone(), i[1].clone(), None),
             );
+        }
+    }
+});
+
+backend_test!(large_projections_in_half_precision_are_close_to_the_reference::<B>(device) {
+    for dtype in [DType::BF16, DType::F16] {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        // Whole tiles, their edges, many rows, and rows that do not begin at whole vectors in one product or all.
+        for [rows, d_input, d_output] in
+            [[1024, 512, 768], [1000, 520, 648], [4096, 136, 2056], [8192, 512, 512], [1003, 640, 640], [530, 601, 603]]
+        {
+            let rounded = |x: Tensor<B, 2>| x.cast(dtype).cast(DType::F32);
+            let x = rounded(random::<B, 2>(1, [rows, d_input], &device));
+            let weight = rounded(random::<B, 2>(2, [d_output, d_input], &device));
+            for (x, weight) in [(x.clone(), weight.clone()), (strided(x), strided(weight))] {
+                let what = format!("{dtype:?} linear {rows}x{d_input}x{d_output}");
+                let (output, gradients) = with_gradients(&[x.clone(), weight.clone()], DType::F32, |i| {
+                    linear(i[0].clone().cast(dtype), i[1].clone(), None).cast(DType::F32)
+                });
+                let (wanted, wanted_gradients) = with_gradients(&[x, weight], DType::F32, |i| {
+                    reference::linear_forward(i[0].clone(), i[1].clone(), None)
+                });
+                assert_close(&what, &output, &wanted, 1e-2);
+                for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+                    assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 2e-2);
+                }
+            }
         }
     }
 });
