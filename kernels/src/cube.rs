@@ -2,7 +2,9 @@
 //!
 //! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
 
+pub(crate) mod deferred;
 pub(crate) mod product;
+mod spare;
 mod transpose;
 
 use burn::tensor::{DType, Shape};
@@ -10,6 +12,9 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
+
+pub(crate) use self::deferred::launch;
+pub(crate) use self::spare::spare;
 
 /// The most cubes along one axis of a grid that every device takes.
 const MAX_CUBES: u32 = 65_535;
@@ -61,34 +66,6 @@ pub(crate) fn grid(cubes: usize) -> CubeCount {
     let y = cubes.div_ceil(MAX_CUBES);
     CubeCount::Static(cubes.div_ceil(y), y, 1)
 }
-
-/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but without the copy of all that the device can
-/// do which that makes each time: where tokens are decoded, this was a fifth of the launching thread's work. In the
-/// order of the kernel's parameters come its generic sizes and types, its arguments, and what it is compiled for.
-macro_rules! launch {
-    (
-        $module:ident::$kernel:ident, $client:expr, $cubes:expr, $units:expr,
-        [$($size:ident = $width:expr),*], [$($float:ident = $dtype:expr),* $(,)?],
-        [$($argument:ty = $value:expr),* $(,)?], [$($part:expr),* $(,)?]
-    ) => {{
-        let settings = KernelSettings::default().cube_dim($units).address_type(AddressType::U32);
-        let mut launcher = KernelLauncher::new(settings.clone());
-        launcher.with_scope(|scope| {
-            $(scope.register_size::<$module::$size>($width);)*
-            $(scope.register_type::<$module::$float>($dtype.into());)*
-        });
-        let kernel = $module::$kernel::new(
-            settings,
-            $client.clone(),
-            $(<$argument as LaunchArg>::register($value, &mut launcher),)*
-            $($width,)*
-            $($part,)*
-            $($dtype.into(),)*
-        );
-        launcher.launch_unchecked($cubes, kernel, $client)
-    }};
-}
-pub(crate) use launch;
 
 /// The tensor in another dtype, or as it is.
 pub(crate) fn cast<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {

@@ -1,8 +1,6 @@
 //! Keys and values of the tokens a model has read.
 
-use std::collections::BTreeSet;
-
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::{Backend, CachedTokens, LayerCache, PackedHeads, next_positions};
 
@@ -21,26 +19,6 @@ pub struct Cache<B: Backend> {
     window: Option<usize>,
 }
 
-/// Buffers of each size that are set aside: what a step computes in a layer is alive together with what comes before and
-/// behind it, and one may be waiting to be given up.
-const SET_ASIDE: usize = 4;
-/// Bytes of the least buffer that is set aside. Smaller ones would be taken for tokens and positions, too.
-const LEAST_SET_ASIDE: usize = 1024;
-
-/// Makes buffers for what a step of decoding computes in every layer. A runtime finds those at once that it keeps by
-/// their size, where it would go through all memory it has to find others.
-fn set_aside<B: Backend>(config: &TransformerConfig, batch_size: usize, dtype: FloatDType, device: &B::Device) {
-    let widths = [config.d_model, config.qkv_width(), config.n_heads * config.head_dim, config.d_ff];
-    let sizes = widths.map(|width| batch_size * width).into_iter();
-    let large = |size: &usize| size * DType::from(dtype).size() >= LEAST_SET_ASIDE;
-    let sizes: BTreeSet<usize> = sizes.filter(large).collect();
-    B::memory_persistent_allocations(device, sizes, |sizes| {
-        let empty = |size| (0..SET_ASIDE).map(move |_| Tensor::<B, 1>::empty([size], (device, DType::from(dtype))));
-        // All at once, so that each has its own.
-        drop(sizes.into_iter().flat_map(empty).collect::<Vec<_>>());
-    });
-}
-
 impl<B: Backend> Cache<B> {
     pub(crate) fn new(
         config: &TransformerConfig,
@@ -51,7 +29,6 @@ impl<B: Backend> Cache<B> {
     ) -> Self {
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let layer = |_| LayerCache::new(batch_size, capacity, heads, dtype, device);
-        set_aside::<B>(config, batch_size, dtype, device);
         Self {
             layers: (0..config.n_layers).map(layer).collect(),
             lengths: vec![0; batch_size],

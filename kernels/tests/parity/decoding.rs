@@ -74,6 +74,21 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     }
 });
 
+backend_test!(results_of_few_rows_stay_as_they_are_while_they_are_held::<B>(device) {
+    let weight = random::<B, 2>(1, [66, 64], &device);
+    let input = |seed: u64| random::<B, 2>(seed, [3, 64], &device);
+    // More at a time than there are buffers that are used again; then some of those, and the others go on.
+    let mut held: Vec<(u64, Tensor<B, 2>)> = Vec::new();
+    for round in 0..3 {
+        held.retain(|(seed, _)| seed % 3 == 0);
+        held.extend((0..12).map(|at| 2 + 12 * round + at).map(|seed| (seed, linear(input(seed), weight.clone(), None))));
+        for (seed, result) in &held {
+            let wanted = reference::linear_forward(input(*seed), weight.clone(), None);
+            assert_close(&format!("input {seed} in round {round}"), result, &wanted, tolerance::<B>(&device));
+        }
+    }
+});
+
 backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001]] {

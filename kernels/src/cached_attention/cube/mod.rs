@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use crate::PackedHeads;
-use crate::cube::{array, contiguous, empty, grid};
+use crate::cube::{array, contiguous, empty, grid, launch, spare};
 use crate::team::Team;
 
 const UNITS: u32 = 256;
@@ -170,7 +170,7 @@ pub(crate) fn decode<R: CubeRuntime>(
     held: [&CubeTensor<R>; 2],
 ) -> CubeTensor<R> {
     let bound = bind(qkv, 1, heads.head_dim, placement);
-    let out = empty(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
+    let out = spare(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
     let pieces = match bound.plan.team.plane > 1 {
         true => planes::attend(bound, heads, at, held, &out),
         false => units::attend(bound, heads, at, held, &out),
@@ -193,8 +193,8 @@ impl<R: CubeRuntime> Pieces<R> {
     fn new(out: &CubeTensor<R>, heads: PackedHeads, pieces: usize) -> Option<Self> {
         let rows = [out.meta.shape()[0], heads.n_heads, pieces];
         (pieces > 1).then(|| Self {
-            partial: empty(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
-            statistics: empty(out, [rows[0], rows[1], rows[2], 2], DType::F32),
+            partial: spare(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
+            statistics: spare(out, [rows[0], rows[1], rows[2], 2], DType::F32),
         })
     }
 
@@ -211,17 +211,22 @@ fn join<R: CubeRuntime>(Pieces { partial, statistics }: Pieces<R>, out: &CubeTen
     let lines = out.meta.shape()[0] * heads.n_heads;
     // SAFETY: a cube joins the pieces of one head.
     unsafe {
-        join_kernel::launch_unchecked(
+        launch!(
+            join_kernel::JoinKernel,
             &out.client,
             grid(lines),
             CubeDim::new_1d(heads.head_dim.next_power_of_two().min(UNITS as usize) as u32),
-            array(&partial),
-            array(&statistics),
-            array(out),
-            lines as u32,
-            partial.meta.shape()[2] as u32,
-            heads.head_dim as u32,
-            out.dtype.into(),
+            [],
+            [O = out.dtype],
+            [
+                partial: Array<f32> = array(&partial),
+                statistics: Array<f32> = array(&statistics),
+                out: Array<join_kernel::O> = array(out),
+                lines: u32 = lines as u32,
+                pieces: u32 = partial.meta.shape()[2] as u32,
+                head_dim: u32 = heads.head_dim as u32,
+            ],
+            []
         );
     }
 }

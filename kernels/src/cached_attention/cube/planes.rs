@@ -102,19 +102,19 @@ pub(super) fn attend<R: CubeRuntime>(
                 O = partial.dtype,
             ],
             [
-                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(&bound.qkv),
-                Array<Vector<planes_kernel::G, planes_kernel::N>> = array(query_gamma),
-                Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
-                Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
-                Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
-                Array<planes_kernel::I> = array(&at.positions),
-                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
-                Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
-                Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
-                Array<f32> = array(statistics),
-                Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
+                qkv: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(&bound.qkv),
+                query_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(query_gamma),
+                key_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
+                cos: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
+                sin: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
+                positions: Array<planes_kernel::I> = array(&at.positions),
+                keys: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
+                values: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
+                partial: Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
+                statistics: Array<f32> = array(statistics),
+                sizes: Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
             ],
-            [bound.plan, lanes]
+            [plan: Plan = bound.plan, lanes: Lanes = lanes]
         );
     }
     pieces

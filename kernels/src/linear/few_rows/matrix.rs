@@ -168,17 +168,17 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
                 O = bound.out.dtype,
             ],
             [
-                Array<Wide<matrix_kernel::F>> = array(&x),
-                ComptimeOption<Array<Wide<matrix_kernel::G>>> = optional(&gamma),
-                ComptimeOption<Array<Wide<matrix_kernel::H>>> = optional(&beta),
-                ComptimeOption<Array<Wide<matrix_kernel::F>>> = optional(&weight.floats),
-                ComptimeOption<Array<Vector<u32, Const<2>>>> = optional(&weight.packed),
-                ComptimeOption<Array<f32>> = optional(&weight.scales),
-                ComptimeOption<Array<matrix_kernel::V>> = optional(&bound.bias),
-                ComptimeOption<Array<matrix_kernel::S>> = optional(&bound.residual),
-                Array<matrix_kernel::O> =
+                x: Array<Wide<matrix_kernel::F>> = array(&x),
+                gamma: ComptimeOption<Array<Wide<matrix_kernel::G>>> = optional(&gamma),
+                beta: ComptimeOption<Array<Wide<matrix_kernel::H>>> = optional(&beta),
+                weight: ComptimeOption<Array<Wide<matrix_kernel::F>>> = optional(&weight.floats),
+                packed: ComptimeOption<Array<Vector<u32, Const<2>>>> = optional(&weight.packed),
+                scales: ComptimeOption<Array<f32>> = optional(&weight.scales),
+                bias: ComptimeOption<Array<matrix_kernel::V>> = optional(&bound.bias),
+                residual: ComptimeOption<Array<matrix_kernel::S>> = optional(&bound.residual),
+                out: Array<matrix_kernel::O> =
                     bound.out_array(&[&gamma, &beta, &weight.floats, &weight.packed, &weight.scales]),
-                Sizes = SizesLaunch::new(
+                sizes: Sizes = SizesLaunch::new(
                     n_rows as u32,
                     d_input as u32,
                     outputs as u32,
@@ -189,7 +189,7 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
                     epsilon as f32,
                 ),
             ],
-            [shape, parts]
+            [shape: Shape = shape, parts: Parts = parts]
         );
     }
     bound.out

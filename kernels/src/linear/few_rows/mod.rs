@@ -11,7 +11,7 @@ use self::matrix::by_matrix_units;
 pub(crate) use self::matrix::{floats_on_matrix_units, on_matrix_units};
 use self::teams::by_teams;
 use crate::activation::cube::value;
-use crate::cube::{array, contiguous, empty, rows};
+use crate::cube::{array, contiguous, rows, spare};
 use crate::norm::cube::CubeNorm;
 use crate::weight::PACKED;
 use crate::weight::cube::CubeInt8;
@@ -203,7 +203,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, ending: Ending<R>
     };
     let free = ending.residual.as_ref().filter(free).cloned();
     let in_place = free.is_some();
-    let out = free.unwrap_or_else(|| empty(x, [n_rows, outputs], ending.dtype));
+    let out = free.unwrap_or_else(|| spare(x, [n_rows, outputs], ending.dtype));
     let (residual, residual_stride) = match ending.residual.map(rows) {
         Some((residual, stride)) => (Some(residual), stride),
         None => (None, outputs),

@@ -1,0 +1,52 @@
+//! Buffers that are used again at once. A step of decoding writes the same few sizes in every layer, and to have the runtime
+//! find memory for each costs both of its threads more than the launch that writes there.
+
+use std::any::TypeId;
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::device::{Device, DeviceId};
+use cubecl::server::Handle;
+
+use super::empty;
+
+/// Buffers of a size that are kept.
+const KEPT: usize = 8;
+/// Bytes of the smallest buffer that is kept, and of the largest.
+const LEAST: usize = 256;
+const MOST: usize = 4 << 20;
+
+/// A runtime, one of its devices, and bytes.
+type Size = (TypeId, DeviceId, usize);
+
+thread_local! {
+    /// What this thread keeps. Another's might still be in use by launches that are not ordered before its own.
+    static SPARE: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
+}
+
+/// An uninitialised tensor on the device of another, its rows without padding between them, in a buffer that nothing else
+/// holds any more. Launches of one thread run in their order, so that what reads such a buffer still comes first.
+pub(crate) fn spare<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+    let shape = shape.into();
+    let bytes = shape.num_elements() * dtype.size();
+    let size = bytes.next_power_of_two().max(LEAST);
+    if size > MOST {
+        return empty(like, shape, dtype);
+    }
+    let handle = SPARE.with_borrow_mut(|spare| {
+        let kept = spare.entry((TypeId::of::<R>(), like.device.to_id(), size)).or_default();
+        if let Some(free) = kept.iter().find(|handle| handle.can_mut()) {
+            return free.clone();
+        }
+        let handle = like.client.empty(size);
+        if kept.len() < KEPT {
+            kept.push(handle.clone());
+        }
+        handle
+    });
+    let handle = if size > bytes { handle.offset_end((size - bytes) as u64) } else { handle };
+    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
