@@ -76,8 +76,9 @@ impl<H: Hasher> Packed<'_, H> {
     }
 }
 
-/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but [`Deferred`]. In the order of the kernel's
-/// parameters come its generic sizes and types, its arguments, and what it is compiled for.
+/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but [`Deferred`]. It names the kernel's generic sizes
+/// and types, its arguments, and its parameters of compilation, each in the kernel's order; these have to stand before
+/// the parameters that define types.
 macro_rules! launch {
     (
         $module:ident::$kernel:ident, $client:expr, $cubes:expr, $units:expr,
@@ -86,14 +87,14 @@ macro_rules! launch {
     ) => {{
         #[allow(non_snake_case)]
         #[derive(Clone, Debug, PartialEq, Eq)]
-        struct What {
+        struct MadeFor {
             $($size: usize,)*
             $($float: StorageType,)*
             $($name: <$argument as LaunchArg>::CompilationArg,)*
             $($part: $part_type,)*
         }
 
-        impl std::hash::Hash for What {
+        impl std::hash::Hash for MadeFor {
             fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
                 let mut packed = $crate::cube::deferred::Packed::new(state);
                 $(self.$size.hash(&mut packed);)*
@@ -111,7 +112,7 @@ macro_rules! launch {
             $(scope.register_size::<$module::$size>($width);)*
             $(scope.register_type::<$module::$float>($dtype.into());)*
         });
-        let what = What {
+        let what = MadeFor {
             $($size: $width,)*
             $($float: $dtype.into(),)*
             $($name: <$argument as LaunchArg>::register($value, &mut launcher),)*
@@ -121,7 +122,7 @@ macro_rules! launch {
             settings,
             client: client.clone(),
             what,
-            kernel: |settings, client, what: What| {
+            kernel: |settings, client, what: MadeFor| {
                 $module::$kernel::new(
                     settings,
                     client,

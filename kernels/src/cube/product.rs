@@ -20,21 +20,20 @@ use cubek::std::stage::SwizzleMode;
 use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 
 use super::transpose::transpose;
-use super::{cast, contiguous, empty, sum_pieces};
+use super::{cast, contiguous, empty, multiprocessors, sum_pieces};
 
 /// Edge of the tile that a cube computes where the device's copy engine is not used.
 const TILE: usize = 128;
 /// The tile of a cube where it is, rows and columns.
 const BULK_TILE: [usize; 2] = [256, 128];
+/// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both matrices, and the result.
+const BULK_MEMORY: usize = 112 << 10;
 /// The least length of a piece when the inner dimension is cut.
 const MIN_PIECE: usize = 512;
 /// The most pieces.
 const MAX_PIECES: usize = 32;
 /// The fewest: two do not make up for the launch that adds them.
 const MIN_PIECES: usize = 4;
-/// Multiprocessors of a device that does not say how many it has, as Vulkan.
-const MULTIPROCESSORS: u32 = 64;
-
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
 ///
@@ -66,7 +65,9 @@ pub(crate) fn product<R: CubeRuntime>(
 /// Whether a product goes to the kernel whose matrices the device's copy engine brings: it wants halves, of which each
 /// row begins at a multiple of 16 bytes, and enough of them.
 fn copies_in_bulk<R: CubeRuntime>(x: &CubeTensor<R>, within: DType, [m, n, k]: [usize; 3]) -> bool {
-    let engine = x.client.properties().features.tma.contains(Tma::Base);
+    let properties = x.client.properties();
+    let engine =
+        properties.features.tma.contains(Tma::Base) && properties.hardware.max_shared_memory_size >= BULK_MEMORY;
     engine && within.size() == 2 && is_large(m, n) && (k * within.size()).is_multiple_of(16)
 }
 
@@ -76,17 +77,18 @@ fn is_large(m: usize, n: usize) -> bool {
 }
 
 /// A product by that kernel. It is fastest where the inner dimension is the inner one in memory, too, on both sides, so
-/// much that a matrix which lies otherwise is turned over first; and then all products are but two kernels to compile.
+/// much that a matrix which lies otherwise is turned over first; and then two kernels do for all products of whole tiles.
 fn bulk_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
-    let processors = a.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(MULTIPROCESSORS);
+    let processors = multiprocessors(&a);
+    let b = transposed(b);
     // Only what is turned over is cut without another copy.
-    let turned = a.meta.strides()[1] != 1 && b.meta.strides()[0] != 1;
+    let turned = is_turned(&a) && is_turned(&b);
     let pieces = if turned { bulk_pieces([m, n, k], processors as usize) } else { 1 };
     let whole = pieces == 1 && dtype == within;
-    let mut a = inner_first(a, within, pieces);
-    let mut b = inner_first(transposed(b), within, pieces);
+    let mut a = inner_first(a, within, pieces, whole);
+    let mut b = inner_first(b, within, pieces, whole);
     let out = if whole {
         a.meta.remove(0);
         b.meta.remove(0);
@@ -106,24 +108,28 @@ fn bulk_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DTyp
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// A matrix `[rows, k]` in `dtype` as `[pieces, rows, k / pieces]`, each row of each piece in one run.
-fn inner_first<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize) -> CubeTensor<R> {
-    let strides = [x.meta.strides()[0], x.meta.strides()[1]];
-    if strides[1] != 1 && strides[0] == 1 {
+/// Whether not rows, but columns lie in one run each.
+fn is_turned<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
+}
+
+/// A matrix `[rows, k]` in `dtype` as `[pieces, rows, k / pieces]`, each row of each piece in one run. Only in a product
+/// that is `whole` may there be gaps between rows: `cubek` takes pieces with gaps for something else.
+fn inner_first<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
+    if is_turned(&x) {
         return transpose(transposed(x), dtype, pieces);
     }
-    let mut x = cast(x, dtype);
-    let strides = [x.meta.strides()[0], x.meta.strides()[1]];
+    let x = cast(x, dtype);
+    let (k, row, column) = (x.meta.shape()[1], x.meta.strides()[0], x.meta.strides()[1]);
     let begin = x.handle.offset_start.unwrap_or(0) as usize;
-    if strides[1] != 1 || !(strides[0] * dtype.size()).is_multiple_of(16) || !begin.is_multiple_of(16) {
-        x = contiguous(x);
-    }
-    cut(x, 1, pieces)
+    let gaps = row > k && whole && (row * dtype.size()).is_multiple_of(16);
+    let lies_well = column == 1 && (row == k || gaps) && begin.is_multiple_of(16);
+    cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
 }
 
 /// The number of pieces that takes the least time: the tiles of all of them should fill the multiprocessors a whole
 /// number of times, or nearly so, and their sums want to be written and read. In numbers of an H200, of which a
-/// multiprocessor multiplies 2e12 times and adds as often in a second, and the memory moves 3.3e12 bytes.
+/// multiprocessor multiplies 1e12 times and adds as often in a second, and the memory moves 3.3e12 bytes.
 fn bulk_pieces([m, n, k]: [usize; 3], processors: usize) -> usize {
     let [rows, columns] = BULK_TILE;
     let tiles = m.div_ceil(rows) * n.div_ceil(columns);
@@ -181,7 +187,7 @@ fn cast_as_it_lies<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor
 
 /// How many pieces the inner dimension is cut into.
 fn pieces<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
-    let processors = a.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(MULTIPROCESSORS);
+    let processors = multiprocessors(a);
     let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
     let mut pieces = 1;
     while pieces < MAX_PIECES

@@ -13,7 +13,7 @@ use cubecl::server::Handle;
 
 use super::empty;
 
-/// Buffers of a size that are kept.
+/// Buffers of a size that are kept, as long as their thread lives.
 const KEPT: usize = 8;
 /// Bytes of the smallest buffer that is kept, and of the largest.
 const LEAST: usize = 256;
@@ -28,7 +28,8 @@ thread_local! {
 }
 
 /// An uninitialised tensor on the device of another, its rows without padding between them, in a buffer that nothing else
-/// holds any more. Launches of one thread run in their order, so that what reads such a buffer still comes first.
+/// holds any more. Launches of one thread run in their order, so that what reads such a buffer still comes first; in
+/// another thread, a tensor like this is to be read while the first still holds it. `can_mut` is false of it.
 pub(crate) fn spare<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let shape = shape.into();
     let bytes = shape.num_elements() * dtype.size();

@@ -107,6 +107,25 @@ backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) 
     }
 });
 
+backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for [rows, d_input, d_output] in [[256, 640, 2048], [300, 384, 1500], [40, 24, 60]] {
+            let hidden = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
+            let weight = random::<B, 2>(2, [d_output, d_input], &device);
+            // What a cast or a narrowing leaves has gaps between its rows.
+            let narrowed = random::<B, 2>(3, [d_output, d_input + 8], &device).cast(dtype).narrow(1, 0, d_input);
+            for weight in [weight.clone(), weight.cast(dtype), narrowed] {
+                let what = format!("{rows}x{d_input}x{d_output} {dtype:?} by {:?}", weight.dtype());
+                let rounded = weight.clone().cast(dtype).cast(DType::F32);
+                let wanted = reference::linear_forward(hidden.clone().cast(DType::F32), rounded, None);
+                let ours = B::logits(hidden.clone(), &Weight::from(weight));
+                assert_eq!(ours.dtype(), DType::F32, "{what}");
+                assert_close(&what, &ours, &wanted, tolerance);
+            }
+        }
+    }
+});
+
 backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for [rows, d_input, d_output] in [[1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64]] {

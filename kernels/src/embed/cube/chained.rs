@@ -1,6 +1,6 @@
 //! The gradient of a table of many tokens. Each row is put at the head of its token's chain, in whatever order the units
-//! come; a second kernel puts a chain in order, so that the sum does not depend on that, and adds up its rows. Few tokens
-//! have chains too long to keep: for those, a cube looks through all tokens.
+//! come; a second kernel puts a chain in order, so that the sum does not depend on that, and adds up its rows. The rows of
+//! a chain that is too long to keep are looked for among all.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

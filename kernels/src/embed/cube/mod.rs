@@ -1,7 +1,8 @@
 //! Lookup and its gradient in CubeCL.
 //!
-//! The gradient of a table adds up each token's rows, in an order that depends on nothing: where there are many tokens, along
-//! chains of their rows ([`chained`]), and where tokens have many rows each, after the rows were sorted ([`sorted`]).
+//! The gradient of a table adds up each token's rows in an order that does not depend on which unit comes first: along
+//! chains of rows ([`chained`]), or, where there are few tokens or many rows for each, after the rows were sorted
+//! ([`sorted`]).
 
 mod chained;
 mod sorted;

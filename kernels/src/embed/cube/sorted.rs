@@ -1,4 +1,4 @@
-//! The gradient of a table with many rows a token: rows are sorted by token, stably and without atomics. Each pass over
+//! The gradient of a table of few tokens, or with many rows for each: rows are sorted by token, stably and without atomics. Each pass over
 //! some bits of the tokens ranks the rows within tiles and counts each tile's digits, then puts every row in its place. A last
 //! kernel adds them up.
 
@@ -15,7 +15,8 @@ const TILE: u32 = 2 * UNITS;
 /// The most bits of a token that one pass sorts by: a unit sees to two digits.
 const MAX_DIGIT_BITS: u32 = TILE.trailing_zeros();
 
-/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`: a cube sees to one token and few columns, with many units along the rows.
+/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`: a cube sees to
+/// one token and few columns, with many units along the rows.
 pub(super) fn sum_sorted<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,

@@ -18,7 +18,7 @@ use cubecl::prelude::*;
 
 use super::stream::{Tiles, stream};
 use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
-use crate::cube::{array, contiguous, grid, launch, rows, vector_width};
+use crate::cube::{array, contiguous, grid, launch, multiprocessors, rows, vector_width};
 use crate::norm::cube::CubeNorm;
 use crate::team::lanes_sum;
 use crate::weight::cube::bytes;
@@ -41,8 +41,6 @@ const MORE_READS: usize = 12;
 const X_READS: usize = 16;
 /// Columns of `x` that a lane reads at a time for the statistics of a row, in vectors.
 const TOGETHER: usize = 4;
-/// Multiprocessors of a device that does not say how many it has.
-const MULTIPROCESSORS: u32 = 128;
 /// Blocks of 16 rows times groups that the planes' sums have room for in shared memory.
 const MOST: usize = 8;
 
@@ -135,7 +133,7 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
     // more cubes than there is room for would take as long as twice as many.
     let blocks = n_rows.div_ceil(8);
     let gates = 1 + usize::from(parts.gated);
-    let multiprocessors = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(MULTIPROCESSORS);
+    let multiprocessors = multiprocessors(&x);
     let enough = (multiprocessors - multiprocessors / 16) as usize;
     let fits =
         |groups: &usize| groups * blocks.div_ceil(2) * gates <= MOST && outputs.div_ceil(groups * GROUP) >= enough;
