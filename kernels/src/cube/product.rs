@@ -25,7 +25,7 @@ use super::{cast, contiguous, empty, multiprocessors, sum_pieces};
 /// Edge of the tile that a cube computes where the device's copy engine is not used.
 const TILE: usize = 128;
 /// The tile of a cube where it is, rows and columns.
-const BULK_TILE: [usize; 2] = [256, 128];
+pub(crate) const BULK_TILE: [usize; 2] = [256, 128];
 /// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both matrices, and the result.
 const BULK_MEMORY: usize = 112 << 10;
 /// The least length of a piece when the inner dimension is cut.

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 
 use super::{HeadLossOptions, HeadLossOutput};
 use crate::autodiff::{float, primitive};
-use crate::cube::product::{product, transposed};
+use crate::cube::product::{BULK_TILE, product, transposed};
 use crate::cube::{array, cast_padded, contiguous, empty, grid, rows};
 use crate::softmax::cube::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use crate::team::{Team, row_vector, team_sum};
@@ -17,9 +17,9 @@ use crate::team::{Team, row_vector, team_sum};
 /// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
 const LOGITS: [u64; 2] = [1 << 30, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
-const ROWS: usize = 256;
+const ROWS: usize = BULK_TILE[0];
 /// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
-const TILE: usize = 256;
+const TILE: usize = BULK_TILE[0];
 const TILES: usize = 1024;
 const VECTOR: usize = 8;
 

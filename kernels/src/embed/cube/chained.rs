@@ -8,7 +8,7 @@ use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, sum_up_to};
+use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, listed, sum_up_to};
 use crate::cube::{array, empty, grid};
 
 /// Tokens that a cube follows the chains of.
@@ -166,19 +166,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
             let mut sum = Vector::<f32, N>::new(0.0);
             for start in range_stepped(0u32, sizes.rows, SEARCHED) {
                 let count = search::<I>(tokens, token, start, sizes, &mut found);
-                let mut place = lane;
-                while place + comptime!((LOADS - 1) * lanes) < count {
-                    #[unroll]
-                    for load in 0..LOADS {
-                        let row = found[(place + load * lanes) as usize];
-                        sum += Vector::cast_from(grad[(row * sizes.stride + column) as usize]);
-                    }
-                    place += comptime!(LOADS * lanes);
-                }
-                while place < count {
-                    sum += Vector::cast_from(grad[(found[place as usize] * sizes.stride + column) as usize]);
-                    place += lanes;
-                }
+                sum += listed::<F, N>(grad, &found.to_slice(), lane, count, column, lanes, sizes);
             }
             let sum = across_lanes::<N>(sum, lanes);
             if lane == 0 && writes {

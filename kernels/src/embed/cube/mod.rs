@@ -156,6 +156,34 @@ fn key<I: Int>(keys: &Array<I>, row: u32, last: u32) -> u32 {
     min(u32::cast_from(keys[row as usize]), last)
 }
 
+/// The sum of every so many of the rows that a list names from `start` up to `end`.
+#[cube]
+fn listed<F: Float, N: Size>(
+    grad: &Array<Vector<F, N>>,
+    list: &Slice<u32>,
+    start: u32,
+    end: u32,
+    column: u32,
+    #[comptime] lanes: u32,
+    sizes: &Sizes,
+) -> Vector<f32, N> {
+    let mut sum = Vector::<f32, N>::new(0.0);
+    let mut place = start;
+    while place + comptime!((LOADS - 1) * lanes) < end {
+        #[unroll]
+        for load in 0..LOADS {
+            let row = list[(place + load * lanes) as usize];
+            sum += Vector::cast_from(grad[(row * sizes.stride + column) as usize]);
+        }
+        place += comptime!(LOADS * lanes);
+    }
+    while place < end {
+        sum += Vector::cast_from(grad[(list[place as usize] * sizes.stride + column) as usize]);
+        place += lanes;
+    }
+    sum
+}
+
 /// The sum over a cube's lanes, for the first of them.
 #[cube]
 fn across_lanes<N: Size>(sum: Vector<f32, N>, #[comptime] lanes: u32) -> Vector<f32, N> {

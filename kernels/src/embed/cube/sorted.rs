@@ -1,13 +1,13 @@
-//! The gradient of a table of few tokens, or with many rows for each: rows are sorted by token, stably and without atomics. Each pass over
-//! some bits of the tokens ranks the rows within tiles and counts each tile's digits, then puts every row in its place. A last
-//! kernel adds them up.
+//! The gradient of a table of few tokens, or with many rows for each: rows are sorted by token, stably and without
+//! atomics. Each pass over some bits of the tokens ranks the rows within tiles and counts each tile's digits, then puts
+//! every row in its place. A last kernel adds them up.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, sum_up_to};
+use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, listed, sum_up_to};
 use crate::cube::{array, empty, grid};
 
 /// Rows that a cube ranks among themselves, two a unit.
@@ -274,39 +274,11 @@ fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
         ends[UNIT_POS as usize] = rows_below(sorted, token + UNIT_POS, sizes.rows);
     }
     sync_cube();
-    let sum = listed::<F, N>(grad, order, ends[0usize] + lane, ends[1usize], column, lanes, sizes);
+    let sum = listed::<F, N>(grad, &order.to_slice(), ends[0usize] + lane, ends[1usize], column, lanes, sizes);
     let sum = across_lanes::<N>(sum, lanes);
     if lane == 0 && writes {
         out[(token * sizes.columns + column) as usize] = Vector::cast_from(sum);
     }
-}
-
-/// The sum of every so many of the rows that a list names from `start` up to `end`.
-#[cube]
-fn listed<F: Float, N: Size>(
-    grad: &Array<Vector<F, N>>,
-    list: &Array<u32>,
-    start: u32,
-    end: u32,
-    column: u32,
-    #[comptime] lanes: u32,
-    sizes: &Sizes,
-) -> Vector<f32, N> {
-    let mut sum = Vector::<f32, N>::new(0.0);
-    let mut place = start;
-    while place + comptime!((LOADS - 1) * lanes) < end {
-        #[unroll]
-        for load in 0..LOADS {
-            let row = list[(place + load * lanes) as usize];
-            sum += Vector::cast_from(grad[(row * sizes.stride + column) as usize]);
-        }
-        place += comptime!(LOADS * lanes);
-    }
-    while place < end {
-        sum += Vector::cast_from(grad[(list[place as usize] * sizes.stride + column) as usize]);
-        place += lanes;
-    }
-    sum
 }
 
 /// How many rows have a token below this one.
