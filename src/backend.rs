@@ -106,8 +106,11 @@ impl BackendName {
         self.keep_compiled_kernels(&self.devices()?);
         match self {
             #[cfg(feature = "ndarray")]
-            // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
-            Self::Cpu => rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work)),
+            Self::Cpu => {
+                devices::keep_freed_memory();
+                // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
+                rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work))
+            }
             #[cfg(feature = "wgpu")]
             Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
             #[cfg(feature = "cuda")]

@@ -49,6 +49,10 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         embed::backward::embed(table, tokens, dtype)
     }
 
+    fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
+        embed::backward::embed_add(table, tokens, x)
+    }
+
     fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
         norm::backward::norm(x, norm)
     }

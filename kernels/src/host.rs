@@ -11,8 +11,10 @@ use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
 use rayon::prelude::*;
 
-/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or a multiple.
+/// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
+/// where that leaves an even number of slabs.
 const SLAB: usize = 64;
+const WIDE_SLABS: [usize; 2] = [3 * SLAB, 2 * SLAB];
 /// Slabs of a product at most; wider ones beyond.
 const SLABS: usize = 64;
 /// Slabs below which they are cut across, and the rows that a piece has then at least.
@@ -348,7 +350,7 @@ impl Matrix {
 /// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     static PACKING: Once = Once::new();
-    // In columns of a tile, six: a slab's 64 are too few to lay the other matrix out again for each of them.
+    // In columns of a tile, six: a slab's are too few to lay the other matrix out again for each of them.
     PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
     // SAFETY: passed on to the caller.
     unsafe {
@@ -376,7 +378,7 @@ pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: M
     }
 }
 
-/// [`product`] on all cores, a slab of columns at a time: the slabs depend on the sizes alone.
+/// [`product`] on all cores, a slab of columns at a time.
 ///
 /// # Safety
 /// As for [`product`].
@@ -390,7 +392,8 @@ pub(crate) unsafe fn wide_product(sizes: [usize; 3], out: Matrix, a: Matrix, b: 
 
 /// Calls `work` with the rows and columns of each slab of a product.
 fn for_slabs([m, k, n]: [usize; 3], work: impl Fn(Range<usize>, Range<usize>) + Sync) {
-    let width = SLAB * n.div_ceil(SLAB * SLABS).max(1);
+    let width = WIDE_SLABS.into_iter().find(|width| n.is_multiple_of(2 * width)).unwrap_or(SLAB);
+    let width = width * n.div_ceil(width * SLABS).max(1);
     let slabs = n.div_ceil(width);
     // Few slabs are cut across, too, as long as that does not lay `b` out again for too few rows.
     let height = m.div_ceil((FEW_SLABS / slabs.max(1)).clamp(1, (m / TALL).max(1))).max(1);

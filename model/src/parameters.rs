@@ -39,14 +39,15 @@ impl<'a, B: Backend> Initializer<'a, B> {
         };
         let key = key.fold(self.drawn);
         self.drawn += 1;
-        let normal = |at: usize| {
-            let (row, column) = ((at / 2 / dims[1]) as u32, (at / 2 % dims[1]) as u32);
+        let mut values = vec![0.0; dims[0] * dims[1]];
+        values.par_chunks_mut(2).with_min_len(512).enumerate().for_each(|(at, pair)| {
+            let (row, column) = ((at / dims[1]) as u32, (at % dims[1]) as u32);
             let radius = (-2.0 * key.uniform(row, column).ln()).sqrt();
             let angle = TAU * key.fold(1).uniform(row, column);
-            let value = radius * if at.is_multiple_of(2) { angle.cos() } else { angle.sin() };
-            (deviation * value) as f32
-        };
-        let values: Vec<f32> = (0..dims[0] * dims[1]).into_par_iter().map(normal).collect();
+            for (value, part) in pair.iter_mut().zip([angle.cos(), angle.sin()]) {
+                *value = (deviation * (radius * part)) as f32;
+            }
+        });
         Param::from_tensor(Tensor::from_data(TensorData::new(values, dims), self.device))
     }
 

@@ -262,14 +262,11 @@ impl<B: Backend> Transformer<B> {
 
         let mut x = embed(stored(&self.embedding, &self.embedding_bytes), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
-            x = match &pass.cached {
-                Some(at) => embed_add(table.val(), at.positions.clone(), x),
-                None => x + embed(table.val(), pass.positions.clone().narrow(0, 0, 1), self.activations),
-            };
+            x = embed_add(table.val(), pass.positions.clone(), x);
         }
         if let Some(table) = &self.token_type_embedding {
             let types = types.unwrap_or_else(|| ids.zeros_like());
-            x = x + embed(table.val(), types, self.activations);
+            x = embed_add(table.val(), types, x);
         }
         if let Some(weights) = &self.embedding_norm {
             x = norm(x, &weights.weights());

@@ -2,8 +2,8 @@
 
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Shape, Tensor};
 use fireclay_kernels::{AdamW, AdamWParameter, Backend, optimizer_step, reshape};
 use fireclay_model::{Transformer, named_parameters};
 
@@ -113,7 +113,8 @@ impl<B: Backend> Optimizer<B> {
         adamw: AdamW,
     ) -> Tensor<B, 1> {
         self.steps += 1;
-        let parameters = take_values(model).into_iter().zip(gradients.into_inner());
+        let (values, shapes) = take_values(model);
+        let parameters = values.into_iter().zip(gradients.into_inner());
         let parameters = parameters.zip(std::mem::take(&mut self.moments)).zip(&self.decays);
         let parameters = parameters.map(|(((value, gradient), (first_moment, second_moment)), decays)| {
             let gradient = gradient.unwrap_or_else(|| value.zeros_like());
@@ -125,7 +126,7 @@ impl<B: Backend> Optimizer<B> {
             values.push(parameter.value);
             self.moments.push((parameter.first_moment, parameter.second_moment));
         }
-        put_values(model, values);
+        put_values(model, values, shapes);
         norm
     }
 }
@@ -136,38 +137,42 @@ fn flat<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 1> {
     reshape(tensor, [elements])
 }
 
-/// Moves the values out of a model's parameters, in their order, so that a kernel may overwrite them: what nothing else
-/// holds need not be copied. The model keeps their shapes, and no values.
-fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> Vec<Tensor<B, 1>> {
-    struct Taker<B: Backend>(Vec<Tensor<B, 1>>);
+/// Moves the values out of a model's parameters, in their order, each with its shape, so that a kernel may overwrite them: what
+/// nothing else holds need not be copied. The model keeps one element, which all parameters share.
+fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<B, 1>>, Vec<Shape>) {
+    struct Taker<B: Backend> {
+        values: Vec<Tensor<B, 1>>,
+        shapes: Vec<Shape>,
+        left: Option<Tensor<B, 1>>,
+    }
     impl<B: Backend> ModuleMapper<Autodiff<B>> for Taker<B> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
             param.map(|value| {
                 let value = value.inner();
-                // One element seen as many.
-                let nothing = Tensor::<B, D>::empty([1; D], &value.device()).expand(value.shape());
-                self.0.push(flat(value));
-                Tensor::from_inner(nothing)
+                let left = self.left.get_or_insert_with(|| Tensor::empty([1], &value.device())).clone();
+                self.shapes.push(value.shape());
+                self.values.push(flat(value));
+                Tensor::from_inner(left.reshape([1; D]))
             })
         }
     }
-    let mut taker = Taker(Vec::new());
+    let mut taker = Taker { values: Vec::new(), shapes: Vec::new(), left: None };
     // The other model goes here, and with it the last other holder of the values.
     *model = model.clone().map(&mut taker);
-    taker.0
+    (taker.values, taker.shapes)
 }
 
-/// Gives a model new values of its parameters, in their order.
-fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>) {
-    struct Putter<B: Backend>(std::vec::IntoIter<Tensor<B, 1>>);
-    impl<B: Backend> ModuleMapper<Autodiff<B>> for Putter<B> {
+/// Gives a model new values of its parameters, in their order, in the shapes that they had.
+fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>, shapes: Vec<Shape>) {
+    struct Putter<T>(T);
+    impl<B: Backend, T: Iterator<Item = (Tensor<B, 1>, Shape)>> ModuleMapper<Autodiff<B>> for Putter<T> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
             let value = self.0.next();
             param.map(|old| match value {
-                Some(value) => Tensor::from_inner(reshape(value, old.dims())).require_grad(),
+                Some((value, shape)) => Tensor::from_inner(reshape(value, shape.dims::<D>())).require_grad(),
                 None => old,
             })
         }
     }
-    *model = model.clone().map(&mut Putter(values.into_iter()));
+    *model = model.clone().map(&mut Putter(values.into_iter().zip(shapes)));
 }

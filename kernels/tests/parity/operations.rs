@@ -8,7 +8,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts,
-    activate, attention, dropout, embed, head_loss, head_sample, linear, linear_add, norm, norm_gate_up,
+    activate, attention, dropout, embed, embed_add, head_loss, head_sample, linear, linear_add, norm, norm_gate_up,
     optimizer_step, qkv_attention, qkv_rotary, random_bits, reference, reshape, rotary, softmax,
 };
 
@@ -136,6 +136,15 @@ backend_test!(embed_matches_the_reference::<B>(device) {
             let [(_, first), (_, second)] = [again(), again()];
             assert_eq!(values(&first[0]), values(&second[0]), "{name}: the same bits every time");
         }
+        assert_parity(
+            &format!("{name} added"),
+            &[random(3, [vocabulary, d_model], &device), random(4, [batch_size * seq_length, d_model], &device)],
+            |i| embed_add(i[0].clone(), tokens.clone(), i[1].clone().reshape([batch_size, seq_length, d_model])),
+            |i| {
+                let x = i[1].clone().reshape([batch_size, seq_length, d_model]);
+                x + reference::embed(i[0].clone(), tokens.clone(), FloatDType::F32)
+            },
+        );
         let across = tokens.clone().transpose();
         assert_parity(
             &format!("{name} transposed"),
