@@ -15,7 +15,7 @@ use crate::softmax::cube::{Passes, Weights, exponential, first_pass, read_again,
 use crate::team::{Team, row_vector, team_sum};
 
 /// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
-const LOGITS: [u64; 2] = [1 << 30, 1 << 28];
+const LOGITS: [u64; 2] = [1 << 29, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
 const ROWS: usize = BULK_TILE[0];
 /// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.

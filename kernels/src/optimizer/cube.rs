@@ -16,7 +16,7 @@ use crate::cube::{array, contiguous, empty, grid, vector_width};
 const UNITS: u32 = 256;
 /// The most parameters in one launch. A kernel takes as long to compile as it has parameters; and CUDA limits what a launch
 /// carries to 4 KB, of which each takes 70 to 80 bytes.
-const MAX_GROUP: usize = 16;
+const MAX_GROUP: usize = 28;
 /// Vectors of a parameter that a unit updates.
 const UPDATES: u32 = 2;
 /// Vectors of a gradient that a unit squares and sums.

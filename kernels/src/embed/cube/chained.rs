@@ -12,7 +12,7 @@ use super::{LOADS, Sizes, SizesLaunch, UNITS, across_lanes, key, listed, sum_up_
 use crate::cube::{array, empty, grid};
 
 /// Tokens that a cube follows the chains of.
-const CHAINS: u32 = 8;
+const CHAINS: u32 = 4;
 /// Rows of a chain that it keeps; those of a longer one it looks for among all rows.
 const CHAINED: u32 = 64;
 /// Rows that it looks through at a time, [`LOADS`] a unit.
