@@ -350,7 +350,7 @@ impl Matrix {
 /// The three matrices must lie within live allocations for these sizes, and nothing else may touch `out` meanwhile.
 pub(crate) unsafe fn product([m, k, n]: [usize; 3], out: Matrix, a: Matrix, b: Matrix, add: bool) {
     static PACKING: Once = Once::new();
-    // In columns of a tile, six: a slab's are too few to lay the other matrix out again for each of them.
+    // In columns of a tile, six: a slab of 64 is too narrow to lay the other matrix out again for it, wider ones are not.
     PACKING.call_once(|| gemm::set_lhs_packing_threshold_single_thread(16));
     // SAFETY: passed on to the caller.
     unsafe {

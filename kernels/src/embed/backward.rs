@@ -21,14 +21,14 @@ struct EmbedAddNode;
 
 /// What a table's gradient needs: tokens, the table's size and its dtype.
 #[derive(Clone, Debug)]
-struct Looked<B: Backend> {
+struct Lookup<B: Backend> {
     tokens: Tensor<B, 2, Int>,
     table: [usize; 2],
     dtype: FloatDType,
 }
 
-impl<B: Backend> Looked<B> {
-    fn up<C: CheckpointStrategy>(table: &Tensor<Autodiff<B, C>, 2>, tokens: &Tensor<B, 2, Int>) -> Self {
+impl<B: Backend> Lookup<B> {
+    fn new<C: CheckpointStrategy>(table: &Tensor<Autodiff<B, C>, 2>, tokens: &Tensor<B, 2, Int>) -> Self {
         Self { tokens: tokens.clone(), table: table.dims(), dtype: table.dtype().into() }
     }
 
@@ -42,7 +42,7 @@ impl<B: Backend> Looked<B> {
 }
 
 impl<B: Backend> Backward<B, 1> for EmbedNode {
-    type State = Looked<B>;
+    type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad));
@@ -50,7 +50,7 @@ impl<B: Backend> Backward<B, 1> for EmbedNode {
 }
 
 impl<B: Backend> Backward<B, 2> for EmbedAddNode {
-    type State = Looked<B>;
+    type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         binary::<B, _, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad), |grad| grad);
@@ -63,7 +63,7 @@ pub(crate) fn embed<B: Backend, C: CheckpointStrategy>(
     dtype: FloatDType,
 ) -> Tensor<Autodiff<B, C>, 3> {
     let tokens = inner_int(tokens);
-    let saved = Looked::up(&table, &tokens);
+    let saved = Lookup::new(&table, &tokens);
     let output = primitive(B::embed_forward(inner(&table), tokens, dtype));
     float(match EmbedNode.prepare::<C>([primitive(table).node]).compute_bound().stateful() {
         OpsKind::Tracked(node) => node.finish(saved, output),
@@ -77,7 +77,7 @@ pub(crate) fn embed_add<B: Backend, C: CheckpointStrategy>(
     x: Tensor<Autodiff<B, C>, 3>,
 ) -> Tensor<Autodiff<B, C>, 3> {
     let tokens = inner_int(tokens);
-    let saved = Looked::up(&table, &tokens);
+    let saved = Lookup::new(&table, &tokens);
     let output = primitive(B::embed_add(inner(&table), tokens, inner(&x)));
     let nodes = [primitive(table).node, primitive(x).node];
     float(match EmbedAddNode.prepare::<C>(nodes).compute_bound().stateful() {
