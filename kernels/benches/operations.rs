@@ -259,7 +259,7 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
         bench.measure("embed", rows * width * (4 + size), 0.0, || B::embed_forward(table.clone(), ids.clone(), dtype));
         let grad = bench.random([rows, width]);
         bench.measure("embed backward", rows * width * size + vocabulary * width * 4, 0.0, || {
-            B::embed_backward(grad.clone(), tokens.clone(), vocabulary, FloatDType::F32)
+            B::embed_backward(grad.clone(), tokens.clone(), vocabulary)
         });
     }
     let tokens = bench.tokens(rows, vocabulary);
@@ -309,10 +309,12 @@ fn parameters<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
         first_moment: bench.weights([matrix]),
         second_moment: bench.weights([matrix]).abs(),
         decays: true,
+        copy: (bench.dtype != DType::F32).then(|| bench.random([matrix])),
     };
     let mut parameters: Vec<AdamWParameter<B>> = (0..scale.parameters.div_ceil(matrix)).map(parameter).collect();
-    // The gradient twice, value and moments read and written.
-    let bytes = parameters.len() * matrix * 4 * 8;
+    // The gradient twice, value and moments read and written, the copy written.
+    let copy = if bench.dtype == DType::F32 { 0 } else { bench.dtype.size() };
+    let bytes = parameters.len() * matrix * (4 * 8 + copy);
     bench.measure("optimizer_step", bytes, 0.0, || {
         let norm;
         (parameters, norm) = B::optimizer_step(std::mem::take(&mut parameters), &adamw);

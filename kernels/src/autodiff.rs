@@ -45,6 +45,13 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         dropout::backward::dropout(x, dropout)
     }
 
+    /// The copy takes the parameter's place in the graph, so that gradients go to the parameter without a node between.
+    fn rounded(value: Tensor<Self, 2>, copy: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        let mut tracked = primitive(value);
+        tracked.primitive = primitive(copy).primitive;
+        float(tracked)
+    }
+
     fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         embed::backward::embed(table, tokens, dtype)
     }

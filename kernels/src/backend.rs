@@ -67,15 +67,10 @@ pub trait Backend: burn::tensor::backend::Backend {
     fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
         embed::reference::embed_add(table, tokens, x)
     }
-    /// Backward of [`embed`](crate::embed): the gradient of the table, in its dtype, from that of `[rows, d_model]` and
-    /// the tokens of the rows.
-    fn embed_backward(
-        grad: Tensor<Self, 2>,
-        tokens: Tensor<Self, 1, Int>,
-        vocabulary: usize,
-        dtype: FloatDType,
-    ) -> Tensor<Self, 2> {
-        embed::reference::embed_backward(grad, tokens, vocabulary, dtype)
+    /// Backward of [`embed`](crate::embed): the gradient of the table, f32, from that of `[rows, d_model]` and the tokens
+    /// of the rows.
+    fn embed_backward(grad: Tensor<Self, 2>, tokens: Tensor<Self, 1, Int>, vocabulary: usize) -> Tensor<Self, 2> {
+        embed::reference::embed_backward(grad, tokens, vocabulary)
     }
 
     /// Body of [`norm`](crate::norm) over `[rows, d_model]`.
@@ -392,6 +387,11 @@ pub trait Backend: burn::tensor::backend::Backend {
         residual: Option<Tensor<Self, 2>>,
     ) -> Tensor<Self, 2> {
         weight::reference::int8_linear(x, norm, weight, bias, activation, residual)
+    }
+
+    /// Body of [`Weight::rounded`].
+    fn rounded(_value: Tensor<Self, 2>, copy: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        copy
     }
 
     /// Body of [`optimizer_step`](crate::optimizer_step).

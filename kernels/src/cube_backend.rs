@@ -393,16 +393,11 @@ where
         float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype, Some(primitive(x))))
     }
 
-    fn embed_backward(
-        grad: Tensor<Self, 2>,
-        tokens: Tensor<Self, 1, Int>,
-        vocabulary: usize,
-        dtype: FloatDType,
-    ) -> Tensor<Self, 2> {
+    fn embed_backward(grad: Tensor<Self, 2>, tokens: Tensor<Self, 1, Int>, vocabulary: usize) -> Tensor<Self, 2> {
         if reference_only() {
-            return embed::reference::embed_backward(grad, tokens, vocabulary, dtype);
+            return embed::reference::embed_backward(grad, tokens, vocabulary);
         }
-        float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary, dtype.into()))
+        float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary))
     }
 
     fn next_positions(positions: Tensor<Self, 2, Int>, last: usize) -> Tensor<Self, 2, Int> {

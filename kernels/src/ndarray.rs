@@ -53,14 +53,9 @@ impl Backend for NdArray {
         embed::ndarray::embed_forward(table, tokens)
     }
 
-    fn embed_backward(
-        grad: Tensor<Self, 2>,
-        tokens: Tensor<Self, 1, Int>,
-        vocabulary: usize,
-        dtype: FloatDType,
-    ) -> Tensor<Self, 2> {
+    fn embed_backward(grad: Tensor<Self, 2>, tokens: Tensor<Self, 1, Int>, vocabulary: usize) -> Tensor<Self, 2> {
         if reference_only() {
-            return embed::reference::embed_backward(grad, tokens, vocabulary, dtype);
+            return embed::reference::embed_backward(grad, tokens, vocabulary);
         }
         embed::ndarray::embed_backward(grad, tokens, vocabulary)
     }

@@ -4,12 +4,12 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, Int8Weight, LayerCache, Norm, PackedHeads, Placement, attention, cached_attention, norm,
+    AttentionOptions, Backend, LayerCache, Norm, PackedHeads, Placement, attention, cached_attention, norm,
     norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::config::TransformerConfig;
-use crate::parameters::{Initializer, LayerNorm, stored};
+use crate::parameters::{Form, Initializer, LayerNorm, stored};
 use crate::transformer::{Pass, Site};
 
 /// The weights of self-attention, as on the hub `[d_output, d_input]`.
@@ -17,8 +17,8 @@ use crate::transformer::{Pass, Site};
 pub struct Attention<B: Backend> {
     /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
     pub qkv: Param<Tensor<B, 2>>,
-    /// The same as bytes, where they were loaded so; `qkv` holds nothing then.
-    pub(crate) qkv_bytes: Option<Int8Weight<B>>,
+    /// The same in another form, where operations read that.
+    pub(crate) qkv_form: Option<Form<B>>,
     /// Their bias.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
     /// RMS norm of each query head.
@@ -27,8 +27,8 @@ pub struct Attention<B: Backend> {
     pub key_norm: Option<LayerNorm<B>>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
     pub output: Param<Tensor<B, 2>>,
-    /// The same as bytes, where it was loaded so.
-    pub(crate) output_bytes: Option<Int8Weight<B>>,
+    /// The same in another form.
+    pub(crate) output_form: Option<Form<B>>,
     /// Its bias.
     pub output_bias: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
@@ -42,12 +42,12 @@ impl<B: Backend> Attention<B> {
             TransformerConfig { d_model: config.head_dim, norm: crate::config::NormKind::RmsNorm, ..config.clone() };
         Self {
             qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation),
-            qkv_bytes: None,
+            qkv_form: None,
             qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),
             query_norm: config.qk_norm.then(|| init.norm(&head_norm)),
             key_norm: config.qk_norm.then(|| init.norm(&head_norm)),
             output: init.matrix([config.d_model, heads], residual_deviation(config)),
-            output_bytes: None,
+            output_form: None,
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
@@ -66,7 +66,7 @@ impl<B: Backend> Attention<B> {
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
         let bias = self.qkv_bias.as_ref().map(Param::val);
-        let qkv = norm_linear(x, pre_norm, stored(&self.qkv, &self.qkv_bytes), bias);
+        let qkv = norm_linear(x, pre_norm, stored(&self.qkv, &self.qkv_form), bias);
         let [batch_size, seq_length] = pass.positions.dims();
         let [rows, width] = qkv.dims();
         let qkv = reshape(qkv, [batch_size, seq_length, width]);

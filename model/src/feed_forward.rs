@@ -3,25 +3,25 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{Backend, Int8Weight, Norm, norm_gate_up};
+use fireclay_kernels::{Backend, Norm, norm_gate_up};
 
 use crate::attention::residual_deviation;
 use crate::config::TransformerConfig;
-use crate::parameters::{Initializer, stored};
+use crate::parameters::{Form, Initializer, stored};
 
 /// The weights of a feed-forward layer, as on the hub `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct FeedForward<B: Backend> {
     /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where gated.
     pub up: Param<Tensor<B, 2>>,
-    /// The same as bytes, where it was loaded so; `up` holds nothing then.
-    pub(crate) up_bytes: Option<Int8Weight<B>>,
+    /// The same in another form, where operations read that.
+    pub(crate) up_form: Option<Form<B>>,
     /// Its bias.
     pub up_bias: Option<Param<Tensor<B, 1>>>,
     /// Second projection, `[d_model, d_ff]`.
     pub down: Param<Tensor<B, 2>>,
-    /// The same as bytes, where it was loaded so.
-    pub(crate) down_bytes: Option<Int8Weight<B>>,
+    /// The same in another form.
+    pub(crate) down_form: Option<Form<B>>,
     /// Its bias.
     pub down_bias: Option<Param<Tensor<B, 1>>>,
 }
@@ -30,10 +30,10 @@ impl<B: Backend> FeedForward<B> {
     pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
         Self {
             up: init.matrix([config.up_width(), config.d_model], config.init_deviation),
-            up_bytes: None,
+            up_form: None,
             up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
             down: init.matrix([config.d_model, config.d_ff], residual_deviation(config)),
-            down_bytes: None,
+            down_form: None,
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
         }
     }
@@ -46,6 +46,6 @@ impl<B: Backend> FeedForward<B> {
         pre_norm: Option<&Norm<B>>,
         activation: fireclay_kernels::Activation,
     ) -> Tensor<B, 2> {
-        norm_gate_up(x, pre_norm, stored(&self.up, &self.up_bytes), self.up_bias.as_ref().map(Param::val), activation)
+        norm_gate_up(x, pre_norm, stored(&self.up, &self.up_form), self.up_bias.as_ref().map(Param::val), activation)
     }
 }

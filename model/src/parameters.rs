@@ -99,10 +99,20 @@ impl<B: Backend> LayerNorm<B> {
     }
 }
 
-/// A matrix as operations take it: its bytes, where it was loaded as such.
-pub(crate) fn stored<B: Backend>(matrix: &Param<Tensor<B, 2>>, bytes: &Option<Int8Weight<B>>) -> Weight<B> {
-    match bytes {
-        Some(bytes) => Weight::Int8(bytes.clone()),
+/// A matrix in another form than its parameter, which operations read instead.
+#[derive(Module, Debug)]
+pub(crate) enum Form<B: Backend> {
+    /// As it was loaded; the parameter holds nothing.
+    Bytes(Int8Weight<B>),
+    /// The parameter in the dtype of the activations, refreshed with it.
+    Rounded(Tensor<B, 2>),
+}
+
+/// A matrix as operations take it.
+pub(crate) fn stored<B: Backend>(matrix: &Param<Tensor<B, 2>>, form: &Option<Form<B>>) -> Weight<B> {
+    match form {
+        Some(Form::Bytes(bytes)) => Weight::Int8(bytes.clone()),
+        Some(Form::Rounded(copy)) => Weight::rounded(matrix.val(), copy.clone()),
         None => Weight::Float(matrix.val()),
     }
 }

@@ -1,26 +1,28 @@
 //! The transformer: embeddings, blocks, final norm and output head.
 
-use burn::module::{Module, Param};
+use std::collections::HashMap;
+
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::{
-    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, Int8Weight, RandomKey, RotaryTable, SampledRows,
-    Sampling, Weight, dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
+    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, Sampling,
+    Weight, dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
 };
 
 use crate::block::Block;
 use crate::cache::Cache;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
-use crate::parameters::{Initializer, LayerNorm, stored};
+use crate::parameters::{Form, Initializer, LayerNorm, stored};
 
 /// One transformer for training, prefill and decode, whatever its family.
 #[derive(Module, Debug)]
 pub struct Transformer<B: Backend> {
     /// A row for each token, `[vocab_size, d_model]`.
     pub embedding: Param<Tensor<B, 2>>,
-    /// The same as bytes, where it was loaded so; `embedding` holds nothing then.
-    pub(crate) embedding_bytes: Option<Int8Weight<B>>,
+    /// The same in another form, where operations read that.
+    pub(crate) embedding_form: Option<Form<B>>,
     /// A row for each position, `[context_length, d_model]`.
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// A row for each token type, `[token_types, d_model]`.
@@ -33,8 +35,8 @@ pub struct Transformer<B: Backend> {
     pub final_norm: Option<LayerNorm<B>>,
     /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
     pub head: Option<Param<Tensor<B, 2>>>,
-    /// The same as bytes, where it was loaded so.
-    pub(crate) head_bytes: Option<Int8Weight<B>>,
+    /// The same in another form.
+    pub(crate) head_form: Option<Form<B>>,
     /// What an encoder says of an utterance, where it was made to.
     pub heads: Option<UtteranceHeads<B>>,
     #[module(skip)]
@@ -134,14 +136,14 @@ impl TransformerConfig {
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
         Ok(Transformer {
             embedding,
-            embedding_bytes: None,
+            embedding_form: None,
             position_embedding,
             token_type_embedding,
             embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
             blocks: (0..self.n_layers).map(|_| Block::new(self, init)).collect(),
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
             head,
-            head_bytes: None,
+            head_form: None,
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
@@ -161,8 +163,66 @@ impl<B: Backend> Transformer<B> {
 
     /// With activations and products in `dtype`: f32, which is the default, or bf16. Parameters keep their dtype.
     pub fn with_activations(mut self, dtype: FloatDType) -> Self {
+        if dtype != self.activations {
+            self.take_copies();
+        }
         self.activations = dtype;
         self
+    }
+
+    /// With a copy of every large matrix in the dtype of the activations, where that is not its own. Operations read the
+    /// copies from then on, so that no pass has to round the matrices: whoever changes a parameter changes its copy, as
+    /// [`optimizer_step`](fireclay_kernels::optimizer_step) does between [`take_copies`](Self::take_copies) and
+    /// [`put_copies`](Self::put_copies).
+    pub fn with_copies(mut self) -> Self {
+        let dtype = self.activations.into();
+        for (matrix, place) in self.matrices() {
+            if place.is_none() && matrix.val().dtype() != dtype {
+                *place = Some(Form::Rounded(matrix.val().cast(dtype).detach()));
+            }
+        }
+        self
+    }
+
+    /// Moves the copies out of the model, each flattened, by the parameter that it is of. Operations read the parameters
+    /// again.
+    pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 1>> {
+        let mut copies = HashMap::new();
+        for (matrix, place) in self.matrices() {
+            *place = match place.take() {
+                Some(Form::Rounded(copy)) => {
+                    let elements = copy.dims().iter().product();
+                    copies.insert(matrix.id, reshape(copy, [elements]));
+                    None
+                }
+                other => other,
+            };
+        }
+        copies
+    }
+
+    /// Gives the model the copies that were taken from it.
+    pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 1>>) {
+        for (matrix, place) in self.matrices() {
+            if let Some(copy) = copies.remove(&matrix.id) {
+                *place = Some(Form::Rounded(reshape(copy, matrix.dims())));
+            }
+        }
+    }
+
+    /// Every matrix that may be stored in another form, and the place for that.
+    fn matrices(&mut self) -> impl Iterator<Item = (&Param<Tensor<B, 2>>, &mut Option<Form<B>>)> {
+        let outer = [(Some(&self.embedding), &mut self.embedding_form), (self.head.as_ref(), &mut self.head_form)];
+        let outer = outer.into_iter().filter_map(|(matrix, place)| Some((matrix?, place)));
+        let inner = self.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
+            [
+                (&attention.qkv, &mut attention.qkv_form),
+                (&attention.output, &mut attention.output_form),
+                (&feed_forward.up, &mut feed_forward.up_form),
+                (&feed_forward.down, &mut feed_forward.down_form),
+            ]
+        });
+        outer.chain(inner)
     }
 
     /// The dtype of activations and products.
@@ -260,7 +320,7 @@ impl<B: Backend> Transformer<B> {
         assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
         let pass = self.pass([batch_size, seq_length], cache.as_ref().map(|cache| cache.next(seq_length)), lengths);
 
-        let mut x = embed(stored(&self.embedding, &self.embedding_bytes), ids.clone(), self.activations);
+        let mut x = embed(stored(&self.embedding, &self.embedding_form), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
         }
@@ -326,20 +386,20 @@ impl<B: Backend> Transformer<B> {
 
     /// Whether any matrix was loaded as bytes.
     pub(crate) fn has_bytes(&self) -> bool {
+        let is_bytes = |place: &Option<Form<B>>| matches!(place, Some(Form::Bytes(_)));
         let of_block = |block: &Block<B>| {
             let (attention, feed_forward) = (&block.attention, &block.feed_forward);
-            let matrices =
-                [&attention.qkv_bytes, &attention.output_bytes, &feed_forward.up_bytes, &feed_forward.down_bytes];
-            matrices.iter().any(|bytes| bytes.is_some())
+            let places = [&attention.qkv_form, &attention.output_form, &feed_forward.up_form, &feed_forward.down_form];
+            places.into_iter().any(is_bytes)
         };
-        self.embedding_bytes.is_some() || self.head_bytes.is_some() || self.blocks.iter().any(of_block)
+        is_bytes(&self.embedding_form) || is_bytes(&self.head_form) || self.blocks.iter().any(of_block)
     }
 
     /// The output projection, `[vocab_size, d_model]`.
     fn head_weight(&self) -> Weight<B> {
         match &self.head {
-            Some(head) => stored(head, &self.head_bytes),
-            None => stored(&self.embedding, &self.embedding_bytes),
+            Some(head) => stored(head, &self.head_form),
+            None => stored(&self.embedding, &self.embedding_form),
         }
     }
 

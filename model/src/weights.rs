@@ -15,7 +15,7 @@ use fireclay_kernels::{Backend, Int8Weight, upload};
 
 use crate::config::{ConfigError, TransformerConfig};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
-use crate::parameters::{Initializer, named_parameters, parameter_shapes};
+use crate::parameters::{Form, Initializer, named_parameters, parameter_shapes};
 use crate::tensor_files::{Stored, StoredTensor, TensorFiles};
 use crate::transformer::Transformer;
 
@@ -327,14 +327,15 @@ impl<B: Backend> Reader<'_, B> {
             return Err(failure);
         }
         let mut bytes = self.bytes;
-        model.embedding_bytes = bytes.remove("embedding");
-        model.head_bytes = bytes.remove("head");
+        let mut of = |name: &str| bytes.remove(name).map(Form::Bytes);
+        model.embedding_form = of("embedding");
+        model.head_form = of("head");
         for (layer, block) in model.blocks.iter_mut().enumerate() {
-            let mut of = |name: &str| bytes.remove(&format!("blocks.{layer}.{name}"));
-            block.attention.qkv_bytes = of("attention.qkv");
-            block.attention.output_bytes = of("attention.output");
-            block.feed_forward.up_bytes = of("feed_forward.up");
-            block.feed_forward.down_bytes = of("feed_forward.down");
+            let mut of = |name: &str| of(&format!("blocks.{layer}.{name}"));
+            block.attention.qkv_form = of("attention.qkv");
+            block.attention.output_form = of("attention.output");
+            block.feed_forward.up_form = of("feed_forward.up");
+            block.feed_forward.down_form = of("feed_forward.down");
         }
         Ok(model)
     }

@@ -1,7 +1,7 @@
 //! AdamW over the parameters of a transformer.
 
 use burn::backend::Autodiff;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Shape, Tensor};
 use fireclay_kernels::{AdamW, AdamWParameter, Backend, optimizer_step, reshape};
@@ -113,20 +113,24 @@ impl<B: Backend> Optimizer<B> {
         adamw: AdamW,
     ) -> Tensor<B, 1> {
         self.steps += 1;
-        let (values, shapes) = take_values(model);
-        let parameters = values.into_iter().zip(gradients.into_inner());
+        let mut copies = model.take_copies();
+        let (values, places) = take_values(model);
+        let parameters = values.into_iter().zip(&places).zip(gradients.into_inner());
         let parameters = parameters.zip(std::mem::take(&mut self.moments)).zip(&self.decays);
-        let parameters = parameters.map(|(((value, gradient), (first_moment, second_moment)), decays)| {
+        let parameters = parameters.map(|((((value, place), gradient), (first_moment, second_moment)), decays)| {
             let gradient = gradient.unwrap_or_else(|| value.zeros_like());
-            AdamWParameter { value, gradient, first_moment, second_moment, decays: *decays }
+            let copy = copies.remove(&place.0).map(Tensor::inner);
+            AdamWParameter { value, gradient, first_moment, second_moment, decays: *decays, copy }
         });
         let (updated, norm) = optimizer_step(parameters.collect(), &AdamW { step: self.steps, ..adamw });
         let mut values = Vec::with_capacity(updated.len());
-        for parameter in updated {
+        for (parameter, place) in updated.into_iter().zip(&places) {
             values.push(parameter.value);
             self.moments.push((parameter.first_moment, parameter.second_moment));
+            copies.extend(parameter.copy.map(|copy| (place.0, Tensor::from_inner(copy))));
         }
-        put_values(model, values, shapes);
+        put_values(model, values, places);
+        model.put_copies(copies);
         norm
     }
 }
@@ -137,42 +141,46 @@ fn flat<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, 1> {
     reshape(tensor, [elements])
 }
 
-/// Moves the values out of a model's parameters, in their order, each with its shape, so that a kernel may overwrite them: what
+/// Which parameter a value belongs to, and its shape there.
+type Place = (ParamId, Shape);
+
+/// Moves the values out of a model's parameters, in their order, each with its place, so that a kernel may overwrite them: what
 /// nothing else holds need not be copied. The model keeps one element, which all parameters share.
-fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<B, 1>>, Vec<Shape>) {
+fn take_values<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> (Vec<Tensor<B, 1>>, Vec<Place>) {
     struct Taker<B: Backend> {
         values: Vec<Tensor<B, 1>>,
-        shapes: Vec<Shape>,
+        places: Vec<Place>,
         left: Option<Tensor<B, 1>>,
     }
     impl<B: Backend> ModuleMapper<Autodiff<B>> for Taker<B> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
+            let id = param.id;
             param.map(|value| {
                 let value = value.inner();
                 let left = self.left.get_or_insert_with(|| Tensor::empty([1], &value.device())).clone();
-                self.shapes.push(value.shape());
+                self.places.push((id, value.shape()));
                 self.values.push(flat(value));
                 Tensor::from_inner(left.reshape([1; D]))
             })
         }
     }
-    let mut taker = Taker { values: Vec::new(), shapes: Vec::new(), left: None };
+    let mut taker = Taker { values: Vec::new(), places: Vec::new(), left: None };
     // The other model goes here, and with it the last other holder of the values.
     *model = model.clone().map(&mut taker);
-    (taker.values, taker.shapes)
+    (taker.values, taker.places)
 }
 
 /// Gives a model new values of its parameters, in their order, in the shapes that they had.
-fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>, shapes: Vec<Shape>) {
+fn put_values<B: Backend>(model: &mut Transformer<Autodiff<B>>, values: Vec<Tensor<B, 1>>, places: Vec<Place>) {
     struct Putter<T>(T);
-    impl<B: Backend, T: Iterator<Item = (Tensor<B, 1>, Shape)>> ModuleMapper<Autodiff<B>> for Putter<T> {
+    impl<B: Backend, T: Iterator<Item = (Tensor<B, 1>, Place)>> ModuleMapper<Autodiff<B>> for Putter<T> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Autodiff<B>, D>>) -> Param<Tensor<Autodiff<B>, D>> {
             let value = self.0.next();
             param.map(|old| match value {
-                Some((value, shape)) => Tensor::from_inner(reshape(value, shape.dims::<D>())).require_grad(),
+                Some((value, (_, shape))) => Tensor::from_inner(reshape(value, shape.dims::<D>())).require_grad(),
                 None => old,
             })
         }
     }
-    *model = model.clone().map(&mut Putter(values.into_iter().zip(shapes)));
+    *model = model.clone().map(&mut Putter(values.into_iter().zip(places)));
 }

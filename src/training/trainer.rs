@@ -93,7 +93,7 @@ impl<B: Backend> Trainer<B> {
         Ok(Self {
             recipe: recipe.clone(),
             task,
-            model: model.with_activations(activations),
+            model: model.with_activations(activations).with_copies(),
             optimizer,
             step: 0,
             device,

@@ -122,6 +122,14 @@ backend_test!(bf16_learns_as_f32_does_or_is_refused::<B>(device) {
                 half.train_step();
                 full.train_step();
             }
+            // Four matrices in each of two layers, and the embedding, which is the head too.
+            let mut rounded = half.model().valid();
+            let copies = rounded.take_copies();
+            assert_eq!((copies.len(), full.model().valid().take_copies().len()), (9, 0));
+            for (name, id, _, value) in named_parameters(&rounded) {
+                let copy = copies.get(&id).map(values);
+                assert!(copy.is_none_or(|copy| copy == values(&value.cast(DType::BF16))), "the copy of {name} is old");
+            }
             let (half, full) = (half.validate(2000)?.loss, full.validate(2000)?.loss);
             assert!((half / full - 1.0).abs() < 0.03, "bf16 {half}, f32 {full}");
         }

@@ -19,25 +19,24 @@ struct EmbedNode;
 #[derive(Debug)]
 struct EmbedAddNode;
 
-/// What a table's gradient needs: tokens, the table's size and its dtype.
+/// What a table's gradient needs: tokens and the table's size.
 #[derive(Clone, Debug)]
 struct Lookup<B: Backend> {
     tokens: Tensor<B, 2, Int>,
     table: [usize; 2],
-    dtype: FloatDType,
 }
 
 impl<B: Backend> Lookup<B> {
     fn new<C: CheckpointStrategy>(table: &Tensor<Autodiff<B, C>, 2>, tokens: &Tensor<B, 2, Int>) -> Self {
-        Self { tokens: tokens.clone(), table: table.dims(), dtype: table.dtype().into() }
+        Self { tokens: tokens.clone(), table: table.dims() }
     }
 
     fn backward(self, grad: FloatTensor<B>) -> FloatTensor<B> {
-        let Self { tokens, table: [vocabulary, d_model], dtype } = self;
+        let Self { tokens, table: [vocabulary, d_model] } = self;
         let rows = tokens.dims().iter().product::<usize>();
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
         let _op = recorder::op("embed backward", || vec![recorder::operand(&grad), recorder::operand(&tokens)]);
-        primitive(B::embed_backward(grad, tokens.reshape([rows]), vocabulary, dtype))
+        primitive(B::embed_backward(grad, tokens.reshape([rows]), vocabulary))
     }
 }
 

@@ -14,8 +14,9 @@ use crate::{Backend, Weight, recorder};
 /// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
 ///
-/// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table adds up in its own
-/// dtype, in the order of the tokens on the CPU and in one fixed order wherever there is a kernel.
+/// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table is f32, as
+/// all parameters' are, and adds up in the order of the tokens on the CPU and in one fixed order wherever there is a
+/// kernel.
 pub fn embed<B: Backend>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     let table = table.into();
     let _op = recorder::op("embed", || vec![table.operand(), recorder::operand(&tokens)]);

@@ -73,7 +73,7 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     let loss = float(mean(&nats, &targets, options.weight));
     let gradients = gradients.then(|| {
         let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)));
-        let d_weight = d_weight.narrow(0, 0, vocabulary).cast(stored);
+        let d_weight = d_weight.narrow(0, 0, vocabulary);
         let d_hidden = match d_hidden.len() {
             0 => hidden,
             1 => d_hidden.remove(0),

@@ -64,7 +64,7 @@ pub struct HeadLossOutput<B: Backend> {
     /// Mean over the targets that count, times the options' weight, `[1]` f32, nats; zero where none counts.
     pub loss: Tensor<B, 1>,
     /// Where asked for, the gradients for an upstream gradient of one: of the hidden states, in their dtype, and of
-    /// the weight, in its own.
+    /// the weight, f32.
     pub gradients: Option<(Tensor<B, 2>, Tensor<B, 2>)>,
 }
 

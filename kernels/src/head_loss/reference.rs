@@ -20,7 +20,6 @@ pub fn head_loss_forward<B: Backend>(
     let [rows, _] = hidden.dims();
     let [vocabulary, d_model] = weight.dims();
     let dtype = hidden.dtype();
-    let stored = weight.dtype();
     let weight = weight.cast(dtype);
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(1)).min(rows);
     let smoothing = options.label_smoothing;
@@ -69,7 +68,7 @@ pub fn head_loss_forward<B: Backend>(
     }
     let gradients = gradients.then(|| {
         let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([vocabulary, d_model], (&device, DType::F32)));
-        (if d_hidden.is_empty() { hidden } else { Tensor::cat(d_hidden, 0) }, d_weight.cast(stored))
+        (if d_hidden.is_empty() { hidden } else { Tensor::cat(d_hidden, 0) }, d_weight)
     });
     HeadLossOutput { loss, gradients }
 }

@@ -29,6 +29,7 @@ struct Parameter<R: CubeRuntime> {
     first_moment: CubeTensor<R>,
     second_moment: CubeTensor<R>,
     decays: bool,
+    copy: Option<CubeTensor<R>>,
 }
 
 /// Indices of parameters that go into one launch, and the vectors that all of them are made of.
@@ -68,6 +69,7 @@ where
             first_moment: writable(primitive(parameter.first_moment)),
             second_moment: writable(primitive(parameter.second_moment)),
             decays: parameter.decays,
+            copy: parameter.copy.map(|copy| writable(primitive(copy))),
         })
         .collect();
     let groups = groups(&parameters);
@@ -81,6 +83,7 @@ where
         first_moment: float(parameter.first_moment),
         second_moment: float(parameter.second_moment),
         decays: parameter.decays,
+        copy: parameter.copy.map(float),
     });
     (parameters.collect(), float(norm))
 }
@@ -93,12 +96,13 @@ fn writable<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
 
 /// Groups of parameters of one width of vectors, as even as can be.
 fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
-    // Four arrays a parameter, one of all of them, and one where the runtime keeps scalars.
+    // Four or five arrays a parameter, one of all of them, and one where the runtime keeps scalars.
+    let arrays = if parameters.iter().any(|parameter| parameter.copy.is_some()) { 5 } else { 4 };
     let bindings = parameters[0].value.client.properties().hardware.max_bindings as usize;
-    let limit = (bindings.saturating_sub(2) / 4).clamp(1, MAX_GROUP);
+    let limit = (bindings.saturating_sub(2) / arrays).clamp(1, MAX_GROUP);
     let mut by_width: Vec<Group> = Vec::new();
     for (at, parameter) in parameters.iter().enumerate() {
-        let Parameter { value, gradient, first_moment, second_moment, .. } = parameter;
+        let Parameter { value, gradient, first_moment, second_moment, copy, .. } = parameter;
         let size = value.meta.num_elements();
         if size == 0 {
             continue;
@@ -107,7 +111,8 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
             [value, gradient, first_moment, second_moment].iter().all(|x| x.dtype == DType::F32),
             "optimizer_step: parameters, gradients and moments are f32"
         );
-        let vector = vector_width(&[value, gradient, first_moment, second_moment], &[size]);
+        let copy = copy.as_ref().unwrap_or(value);
+        let vector = vector_width(&[value, gradient, first_moment, second_moment, copy], &[size]);
         match by_width.iter_mut().find(|group| group.vector == vector) {
             Some(group) => group.members.push(at),
             None => by_width.push(Group { members: vec![at], vector }),
@@ -127,11 +132,11 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
 }
 
 impl Group {
-    fn arrays<'a, R: CubeRuntime, N: Size>(
+    fn arrays<'a, R: CubeRuntime, F: Float, N: Size>(
         &self,
         parameters: &'a [Parameter<R>],
-        of: fn(&'a Parameter<R>) -> &'a CubeTensor<R>,
-    ) -> SequenceArg<R, Array<Vector<f32, N>>> {
+        of: impl Fn(&'a Parameter<R>) -> &'a CubeTensor<R>,
+    ) -> SequenceArg<R, Array<Vector<F, N>>> {
         self.members.iter().map(|at| array(of(&parameters[*at]))).collect()
     }
 
@@ -202,6 +207,15 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
     let (lengths, starts) = group.layout(parameters, UPDATES * UNITS);
     let decayed = (1.0 - adamw.learning_rate * adamw.weight_decay) as f32;
     let kept = group.members.iter().map(|at| if parameters[*at].decays { decayed } else { 1.0 });
+    // A parameter without a copy binds another's, which it leaves alone.
+    let any_copy = group.members.iter().find_map(|at| parameters[*at].copy.as_ref());
+    let (copies, copied) = match any_copy {
+        Some(any) => {
+            let copied = group.members.iter().map(|at| u32::from(parameters[*at].copy.is_some()));
+            (group.arrays(parameters, |parameter| parameter.copy.as_ref().unwrap_or(any)), copied.collect())
+        }
+        None => (SequenceArg::new(), SequenceArg::new()),
+    };
     let step = adamw.step as i32;
     let step = StepLaunch::new(
         (adamw.learning_rate / (1.0 - adamw.beta_1.powi(step))) as f32,
@@ -227,7 +241,10 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
             starts.iter().copied().collect(),
             lengths.iter().copied().collect(),
             kept.collect(),
+            copies,
+            copied,
             step,
+            any_copy.map_or(DType::F32, |copy| copy.dtype).into(),
         );
     }
 }
@@ -313,7 +330,7 @@ fn norm_kernel(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn update_kernel<N: Size>(
+fn update_kernel<C: Float, N: Size>(
     gradients: &Sequence<Array<Vector<f32, N>>>,
     clip: &Array<f32>,
     values: &mut Sequence<Array<Vector<f32, N>>>,
@@ -322,7 +339,10 @@ fn update_kernel<N: Size>(
     starts: &Sequence<u32>,
     lengths: &Sequence<u32>,
     kept: &Sequence<f32>,
+    copies: &mut Sequence<Array<Vector<C, N>>>,
+    copied: &Sequence<u32>,
     step: &Step,
+    #[define(C)] _copy_dtype: StorageType,
 ) {
     let cube = CUBE_POS as u32;
     let mut gradient = Array::<Vector<f32, N>>::new(UPDATES as usize);
@@ -360,9 +380,16 @@ fn update_kernel<N: Size>(
     #[unroll]
     for parameter in 0..gradients.len() {
         if cube >= starts[parameter] && cube < starts[comptime!(parameter + 1)] {
-            store::<N>(&value, values.index_mut(parameter), begin, length);
-            store::<N>(&first, first_moments.index_mut(parameter), begin, length);
-            store::<N>(&second, second_moments.index_mut(parameter), begin, length);
+            store::<f32, N>(&value, values.index_mut(parameter), begin, length);
+            store::<f32, N>(&first, first_moments.index_mut(parameter), begin, length);
+            store::<f32, N>(&second, second_moments.index_mut(parameter), begin, length);
+        }
+    }
+    #[unroll]
+    for parameter in 0..copies.len() {
+        let start = starts[parameter];
+        if cube >= start && cube < starts[comptime!(parameter + 1)] && copied[parameter] == 1 {
+            store::<C, N>(&value, copies.index_mut(parameter), begin, length);
         }
     }
 }
@@ -385,12 +412,12 @@ fn load<N: Size>(
 }
 
 #[cube]
-fn store<N: Size>(from: &Array<Vector<f32, N>>, to: &mut Array<Vector<f32, N>>, begin: u32, length: u32) {
+fn store<F: Float, N: Size>(from: &Array<Vector<f32, N>>, to: &mut Array<Vector<F, N>>, begin: u32, length: u32) {
     #[unroll]
     for at in 0..UPDATES {
         let to_at = begin + at * UNITS;
         if to_at < length {
-            to[to_at as usize] = from[at as usize];
+            to[to_at as usize] = Vector::cast_from(from[at as usize]);
         }
     }
 }

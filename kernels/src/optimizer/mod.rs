@@ -24,6 +24,8 @@ pub struct AdamWParameter<B: Backend> {
     pub second_moment: Tensor<B, 1>,
     /// Whether weight decay applies: to matrices, as a rule.
     pub decays: bool,
+    /// The parameter in another dtype, as operations read it, where it is kept so: refreshed with it.
+    pub copy: Option<Tensor<B, 1>>,
 }
 
 /// The numbers of one step of AdamW (Loshchilov and Hutter, 2019).

@@ -32,7 +32,7 @@ pub(crate) fn optimizer_step(
     let (beta_1, beta_2, epsilon) = (adamw.beta_1 as f32, adamw.beta_2 as f32, adamw.epsilon as f32);
 
     let update = |parameter: AdamWParameter<NdArray>| {
-        let AdamWParameter { value, gradient, first_moment, second_moment, decays } = parameter;
+        let AdamWParameter { value, gradient, first_moment, second_moment, decays, copy } = parameter;
         let kept = if decays { (1.0 - adamw.learning_rate * adamw.weight_decay) as f32 } else { 1.0 };
         let size = value.dims();
         let gradients = Values::rows(gradient.clone());
@@ -51,8 +51,10 @@ pub(crate) fn optimizer_step(
                 }
             });
         });
-        let (value, first_moment) = (tensor(values, size), tensor(firsts, size));
-        AdamWParameter { value, gradient, first_moment, second_moment: tensor(seconds, size), decays }
+        let [value, first_moment, second_moment] =
+            [values, firsts, seconds].map(|values| -> Tensor<NdArray, 1> { tensor(values, size) });
+        let copy = copy.map(|copy| value.clone().cast(copy.dtype()));
+        AdamWParameter { value, gradient, first_moment, second_moment, decays, copy }
     };
     (parameters.into_par_iter().with_max_len(1).map(update).collect(), tensor(vec![norm], [1]))
 }

@@ -34,7 +34,8 @@ pub fn optimizer_step<B: Backend>(
         let deviation = second_moment.clone().div_scalar(second_bias).sqrt().add_scalar(adamw.epsilon);
         let update = (first_moment.clone() / deviation).mul_scalar(adamw.learning_rate / first_bias);
         let value = parameter.value.mul_scalar(1.0 - decay) - update;
-        AdamWParameter { value, gradient, first_moment, second_moment, decays: parameter.decays }
+        let copy = parameter.copy.map(|copy| value.clone().cast(copy.dtype()));
+        AdamWParameter { value, gradient, first_moment, second_moment, decays: parameter.decays, copy }
     });
     (updated.collect(), norm)
 }

@@ -69,20 +69,19 @@ pub(crate) fn embed_forward<R: CubeRuntime>(
     out
 }
 
-/// The gradient of the table, `[vocabulary, d_model]` of `dtype`, from `grad` `[rows, d_model]` and `tokens` `[rows]`.
+/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`.
 pub(crate) fn embed_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
     vocabulary: usize,
-    dtype: DType,
 ) -> CubeTensor<R> {
     let (grad, stride) = rows(grad);
     let [n_rows, d_model] = [grad.meta.shape()[0], grad.meta.shape()[1]];
     if n_rows == 0 {
-        return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), dtype);
+        return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), DType::F32);
     }
     let tokens = contiguous(tokens);
-    let out = empty(&grad, [vocabulary, d_model], dtype);
+    let out = empty(&grad, [vocabulary, d_model], DType::F32);
     let vector = vector_width(&[&grad, &out], &[d_model, stride]);
     let sizes = SizesLaunch::new(n_rows as u32, vocabulary as u32, (d_model / vector) as u32, (stride / vector) as u32);
     match vocabulary <= FEW_TOKENS || n_rows > MANY_ROWS * vocabulary {
