@@ -3,7 +3,9 @@
 //! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
 
 pub(crate) mod deferred;
+pub(crate) mod matrix_units;
 pub(crate) mod product;
+mod small_product;
 mod spare;
 mod transpose;
 

@@ -19,6 +19,7 @@ use cubek::std::cube_count::{CubeCountStrategy, GlobalOrder, HypercubeBlueprint,
 use cubek::std::stage::SwizzleMode;
 use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 
+use super::small_product::small_product;
 use super::transpose::transpose;
 use super::{cast, contiguous, empty, multiprocessors, sum_pieces};
 
@@ -52,6 +53,9 @@ pub(crate) fn product<R: CubeRuntime>(
     }
     let (a, b) = (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within)));
     let pieces = pieces(&a, [m, n, k]);
+    if let Some(out) = small_product(&a, &b, pieces, dtype) {
+        return out;
+    }
     if pieces == 1 {
         let out = empty(&a, [m, n], dtype);
         multiply(a, b, out.clone(), None);

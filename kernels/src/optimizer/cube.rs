@@ -18,9 +18,9 @@ const UNITS: u32 = 256;
 /// carries to 4 KB, of which each takes 70 to 80 bytes.
 const MAX_GROUP: usize = 28;
 /// Vectors of a parameter that a unit updates.
-const UPDATES: u32 = 2;
+const UPDATES: u32 = 1;
 /// Vectors of a gradient that a unit squares and sums.
-const SQUARES: u32 = 8;
+const SQUARES: u32 = 4;
 
 /// A parameter's buffers.
 struct Parameter<R: CubeRuntime> {

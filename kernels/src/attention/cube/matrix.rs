@@ -1,30 +1,22 @@
 //! Attention on NVIDIA's matrix units: 16-bit products with sums in f32 (Dao, 2023).
 //!
 //! A cube has four planes, and each plane whole rows of a tile: scores, probabilities and accumulators stay in its
-//! registers, in the order in which `mma` of m16n8k16 takes and gives them. A lane then holds rows `lane / 4` and
-//! `lane / 4 + 8` of every 16, and columns `lane % 4 * 2` and the next of every 8: a [`Pair`] for each of both rows
-//! and each block of 8 columns. So a tile of probabilities is already the left side of its product with the values.
+//! registers, in the order in which `mma` takes and gives them ([`matrix_units`](crate::cube::matrix_units)), so that a tile of
+//! probabilities is already the left side of its product with the values.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::cmma::{MatrixIdent, MmaDefinition};
-use cubecl::features::MmaConfig;
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use super::mask::{HIDDEN, MaskKind, Sizes, all_seen, keys_of, last_key, queries_of, sees};
 use super::parts::{OUTSIDE, Place, Rows, cube_place, kept, kept_pair};
 use super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use crate::attention::AttentionOptions;
+use crate::cube::matrix_units::{
+    Half, Pair, Wide, clear, has_matrix_units, left_rows, multiply, right_columns, right_rows, zeroed,
+};
 use crate::cube::{array, grid};
 use crate::random::cube::{Rounds, row_bits};
-
-/// Two neighbouring columns of a row of sums.
-type Pair = Vector<f32, Const<2>>;
-/// Two neighbouring elements of an operand, a register of it.
-type Half<F> = Vector<F, Const<2>>;
-/// Sixteen bytes, as they are read from memory.
-type Wide<F> = Vector<F, Const<8>>;
 
 const PLANES: usize = 4;
 const UNITS: usize = 32 * PLANES;
@@ -101,19 +93,10 @@ impl MatrixPlan {
 
 /// Whether the matrix kernels can run: on their device, dtype and sizes, with all rows beginning at whole vectors.
 pub(super) fn supported<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize) -> bool {
-    let client = &heads[0].tensor.client;
-    let dtype: StorageType = heads[0].tensor.dtype.into();
-    let half = matches!(dtype.elem_type(), ElemType::Float(FloatKind::F16 | FloatKind::BF16));
-    let sums = ElemType::Float(FloatKind::F32).into();
-    let product = MmaConfig { a_type: dtype, b_type: dtype, cd_type: sums, m: 16, n: 8, k: 16 };
-    let (features, hardware) = (&client.properties().features, &client.properties().hardware);
     // Shared memory of the largest kernel: four tiles of 64 rows.
     let shared = 4 * 64 * 2 * (head_dim + 8);
-    half && features.matmul.mma.contains(&product)
-        && features.matmul.ldmatrix.contains(&dtype)
-        && hardware.plane_size_min == 32
-        && hardware.plane_size_max == 32
-        && hardware.max_shared_memory_size >= shared
+    has_matrix_units(&heads[0].tensor)
+        && heads[0].tensor.client.properties().hardware.max_shared_memory_size >= shared
         && head_dim.is_multiple_of(16)
         && head_dim <= 256
         && width(heads, head_dim, 8) == 8
@@ -699,21 +682,6 @@ fn backward_queries_kernel<F: Float, I: Int>(
     store::<F>(d_query, &d_queries, first + plane_row, &sums, &factors, 0u32, plan);
 }
 
-#[cube]
-fn clear(sums: &mut Array<Pair>, #[comptime] length: usize) {
-    #[unroll]
-    for at in 0..length {
-        sums[at] = Pair::new(0.0f32);
-    }
-}
-
-#[cube]
-fn zeroed(#[comptime] length: usize) -> Array<Pair> {
-    let mut sums = Array::<Pair>::new(length);
-    clear(&mut sums, length);
-    sums
-}
-
 /// Hides scores of a plane's queries: those of keys that a row, of which `last` holds the last keys, does not see, and
 /// those of keys past the last one. `first_key` is that of the lane's first column.
 #[cube]
@@ -794,84 +762,6 @@ fn put<F: Float>(
     }
 }
 
-/// Reads four matrices of 8 by 8 from shared memory, each lane giving the address of one row of one of them.
-#[cube]
-fn read<F: Float>(tile: &SharedMemory<Wide<F>>, at: u32, #[comptime] transposed: bool) -> Array<Half<F>> {
-    let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
-    let row = tile.slice(at as usize, (at + 1) as usize);
-    product.load_matrix::<Wide<F>, Const<2>>(&row, MatrixIdent::A, 4usize, transposed)
-}
-
-/// The left side of a product: 16 rows from `row` on, and the 16 columns of block `block`.
-#[cube]
-fn left_side<F: Float>(
-    tile: &SharedMemory<Wide<F>>,
-    row: u32,
-    #[comptime] block: usize,
-    #[comptime] plan: MatrixPlan,
-) -> Array<Half<F>> {
-    let lane = UNIT_POS % 32;
-    let column = comptime!(2 * block as u32) + lane / 16;
-    read::<F>(tile, (row + lane % 16) * comptime!(plan.stride() as u32) + column, false)
-}
-
-/// The right sides of two products of which the columns are rows of a tile, 16 from `row` on: block `block` of them.
-#[cube]
-fn right_rows<F: Float>(
-    tile: &SharedMemory<Wide<F>>,
-    #[comptime] row: usize,
-    #[comptime] block: usize,
-    #[comptime] plan: MatrixPlan,
-) -> Array<Half<F>> {
-    let lane = UNIT_POS % 32;
-    let row = comptime!(row as u32) + lane / 16 * 8 + lane % 8;
-    let column = comptime!(2 * block as u32) + lane / 8 % 2;
-    read::<F>(tile, row * comptime!(plan.stride() as u32) + column, false)
-}
-
-/// The right sides of two products of which the rows are those of a tile, 16 from `row` on: columns of block `block`.
-#[cube]
-fn right_columns<F: Float>(
-    tile: &SharedMemory<Wide<F>>,
-    #[comptime] row: usize,
-    block: u32,
-    #[comptime] plan: MatrixPlan,
-) -> Array<Half<F>> {
-    let lane = UNIT_POS % 32;
-    let row = comptime!(row as u32) + lane % 16;
-    read::<F>(tile, row * comptime!(plan.stride() as u32) + 2 * block + lane / 16, true)
-}
-
-/// Adds to two neighbouring blocks of sums, from pair `at` on, the products of one left side, that of a band, with two
-/// right ones.
-#[cube]
-fn multiply<F: Float>(
-    left: &Array<Half<F>>,
-    right: &Array<Half<F>>,
-    sums: &mut Array<Pair>,
-    #[comptime] band: usize,
-    #[comptime] at: usize,
-) {
-    let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
-    let mut left_side = Array::<Half<F>>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        left_side[i] = left[comptime!(4 * band + i)];
-    }
-    #[unroll]
-    for block in 0..2usize {
-        let mut right_side = Array::<Half<F>>::new(2usize);
-        right_side[0usize] = right[comptime!(2 * block)];
-        right_side[1usize] = right[comptime!(2 * block + 1)];
-        let mut sum = Array::<Pair>::new(2usize);
-        sum[0usize] = sums[comptime!(at + 2 * block)];
-        sum[1usize] = sums[comptime!(at + 2 * block + 1)];
-        product.execute_inplace(&left_side, &right_side, &mut sum);
-        sums[comptime!(at + 2 * block)] = sum[0usize];
-        sums[comptime!(at + 2 * block + 1)] = sum[1usize];
-    }
-}
-
 /// A plane's rows of a tile in registers, where they are kept there.
 #[cube]
 fn hold<F: Float>(tile: &SharedMemory<Wide<F>>, plane_row: u32, #[comptime] plan: MatrixPlan) -> Array<Half<F>> {
@@ -880,7 +770,7 @@ fn hold<F: Float>(tile: &SharedMemory<Wide<F>>, plane_row: u32, #[comptime] plan
     #[unroll]
     for block in 0..blocks {
         let (band, column) = comptime!((block / plan.depth(), block % plan.depth()));
-        let side = left_side::<F>(tile, plane_row + comptime!(16 * band as u32), column, plan);
+        let side = left_rows::<F>(tile, plane_row + comptime!(16 * band as u32), column, comptime!(plan.stride()));
         #[unroll]
         for i in 0..4usize {
             held[comptime!(4 * block + i)] = side[i];
@@ -910,7 +800,8 @@ fn dots<F: Float>(
                     sides[comptime!(4 * band + i)] = held[comptime!(4 * (band * plan.depth() + block) + i)];
                 }
             } else {
-                let side = left_side::<F>(left, plane_row + comptime!(16 * band as u32), block, plan);
+                let side =
+                    left_rows::<F>(left, plane_row + comptime!(16 * band as u32), block, comptime!(plan.stride()));
                 #[unroll]
                 for i in 0..4usize {
                     sides[comptime!(4 * band + i)] = side[i];
@@ -919,7 +810,7 @@ fn dots<F: Float>(
         }
         #[unroll]
         for row in 0..comptime!(plan.columns / 16) {
-            let rows = right_rows::<F>(right, comptime!(16 * row), block, plan);
+            let rows = right_rows::<F>(right, comptime!(16 * row), block, comptime!(plan.stride()));
             #[unroll]
             for band in 0..comptime!(plan.bands) {
                 multiply::<F>(&sides, &rows, scores, band, comptime!((band * plan.columns / 8 + 2 * row) * 2));
@@ -951,7 +842,7 @@ fn accumulate<F: Float>(
             let block = first_block + comptime!(column as u32);
             // The last cube of a tile may have fewer columns.
             if comptime!(plan.width() * plan.slices == plan.depth()) || block < comptime!(plan.depth() as u32) {
-                let columns = right_columns::<F>(right, comptime!(16 * row), block, plan);
+                let columns = right_columns::<F>(right, comptime!(16 * row), block, comptime!(plan.stride()));
                 #[unroll]
                 for band in 0..comptime!(plan.bands) {
                     multiply::<F>(&sides, &columns, sums, band, comptime!((band * plan.width() + column) * 4));

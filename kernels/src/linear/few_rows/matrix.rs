@@ -12,12 +12,11 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cmma::MmaDefinition;
-use cubecl::features::MmaConfig;
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use super::stream::{Tiles, stream};
 use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
+use crate::cube::matrix_units::{Half, Pair, Wide, has_matrix_units};
 use crate::cube::{array, contiguous, grid, launch, multiprocessors, rows, vector_width};
 use crate::norm::cube::CubeNorm;
 use crate::team::lanes_sum;
@@ -43,10 +42,6 @@ const X_READS: usize = 16;
 const TOGETHER: usize = 4;
 /// Blocks of 16 rows times groups that the planes' sums have room for in shared memory.
 const MOST: usize = 8;
-
-pub(super) type Pair = Vector<f32, Const<2>>;
-pub(super) type Half<F> = Vector<F, Const<2>>;
-pub(super) type Wide<F> = Vector<F, Const<8>>;
 
 /// The shape of a cube of the matrix kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,15 +89,7 @@ fn stride<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
 
 /// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after another.
 fn is_taken<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
-    let dtype: StorageType = x.dtype.into();
-    let half = matches!(dtype.elem_type(), ElemType::Float(FloatKind::F16 | FloatKind::BF16));
-    let sums = ElemType::Float(FloatKind::F32).into();
-    let product = MmaConfig { a_type: dtype, b_type: dtype, cd_type: sums, m: 16, n: 8, k: 16 };
-    let hardware = &x.client.properties().hardware;
-    half && x.meta.strides()[1] == 1
-        && x.client.properties().features.matmul.mma.contains(&product)
-        && hardware.plane_size_min == 32
-        && hardware.plane_size_max == 32
+    x.meta.strides()[1] == 1 && has_matrix_units(x)
 }
 
 pub(super) fn by_matrix_units<R: CubeRuntime>(

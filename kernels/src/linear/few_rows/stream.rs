@@ -9,8 +9,9 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::matrix::{CHUNK, GROUP, Pair, Wide, eight, multiply, planes_sum};
+use super::matrix::{CHUNK, GROUP, eight, multiply, planes_sum};
 use super::{Sizes, SizesLaunch, Stored, optional};
+use crate::cube::matrix_units::{Pair, Wide};
 use crate::cube::{array, empty, grid};
 
 /// Planes of a cube, among which the inner dimension is shared.
