@@ -170,14 +170,14 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// With a copy of every large matrix in the dtype of the activations, where that is not its own. Operations read the
+    /// With a new copy of every large matrix in the dtype of the activations, where that is not its own. Operations read the
     /// copies from then on, so that no pass has to round the matrices: whoever changes a parameter changes its copy, as
     /// [`optimizer_step`](fireclay_kernels::optimizer_step) does between [`take_copies`](Self::take_copies) and
     /// [`put_copies`](Self::put_copies).
     pub fn with_copies(mut self) -> Self {
         let dtype = self.activations.into();
         for (matrix, place) in self.matrices() {
-            if place.is_none() && matrix.val().dtype() != dtype {
+            if !matches!(place, Some(Form::Bytes(_))) && matrix.val().dtype() != dtype {
                 *place = Some(Form::Rounded(matrix.val().cast(dtype).detach()));
             }
         }

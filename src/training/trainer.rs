@@ -105,7 +105,8 @@ impl<B: Backend> Trainer<B> {
         (self.step, self.optimizer) = (step, optimizer);
     }
 
-    /// The model as it is.
+    /// The model as it is. In bf16 it has copies of its matrices, which operations read: whoever changes the parameters of a
+    /// clone takes the copies out first ([`Transformer::take_copies`]).
     pub fn model(&self) -> &Transformer<Autodiff<B>> {
         &self.model
     }

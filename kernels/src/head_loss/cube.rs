@@ -33,13 +33,10 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
     let [n_rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
     let (dtype, device) = (hidden.dtype(), hidden.device());
-    let stored = weight.dtype();
-    // Rows of logits that are whole vectors and tiles are worth a copy of the weight where it has another dtype, and is
-    // copied anyway, and where there are gradients: their products cannot use what is fastest otherwise.
+    // Rows of logits that are whole vectors and tiles are worth a copy of the weight: products cannot use what is fastest
+    // otherwise, and what is compiled for training serves validation.
     let padded = match dtype.size() {
-        2 if gradients || stored != dtype => {
-            vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE })
-        }
+        2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
         _ => vocabulary,
     };
     let words = cast_padded(primitive(weight), padded, dtype);

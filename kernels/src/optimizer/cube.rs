@@ -15,7 +15,7 @@ use crate::cube::{array, contiguous, empty, grid, vector_width};
 
 const UNITS: u32 = 256;
 /// The most parameters in one launch. A kernel takes as long to compile as it has parameters; and CUDA limits what a launch
-/// carries to 4 KB, of which each takes 70 to 80 bytes.
+/// carries to 4 KB, of which each takes 90 to 100 bytes at the most.
 const MAX_GROUP: usize = 28;
 /// Vectors of a parameter that a unit updates.
 const UPDATES: u32 = 1;
@@ -100,6 +100,9 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
     let arrays = if parameters.iter().any(|parameter| parameter.copy.is_some()) { 5 } else { 4 };
     let bindings = parameters[0].value.client.properties().hardware.max_bindings as usize;
     let limit = (bindings.saturating_sub(2) / arrays).clamp(1, MAX_GROUP);
+    let mut dtypes = parameters.iter().filter_map(|parameter| Some(parameter.copy.as_ref()?.dtype));
+    let dtype = dtypes.next();
+    assert!(dtypes.all(|other| Some(other) == dtype), "optimizer_step: all copies have one dtype");
     let mut by_width: Vec<Group> = Vec::new();
     for (at, parameter) in parameters.iter().enumerate() {
         let Parameter { value, gradient, first_moment, second_moment, copy, .. } = parameter;
@@ -112,6 +115,7 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
             "optimizer_step: parameters, gradients and moments are f32"
         );
         let copy = copy.as_ref().unwrap_or(value);
+        assert_eq!(copy.meta.num_elements(), size, "optimizer_step: a copy has as many elements as its parameter");
         let vector = vector_width(&[value, gradient, first_moment, second_moment, copy], &[size]);
         match by_width.iter_mut().find(|group| group.vector == vector) {
             Some(group) => group.members.push(at),
@@ -226,7 +230,8 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
         (1.0 - adamw.beta_2) as f32,
         (1.0 / (1.0 - adamw.beta_2.powi(step))) as f32,
     );
-    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers that are not shared.
+    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers that are not shared, but
+    // for a copy that stands in for another and is not touched there. All copies have one dtype and their parameters' lengths.
     unsafe {
         update_kernel::launch_unchecked(
             &clip.client,
@@ -322,9 +327,11 @@ fn norm_kernel(
     if UNIT_POS == 0 {
         let root = sum.sqrt();
         norm[0] = root;
-        // PyTorch's clip_grad_norm_ has the same 1e-6. NaN compares as false, and so reaches the parameters.
+        // PyTorch's clip_grad_norm_ has the same 1e-6. NaN has to reach the parameters, and does not pass what some drivers
+        // make of the comparison, a minimum.
         let factor = max / (root + 1e-6);
-        clip[0] = if comptime!(clips) { select(factor > 1.0, 1.0, factor) } else { 1.0f32.runtime() };
+        let least = select(factor > 1.0, 1.0, factor);
+        clip[0] = if comptime!(clips) { select(factor.is_nan(), factor, least) } else { 1.0f32.runtime() };
     }
 }
 

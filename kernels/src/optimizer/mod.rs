@@ -24,7 +24,7 @@ pub struct AdamWParameter<B: Backend> {
     pub second_moment: Tensor<B, 1>,
     /// Whether weight decay applies: to matrices, as a rule.
     pub decays: bool,
-    /// The parameter in another dtype, as operations read it, where it is kept so: refreshed with it.
+    /// The parameter in another dtype, the same for all copies, as operations read it: refreshed with it.
     pub copy: Option<Tensor<B, 1>>,
 }
 
@@ -49,6 +49,9 @@ pub struct AdamW {
 
 /// One step of AdamW over all `parameters`: the updated ones, without their gradients' further use, and the global
 /// norm of the gradients before clipping, `[1]` f32. Both stay on the device.
+///
+/// # Panics
+/// On a GPU, if values, gradients or moments are not f32, copies are of several dtypes, or one has not its value's length.
 pub fn optimizer_step<B: Backend>(
     parameters: Vec<AdamWParameter<B>>,
     adamw: &AdamW,

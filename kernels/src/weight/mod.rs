@@ -33,7 +33,8 @@ impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
 
 impl<B: Backend> Weight<B> {
     /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
-    /// gradient is the parameter's, f32. [`optimizer_step`](crate::optimizer_step) refreshes copies.
+    /// gradient is the parameter's, f32, as long as only operations of this crate read it. [`optimizer_step`](crate::optimizer_step)
+    /// refreshes copies.
     pub fn rounded(value: Tensor<B, 2>, copy: Tensor<B, 2>) -> Self {
         Self::Float(B::rounded(value, copy))
     }
