@@ -8,6 +8,7 @@ pub(crate) mod product;
 mod small_product;
 mod spare;
 mod transpose;
+mod unit_product;
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;

@@ -22,6 +22,7 @@ use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 
 use super::small_product::small_product;
 use super::transpose::transpose;
+use super::unit_product::unit_product;
 use super::{cast, contiguous, empty, multiprocessors, sum_pieces};
 
 /// Edge of the tile that a cube computes where the device's copy engine is not used.
@@ -53,6 +54,9 @@ pub(crate) fn product<R: CubeRuntime>(
         return bulk_product(a, b, within, dtype);
     }
     let (a, b) = (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within)));
+    if let Some(out) = unit_product(&a, &b, dtype) {
+        return out;
+    }
     let pieces = pieces(&a, [m, n, k]);
     if let Some(out) = small_product(&a, &b, pieces, dtype) {
         return out;

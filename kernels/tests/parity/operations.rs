@@ -269,6 +269,22 @@ backend_test!(projections_match_the_reference::<B>(device) {
     }
 });
 
+backend_test!(large_projections_match_the_reference::<B>(device) {
+    let check = |x: Tensor<B, 2>, weight: Tensor<B, 2>| {
+        assert_parity(
+            &format!("linear of {:?} by {:?}", x.dims(), weight.dims()),
+            &[x, weight],
+            |i| linear(i[0].clone(), i[1].clone(), None),
+            |i| reference::linear_forward(i[0].clone(), i[1].clone(), None),
+        );
+    };
+    // Edges of tiles, and rows that do not begin at whole vectors, in one of the products or in all; a gradient in pieces.
+    for [rows, d_input, d_output] in [[700, 600, 650], [641, 603, 645], [4096, 128, 260]] {
+        check(random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
+    }
+    check(strided(random::<B, 2>(1, [530, 520], &device)), strided(random::<B, 2>(2, [600, 520], &device)));
+});
+
 backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(device) {
     for dtype in [DType::BF16, DType::F16] {
         if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
