@@ -1,6 +1,6 @@
-//! Matrix products on the device, through `cubek`'s kernels, or our own where they are small: which of them, how its work is
-//! cut, and how its matrices lie, is chosen here by shape and dtype from what was measured (`docs/performance.md`), so that
-//! nothing is tuned at run time.
+//! Matrix products on the device, through `cubek`'s kernels, or our own for small halves and for f32 without matrix units:
+//! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
+//! (`docs/performance.md`), so that nothing is tuned at run time.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

@@ -21,9 +21,11 @@ const QUADS: usize = EDGE / 4;
 const PART: usize = DEPTH * QUADS;
 /// Shared memory: two steps of two sides.
 const SHARED_BYTES: usize = 2 * 2 * PART * 16;
-/// The fewest cubes: smaller products are left to kernels with smaller tiles.
+/// The fewest cubes: smaller products, and those of which a tile would be more than half empty, are left to kernels with
+/// smaller tiles.
 const FEWEST: usize = 16;
-/// The inner dimension is cut until there are so many, as far as a piece keeps this length, in at most so many pieces.
+/// The inner dimension is cut until there are so many cubes, into whole steps, as far as a piece keeps this length, and into
+/// at most so many pieces.
 const ENOUGH: usize = 256;
 const MIN_PIECE: usize = 512;
 const MAX_PIECES: usize = 32;
@@ -62,38 +64,32 @@ struct Sizes {
     b_stride: u32,
 }
 
-/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, of which one stride is one, as `[m, n]` of `dtype`. `None` where the
+/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of one, as `[m, n]` of `dtype`. `None` where the
 /// device or the sizes are not for it.
 pub(super) fn unit_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     dtype: DType,
 ) -> Option<CubeTensor<R>> {
+    if a.dtype != DType::F32 || b.dtype != DType::F32 || !is_for(&a.client) {
+        return None;
+    }
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     let tiles = m.div_ceil(EDGE) * n.div_ceil(EDGE);
     let pieces = pieces(tiles, k);
-    let properties = a.client.properties();
-    let matrix_units = properties.supports_type(cubecl::tf32::as_type_native_unchecked().storage_type());
-    let fits = properties.hardware.max_shared_memory_size >= SHARED_BYTES;
-    if a.dtype != DType::F32
-        || b.dtype != DType::F32
-        || matrix_units
-        || !fits
-        || m * n * k == 0
-        || tiles * pieces < FEWEST
-    {
+    if m.min(n) < EDGE / 2 || k == 0 || tiles * pieces < FEWEST {
         return None;
     }
     let piece = k / pieces;
     let (a_side, b_side) = (side(a, 1, piece), side(b, 0, piece));
-    let sums = if pieces == 1 { dtype } else { DType::F32 };
-    let out = empty(a, [pieces, m, n], sums);
+    let out = empty(a, [pieces, m, n], DType::F32);
     let written = if n.is_multiple_of(4) { 4 } else { 1 };
     let sizes = [m, n, piece, pieces, a_side.stride, b_side.stride].map(|size| size as u32);
     let [rows, columns, inner, count, a_stride, b_stride] = sizes;
     let plan = Plan { a_turned: a_side.turned, b_turned: b_side.turned, whole: piece.is_multiple_of(DEPTH) };
-    // SAFETY: what is read lies within both sizes of each side, and a cube writes its own tile of the result, within its
-    // sizes.
+    // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the sides: outputs are no
+    // more than the last one, the inner dimension is guarded where it is not whole steps, and no vector passes the end of
+    // either, since vectors are wide only where runs, strides and beginnings are multiples of them.
     unsafe {
         launch!(
             unit_product_kernel::UnitProductKernel,
@@ -101,11 +97,11 @@ pub(super) fn unit_product<R: CubeRuntime>(
             grid(tiles * pieces),
             CubeDim::new_1d(UNITS as u32),
             [NA = a_side.width, NB = b_side.width, NO = written],
-            [O = sums],
+            [],
             [
                 a: Array<Vector<f32, unit_product_kernel::NA>> = array(a),
                 b: Array<Vector<f32, unit_product_kernel::NB>> = array(b),
-                out: Array<Vector<unit_product_kernel::O, unit_product_kernel::NO>> = array(&out),
+                out: Array<Vector<f32, unit_product_kernel::NO>> = array(&out),
                 sizes: Sizes = SizesLaunch::new(rows, columns, inner, count, a_stride, b_stride),
             ],
             [plan: Plan = plan]
@@ -114,12 +110,20 @@ pub(super) fn unit_product<R: CubeRuntime>(
     Some(cast(sum_pieces(out, [m, n]), dtype))
 }
 
+/// Whether the device has room for the kernel, and nothing faster.
+fn is_for<R: CubeRuntime>(client: &ComputeClient<R>) -> bool {
+    let properties = client.properties();
+    let floats = [f32::as_type_native_unchecked(), cubecl::tf32::as_type_native_unchecked()].map(|x| x.storage_type());
+    let matrix_units = properties.features.matmul.cmma.iter().any(|product| floats.contains(&product.a_type));
+    !matrix_units && properties.hardware.max_shared_memory_size >= SHARED_BYTES
+}
+
 /// How many pieces the inner dimension is cut into where there are so few `tiles` that the device has units to spare.
 fn pieces(tiles: usize, k: usize) -> usize {
     let mut pieces = 1;
     while pieces < MAX_PIECES
         && tiles * pieces < ENOUGH
-        && k.is_multiple_of(pieces * 2)
+        && k.is_multiple_of(pieces * 2 * DEPTH)
         && k / (pieces * 2) >= MIN_PIECE
     {
         pieces *= 2;
@@ -140,13 +144,12 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
 }
 
 #[cube(launch_unchecked)]
-fn unit_product_kernel<NA: Size, NB: Size, NO: Size, O: Float>(
+fn unit_product_kernel<NA: Size, NB: Size, NO: Size>(
     a: &Array<Vector<f32, NA>>,
     b: &Array<Vector<f32, NB>>,
-    out: &mut Array<Vector<O, NO>>,
+    out: &mut Array<Vector<f32, NO>>,
     sizes: &Sizes,
     #[comptime] plan: Plan,
-    #[define(O)] _dtype: StorageType,
 ) {
     let edge = comptime!(EDGE as u32);
     let across = sizes.n.div_ceil(edge);
@@ -208,17 +211,17 @@ fn unit_product_kernel<NA: Size, NB: Size, NO: Size, O: Float>(
         if row < sizes.m {
             let line = (piece * sizes.m + row) * sizes.n;
             #[unroll]
-            for side in 0..2u32 {
-                let quad = sums[comptime!((2 * i + side) as usize)];
-                let column = first_column + 4 * column + comptime!(32 * side);
+            for block in 0..2u32 {
+                let quad = sums[comptime!((2 * i + block) as usize)];
+                let column = first_column + 4 * column + comptime!(32 * block);
                 #[unroll]
                 for group in 0..comptime!(4 / width) {
                     let column = column + comptime!((group * width) as u32);
                     if column < sizes.n {
-                        let mut vector = Vector::<O, NO>::empty();
+                        let mut vector = Vector::<f32, NO>::empty();
                         #[unroll]
                         for element in 0..width {
-                            vector[element] = O::cast_from(quad[comptime!(group * width + element)]);
+                            vector[element] = quad[comptime!(group * width + element)];
                         }
                         out[((line + column) / comptime!(width as u32)) as usize] = vector;
                     }
@@ -311,22 +314,19 @@ fn multiply(
     row: u32,
     column: u32,
 ) {
-    for group in 0..comptime!(DEPTH as u32 / 4) {
+    #[unroll]
+    for depth in 0..comptime!(DEPTH as u32) {
+        let near = b_tile[(half + slot(depth, column)) as usize];
+        let far = b_tile[(half + slot(depth, column + 8)) as usize];
         #[unroll]
-        for depth in 0..4u32 {
-            let depth = 4 * group + depth;
-            let left = b_tile[(half + slot(depth, column)) as usize];
-            let right = b_tile[(half + slot(depth, column + 8)) as usize];
+        for band in 0..2u32 {
+            let rows = a_tile[(half + slot(depth, row + comptime!(4 * band))) as usize];
             #[unroll]
-            for band in 0..2u32 {
-                let rows = a_tile[(half + slot(depth, row + comptime!(4 * band))) as usize];
-                #[unroll]
-                for i in 0..4usize {
-                    let factor = Quad::new(rows[i]);
-                    let at = comptime!(8 * band as usize + 2 * i);
-                    sums[at] = fma(factor, left, sums[at]);
-                    sums[comptime!(at + 1)] = fma(factor, right, sums[comptime!(at + 1)]);
-                }
+            for i in 0..4usize {
+                let factor = Quad::new(rows[i]);
+                let at = comptime!(8 * band as usize + 2 * i);
+                sums[at] = fma(factor, near, sums[at]);
+                sums[comptime!(at + 1)] = fma(factor, far, sums[comptime!(at + 1)]);
             }
         }
     }

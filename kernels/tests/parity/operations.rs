@@ -278,11 +278,21 @@ backend_test!(large_projections_match_the_reference::<B>(device) {
             |i| reference::linear_forward(i[0].clone(), i[1].clone(), None),
         );
     };
-    // Edges of tiles, and rows that do not begin at whole vectors, in one of the products or in all; a gradient in pieces.
-    for [rows, d_input, d_output] in [[700, 600, 650], [641, 603, 645], [4096, 128, 260]] {
-        check(random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
+    let inputs = |[rows, d_input, d_output]: [usize; 3]| {
+        (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device))
+    };
+    // Edges of tiles, and rows that do not begin at whole vectors, in one of the products or in all.
+    for sizes in [[700, 600, 650], [641, 603, 645]] {
+        let (x, weight) = inputs(sizes);
+        check(x, weight);
     }
-    check(strided(random::<B, 2>(1, [530, 520], &device)), strided(random::<B, 2>(2, [600, 520], &device)));
+    // A gradient in pieces, its sides lying either way.
+    let (x, weight) = inputs([4096, 128, 260]);
+    check(x.clone(), weight.clone());
+    check(strided(x), strided(weight));
+    // Parts of matrices.
+    let (x, weight) = inputs([540, 560, 620]);
+    check(x.narrow(0, 7, 530).narrow(1, 8, 520), weight.narrow(0, 3, 600).narrow(1, 16, 520));
 });
 
 backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(device) {
