@@ -51,6 +51,20 @@ pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
     unsafe { ArrayArg::from_raw_parts(x.handle.clone(), (x.handle.size_in_used() as usize) / x.dtype.size().max(1)) }
 }
 
+/// A tensor as a kernel's argument, if it is there.
+pub(crate) fn optional<R: CubeRuntime, T>(x: &Option<CubeTensor<R>>) -> ComptimeOptionArgs<Array<T>, R>
+where
+    T: CubePrimitive,
+    Array<T>: LaunchArg<RuntimeArg<R> = ArrayArg<R>>,
+{
+    x.as_ref().map(array).into()
+}
+
+/// The dtype of a tensor, or of the one that stands for it where it is not there.
+pub(crate) fn dtype_of<R: CubeRuntime>(x: &Option<CubeTensor<R>>, other: &CubeTensor<R>) -> StorageType {
+    x.as_ref().map_or(other.dtype, |x| x.dtype).into()
+}
+
 /// How many elements a kernel may read or write at once: the widest vector of the device, of elements as large as the
 /// largest of `tensors`, that divides each of `lengths` (widths and strides) and at which every tensor begins.
 pub(crate) fn vector_width<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[usize]) -> usize {

@@ -133,8 +133,7 @@ where
             let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
             return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
-        let product = linear::cube::project(primitive(x), primitive(weight));
-        float(linear::cube::bias_add(product, bias.map(primitive), None, None))
+        float(linear::cube::project_add(primitive(x), primitive(weight), bias.map(primitive), None, None))
     }
 
     fn linear_backward(
@@ -246,8 +245,8 @@ where
             let ending = Ending { bias: bias.map(primitive), residual, ..Ending::none(x.dtype()) };
             return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
-        let product = linear::cube::project(primitive(x), primitive(weight));
-        float(linear::cube::bias_add(product, bias.map(primitive), dropout, Some(primitive(residual))))
+        let (bias, residual) = (bias.map(primitive), Some(primitive(residual)));
+        float(linear::cube::project_add(primitive(x), primitive(weight), bias, dropout, residual))
     }
 
     fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {

@@ -6,7 +6,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::features::Plane;
 use cubecl::prelude::*;
 
-use crate::cube::{array, empty, rows};
+use crate::cube::{array, empty, launch, rows};
 
 /// Units that work on one row: unit `u` has the vectors `u`, `u + units`, `u + 2 * units` and so on of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -237,23 +237,24 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
     let width = columns.next_power_of_two().min(most);
     // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of its own piece.
     unsafe {
-        add_up_kernel::launch_unchecked(
+        launch!(
+            add_up_kernel::AddUpKernel,
             &x.client,
             CubeCount::Static(columns.div_ceil(width), pieces as u32, 1),
             CubeDim::new_2d(width, units / width),
-            vector,
-            array(&x),
-            array(first),
-            array(second),
-            n_rows as u32,
-            columns,
-            stride as u32 / vector as u32,
-            n_rows.div_ceil(pieces) as u32,
-            (split / vector) as u32,
-            width,
-            units,
-            x.dtype.into(),
-            first.dtype.into(),
+            [N = vector],
+            [F = x.dtype, O = first.dtype],
+            [
+                x: Array<Vector<add_up_kernel::F, add_up_kernel::N>> = array(&x),
+                first: Array<Vector<add_up_kernel::O, add_up_kernel::N>> = array(first),
+                second: Array<Vector<add_up_kernel::O, add_up_kernel::N>> = array(second),
+                rows: u32 = n_rows as u32,
+                columns: u32 = columns,
+                stride: u32 = stride as u32 / vector as u32,
+                piece: u32 = n_rows.div_ceil(pieces) as u32,
+                split: u32 = (split / vector) as u32,
+            ],
+            [width: u32 = width, units: u32 = units]
         );
     }
 }

@@ -184,15 +184,14 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// Moves the copies out of the model, each flattened, by the parameter that it is of. Operations read the parameters
+    /// Moves the copies out of the model, each in the shape of the parameter that it is of. Operations read the parameters
     /// again.
-    pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 1>> {
+    pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
         let mut copies = HashMap::new();
         for (matrix, place) in self.matrices() {
             *place = match place.take() {
                 Some(Form::Rounded(copy)) => {
-                    let elements = copy.dims().iter().product();
-                    copies.insert(matrix.id, reshape(copy, [elements]));
+                    copies.insert(matrix.id, copy);
                     None
                 }
                 other => other,
@@ -202,10 +201,10 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// Gives the model the copies that were taken from it.
-    pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 1>>) {
+    pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 2>>) {
         for (matrix, place) in self.matrices() {
             if let Some(copy) = copies.remove(&matrix.id) {
-                *place = Some(Form::Rounded(reshape(copy, matrix.dims())));
+                *place = Some(Form::Rounded(copy));
             }
         }
     }

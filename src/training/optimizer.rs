@@ -119,7 +119,7 @@ impl<B: Backend> Optimizer<B> {
         let parameters = parameters.zip(std::mem::take(&mut self.moments)).zip(&self.decays);
         let parameters = parameters.map(|((((value, place), gradient), (first_moment, second_moment)), decays)| {
             let gradient = gradient.unwrap_or_else(|| value.zeros_like());
-            let copy = copies.remove(&place.0).map(Tensor::inner);
+            let copy = copies.remove(&place.0).map(|copy| flat(copy.inner()));
             AdamWParameter { value, gradient, first_moment, second_moment, decays: *decays, copy }
         });
         let (updated, norm) = optimizer_step(parameters.collect(), &AdamW { step: self.steps, ..adamw });
@@ -127,7 +127,10 @@ impl<B: Backend> Optimizer<B> {
         for (parameter, place) in updated.into_iter().zip(&places) {
             values.push(parameter.value);
             self.moments.push((parameter.first_moment, parameter.second_moment));
-            copies.extend(parameter.copy.map(|copy| (place.0, Tensor::from_inner(copy))));
+            copies.extend(parameter.copy.map(|copy| {
+                let copy = reshape(copy, place.1.dims::<2>());
+                (place.0, Tensor::from_inner(copy))
+            }));
         }
         put_values(model, values, places);
         model.put_copies(copies);

@@ -5,7 +5,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{Activation, ActivationKind};
-use crate::cube::{array, contiguous, empty, grid, rows, vector_width};
+use crate::cube::{array, contiguous, empty, grid, launch, rows, vector_width};
 
 const UNITS: u32 = 256;
 
@@ -32,22 +32,22 @@ pub(crate) fn activate<R: CubeRuntime>(
     let units = n_rows * columns / vector;
     // SAFETY: each unit below `units` reads and writes its own vector of `out`'s shape, and `x` and `bias` as wide.
     unsafe {
-        activate_kernel::launch_unchecked(
+        launch!(
+            activate_kernel::ActivateKernel,
             &x.client,
             grid(units.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            vector,
-            array(&x),
-            array(&bias),
-            array(&out),
-            units as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            activation.kind,
-            activation.gated,
-            biased,
-            x.dtype.into(),
-            bias.dtype.into(),
+            [N = vector],
+            [F = x.dtype, W = bias.dtype],
+            [
+                x: Array<Vector<activate_kernel::F, activate_kernel::N>> = array(&x),
+                bias: Array<Vector<activate_kernel::W, activate_kernel::N>> = array(&bias),
+                out: Array<Vector<activate_kernel::F, activate_kernel::N>> = array(&out),
+                units: u32 = units as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+            ],
+            [kind: ActivationKind = activation.kind, gated: bool = activation.gated, biased: bool = biased]
         );
     }
     out
@@ -72,24 +72,24 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
     let units = n_rows * columns / vector;
     // SAFETY: each unit below `units` writes the vectors of `out` that its place in `grad` belongs to.
     unsafe {
-        activate_backward_kernel::launch_unchecked(
+        launch!(
+            activate_backward_kernel::ActivateBackwardKernel,
             &x.client,
             grid(units.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            vector,
-            array(&grad),
-            array(&x),
-            array(&bias),
-            array(&out),
-            units as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            (grad_stride / vector) as u32,
-            activation.kind,
-            activation.gated,
-            biased,
-            x.dtype.into(),
-            bias.dtype.into(),
+            [N = vector],
+            [F = x.dtype, W = bias.dtype],
+            [
+                grad: Array<Vector<activate_backward_kernel::F, activate_backward_kernel::N>> = array(&grad),
+                x: Array<Vector<activate_backward_kernel::F, activate_backward_kernel::N>> = array(&x),
+                bias: Array<Vector<activate_backward_kernel::W, activate_backward_kernel::N>> = array(&bias),
+                out: Array<Vector<activate_backward_kernel::F, activate_backward_kernel::N>> = array(&out),
+                units: u32 = units as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                grad_stride: u32 = (grad_stride / vector) as u32,
+            ],
+            [kind: ActivationKind = activation.kind, gated: bool = activation.gated, biased: bool = biased]
         );
     }
     out

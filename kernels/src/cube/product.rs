@@ -20,6 +20,7 @@ use cubek::std::cube_count::{CubeCountStrategy, GlobalOrder, HypercubeBlueprint,
 use cubek::std::stage::SwizzleMode;
 use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 
+pub(crate) use super::small_product::Added;
 use super::small_product::small_product;
 use super::transpose::transpose;
 use super::unit_product::unit_product;
@@ -58,7 +59,7 @@ pub(crate) fn product<R: CubeRuntime>(
         return out;
     }
     let pieces = pieces(&a, [m, n, k]);
-    if let Some(out) = small_product(&a, &b, pieces, dtype) {
+    if let Some(out) = small_product(&a, &b, Added::none(), pieces, dtype) {
         return out;
     }
     if pieces == 1 {
@@ -69,6 +70,19 @@ pub(crate) fn product<R: CubeRuntime>(
     let partial = empty(&a, [pieces, m, n], DType::F32);
     multiply(cut(a, 1, pieces), cut(b, 0, pieces), partial.clone(), None);
     cast(sum_pieces(partial, [m, n]), dtype)
+}
+
+/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`; `None` where that takes more than a launch.
+pub(crate) fn product_add<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    added: Added<R>,
+) -> Option<CubeTensor<R>> {
+    let sizes = [a.meta.shape()[0], b.meta.shape()[1], a.meta.shape()[1]];
+    if a.dtype != b.dtype || copies_in_bulk(a, a.dtype, sizes) || pieces(a, sizes) > 1 {
+        return None;
+    }
+    small_product(a, b, added, 1, a.dtype)
 }
 
 /// Whether a product goes to the kernel whose matrices the device's copy engine brings: it wants halves, of which each

@@ -1,6 +1,8 @@
 //! Products of small half-precision matrices. In a small model they are most of a step's launches, and what bounds them is
 //! the thread that launches: this kernel is put together only to be compiled, where `cubek`'s are each time.
 //!
+//! For the same reason a bias and a residual are added in the same launch.
+//!
 //! A cube has a tile of the result and four planes, each 16 rows of it. Either side may lie with its rows or with its
 //! columns in one run: matrix units read both from shared memory.
 
@@ -10,9 +12,9 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::matrix_units::{
-    Half, Wide, has_matrix_units, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
+    Half, Pair, Wide, has_matrix_units, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
 };
-use super::{array, empty, grid, launch, sum_pieces};
+use super::{array, contiguous, dtype_of, empty, grid, launch, optional, rows, sum_pieces};
 
 /// Edge of a cube's tile of the result, and of the tiles of both sides.
 const EDGE: usize = 64;
@@ -35,11 +37,28 @@ struct Side {
     stride: usize,
 }
 
-/// Which sides are turned, for the kernel.
+/// What the kernel is compiled for, beside its dtypes: which sides are turned, and what is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Turned {
-    a: bool,
-    b: bool,
+struct Plan {
+    a_turned: bool,
+    b_turned: bool,
+    biased: bool,
+    adds: bool,
+}
+
+/// What is added to a product `[m, n]`, in f32.
+pub(crate) struct Added<R: CubeRuntime> {
+    /// `[n]`.
+    pub(crate) bias: Option<CubeTensor<R>>,
+    /// `[m, n]`.
+    pub(crate) residual: Option<CubeTensor<R>>,
+}
+
+impl<R: CubeRuntime> Added<R> {
+    /// Nothing.
+    pub(super) fn none() -> Self {
+        Self { bias: None, residual: None }
+    }
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -51,27 +70,40 @@ struct Sizes {
     pieces: u32,
     a_stride: u32,
     b_stride: u32,
+    residual_stride: u32,
 }
 
-/// `a * b` for small matrices `[m, k]` and `[k, n]` of one half-precision dtype, the inner dimension in as many `pieces`, as
-/// `[m, n]` of `dtype`. `None` where the device or the sizes are not for it.
+/// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` of one half-precision dtype, the inner dimension in as
+/// many `pieces`, as `[m, n]` of `dtype`. `None` where the device or the sizes are not for it; to pieces nothing is added.
 pub(super) fn small_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
+    added: Added<R>,
     pieces: usize,
     dtype: DType,
 ) -> Option<CubeTensor<R>> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     let whole = k > 0 && n.is_multiple_of(2) && (pieces == 1 || (k / pieces).is_multiple_of(EDGE));
-    if m * n == 0 || m * n * k > MOST || !whole || !has_matrix_units(a) {
+    let addable = pieces == 1 || (added.bias.is_none() && added.residual.is_none());
+    if m * n == 0 || m * n * k > MOST || !whole || !addable || !has_matrix_units(a) {
         return None;
     }
     let (a_side, b_side) = (side(a, 1)?, side(b, 0)?);
+    let (residual, residual_stride) = added.residual.map(rows).unzip();
+    let residual_stride = residual_stride.unwrap_or(n);
+    let bias = added.bias.map(contiguous);
+    let adds_pairs = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
+    if !residual_stride.is_multiple_of(2) || !bias.iter().chain(&residual).all(adds_pairs) {
+        return None;
+    }
+    let plan =
+        Plan { a_turned: a_side.turned, b_turned: b_side.turned, biased: bias.is_some(), adds: residual.is_some() };
     let sums = if pieces == 1 { dtype } else { DType::F32 };
     let out = empty(a, [pieces, m, n], sums);
-    let sizes = [m, n, k / pieces, pieces, a_side.stride, b_side.stride].map(|size| size as u32);
-    let [rows, columns, inner, pieces, a_stride, b_stride] = sizes;
-    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile.
+    let sizes = [m, n, k / pieces, pieces, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
+    let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
+    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile;
+    // what is added has its shape.
     unsafe {
         launch!(
             small_product_kernel::SmallProductKernel,
@@ -79,14 +111,16 @@ pub(super) fn small_product<R: CubeRuntime>(
             grid(m.div_ceil(EDGE) * n.div_ceil(EDGE) * pieces as usize),
             CubeDim::new_1d(UNITS as u32),
             [],
-            [F = a.dtype, O = sums],
+            [F = a.dtype, V = dtype_of(&bias, a), S = dtype_of(&residual, a), O = sums],
             [
                 a: Array<Wide<small_product_kernel::F>> = array(a),
                 b: Array<Wide<small_product_kernel::F>> = array(b),
+                bias: ComptimeOption<Array<Half<small_product_kernel::V>>> = optional(&bias),
+                residual: ComptimeOption<Array<Half<small_product_kernel::S>>> = optional(&residual),
                 out: Array<Half<small_product_kernel::O>> = array(&out),
-                sizes: Sizes = SizesLaunch::new(rows, columns, inner, pieces, a_stride, b_stride),
+                sizes: Sizes = SizesLaunch::new(rows, columns, inner, pieces, a_stride, b_stride, residual_stride),
             ],
-            [turned: Turned = Turned { a: a_side.turned, b: b_side.turned }]
+            [plan: Plan = plan]
         );
     }
     let out = sum_pieces(out, [m, n]);
@@ -106,13 +140,18 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
 }
 
 #[cube(launch_unchecked)]
-fn small_product_kernel<F: Float, O: Float>(
+#[allow(clippy::too_many_arguments)]
+fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     a: &Array<Wide<F>>,
     b: &Array<Wide<F>>,
+    bias: &ComptimeOption<Array<Half<V>>>,
+    residual: &ComptimeOption<Array<Half<S>>>,
     out: &mut Array<Half<O>>,
     sizes: &Sizes,
-    #[comptime] turned: Turned,
+    #[comptime] plan: Plan,
     #[define(F)] _dtype: StorageType,
+    #[define(V)] _bias_dtype: StorageType,
+    #[define(S)] _residual_dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
 ) {
     let edge = comptime!(EDGE as u32);
@@ -135,26 +174,26 @@ fn small_product_kernel<F: Float, O: Float>(
     let mut sums = zeroed(comptime!(EDGE / 8 * 2));
     let plane = UNIT_POS / 32;
 
-    fetch::<F>(a, &mut a_part, first_row, sizes.m, begin, end, sizes.a_stride, turned.a);
-    fetch::<F>(b, &mut b_part, first_column, sizes.n, begin, end, sizes.b_stride, turned.b);
+    fetch::<F>(a, &mut a_part, first_row, sizes.m, begin, end, sizes.a_stride, plan.a_turned);
+    fetch::<F>(b, &mut b_part, first_column, sizes.n, begin, end, sizes.b_stride, plan.b_turned);
     for step in 0..sizes.k.div_ceil(edge) {
         put::<F>(&a_part, &mut a_tile);
         put::<F>(&b_part, &mut b_tile);
         sync_cube();
         // The next tiles are under way while these are multiplied; behind the last there are zeros.
         let next = begin + (step + 1) * edge;
-        fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, turned.a);
-        fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, turned.b);
+        fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, plan.a_turned);
+        fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, plan.b_turned);
         #[unroll]
         for block in 0..comptime!(EDGE / 16) {
-            let left = if comptime!(turned.a) {
+            let left = if comptime!(plan.a_turned) {
                 left_columns::<F>(&a_tile, comptime!(16 * block), plane, STRIDE)
             } else {
                 left_rows::<F>(&a_tile, 16 * plane, block, STRIDE)
             };
             #[unroll]
             for column in 0..comptime!(EDGE / 16) {
-                let right = if comptime!(turned.b) {
+                let right = if comptime!(plan.b_turned) {
                     right_columns::<F>(&b_tile, comptime!(16 * block), comptime!(column as u32).runtime(), STRIDE)
                 } else {
                     right_rows::<F>(&b_tile, comptime!(16 * column), block, STRIDE)
@@ -173,8 +212,16 @@ fn small_product_kernel<F: Float, O: Float>(
         for block in 0..comptime!(EDGE / 8) {
             let column = first_column + comptime!(8 * block as u32) + lane % 4 * 2;
             if row < sizes.m && column < sizes.n {
+                let mut pair = sums[comptime!(2 * block + half)];
+                if comptime!(plan.biased) {
+                    pair += Pair::cast_from(bias.as_ref().unwrap()[(column / 2) as usize]);
+                }
+                if comptime!(plan.adds) {
+                    let at = (row * sizes.residual_stride + column) / 2;
+                    pair += Pair::cast_from(residual.as_ref().unwrap()[at as usize]);
+                }
                 let at = ((piece * sizes.m + row) * sizes.n + column) / 2;
-                out[at as usize] = Half::<O>::cast_from(sums[comptime!(2 * block + half)]);
+                out[at as usize] = Half::<O>::cast_from(pair);
             }
         }
     }

@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 
 use crate::Dropout;
 use crate::RandomKey;
-use crate::cube::product::{product, transposed};
-use crate::cube::{array, contiguous, empty, grid, rows};
+use crate::cube::product::{Added, product, product_add, transposed};
+use crate::cube::{array, contiguous, empty, grid, launch, rows};
 use crate::dropout::cube::kept;
 use crate::random::cube::{Rounds, row_bits};
 use crate::team::row_vector;
@@ -20,6 +20,23 @@ const UNITS: u32 = 256;
 pub(crate) fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -> CubeTensor<R> {
     let dtype = x.dtype;
     product(x, transposed(weight), dtype, dtype)
+}
+
+/// `residual + dropout(x * weight^T + bias)` in the dtype of `x`: `x` `[rows, d_input]`, `residual` `[rows, d_output]`.
+pub(crate) fn project_add<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    weight: CubeTensor<R>,
+    bias: Option<CubeTensor<R>>,
+    dropout: Option<Dropout>,
+    residual: Option<CubeTensor<R>>,
+) -> CubeTensor<R> {
+    if dropout.is_none() {
+        let added = Added { bias: bias.clone(), residual: residual.clone() };
+        if let Some(out) = product_add(&x, &transposed(weight.clone()), added) {
+            return out;
+        }
+    }
+    bias_add(project(x, weight), bias, dropout, residual)
 }
 
 /// The gradients of `x`, in its dtype, and of `weight`, in f32.
@@ -35,7 +52,7 @@ pub(crate) fn project_backward<R: CubeRuntime>(
 
 /// `residual + dropout(product + bias)`: `product` and `residual` `[rows, columns]`, `bias` `[columns]`. In f32, then in
 /// the dtype of `product`, and in its place where nothing else holds it.
-pub(crate) fn bias_add<R: CubeRuntime>(
+fn bias_add<R: CubeRuntime>(
     product: CubeTensor<R>,
     bias: Option<CubeTensor<R>>,
     dropout: Option<Dropout>,
@@ -60,29 +77,28 @@ pub(crate) fn bias_add<R: CubeRuntime>(
     let dropout = dropout.unwrap_or(Dropout { probability: 0.0, key: RandomKey::new(0) });
     // SAFETY: each unit below `units` reads and writes its own vector of [rows, columns] matrices.
     unsafe {
-        bias_add_kernel::launch_unchecked(
+        launch!(
+            bias_add_kernel::BiasAddKernel,
             &product.client,
             grid(units.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            vector,
-            array(&product),
-            array(&bias),
-            array(&residual),
-            array(&out),
-            units as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            (residual_stride / vector) as u32,
-            (out_stride / vector) as u32,
-            dropout.threshold(),
-            dropout.scale() as f32,
-            dropout.key.rounds(),
-            biased,
-            drops,
-            adds,
-            product.dtype.into(),
-            bias.dtype.into(),
-            residual.dtype.into(),
+            [N = vector],
+            [F = product.dtype, W = bias.dtype, V = residual.dtype],
+            [
+                product: Array<Vector<bias_add_kernel::F, bias_add_kernel::N>> = array(&product),
+                bias: Array<Vector<bias_add_kernel::W, bias_add_kernel::N>> = array(&bias),
+                residual: Array<Vector<bias_add_kernel::V, bias_add_kernel::N>> = array(&residual),
+                out: Array<Vector<bias_add_kernel::F, bias_add_kernel::N>> = array(&out),
+                units: u32 = units as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                residual_stride: u32 = (residual_stride / vector) as u32,
+                out_stride: u32 = (out_stride / vector) as u32,
+                threshold: u32 = dropout.threshold(),
+                scale: f32 = dropout.scale() as f32,
+                rounds: Rounds = dropout.key.rounds(),
+            ],
+            [biased: bool = biased, drops: bool = drops, adds: bool = adds]
         );
     }
     out

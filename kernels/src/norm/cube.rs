@@ -5,7 +5,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use crate::cube::{array, contiguous, empty, grid, rows};
+use crate::cube::{array, contiguous, empty, grid, launch, rows};
 use crate::team::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, within};
 
 /// Elements of a row that a unit holds without spilling them.
@@ -15,6 +15,9 @@ const UNITS: u32 = 128;
 /// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
 /// gradients once.
 const MOST_UNITS: usize = 1 << 17;
+/// With so few rows for a team, a single cube does them all: its sums are the gradient, and the launch that would add those of
+/// several cubes costs more than it saves.
+const FEW_STEPS: usize = 16;
 
 /// The numbers of a norm, and its weights.
 pub(crate) struct CubeNorm<R: CubeRuntime> {
@@ -45,28 +48,27 @@ pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) 
     // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
     // are as wide.
     unsafe {
-        norm_kernel::launch_unchecked(
+        launch!(
+            norm_kernel::NormKernel,
             &x.client,
             grid(n_rows.div_ceil(team.rows as usize)),
             team.cube_dim(),
-            vector,
-            array(&x),
-            array(&gamma),
-            array(&beta),
-            array(&out),
-            array(mean.as_ref().unwrap_or(&inverse)),
-            array(&inverse),
-            n_rows as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            1.0 / columns as f32,
-            norm.epsilon as f32,
-            team,
-            norm.layer,
-            shifted,
-            x.dtype.into(),
-            gamma.dtype.into(),
-            beta.dtype.into(),
+            [N = vector],
+            [F = x.dtype, W = gamma.dtype, V = beta.dtype],
+            [
+                x: Array<Vector<norm_kernel::F, norm_kernel::N>> = array(&x),
+                gamma: Array<Vector<norm_kernel::W, norm_kernel::N>> = array(&gamma),
+                beta: Array<Vector<norm_kernel::V, norm_kernel::N>> = array(&beta),
+                out: Array<Vector<norm_kernel::F, norm_kernel::N>> = array(&out),
+                mean: Array<f32> = array(mean.as_ref().unwrap_or(&inverse)),
+                inverse: Array<f32> = array(&inverse),
+                rows: u32 = n_rows as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                share: f32 = 1.0 / columns as f32,
+                epsilon: f32 = norm.epsilon as f32,
+            ],
+            [team: Team = team, layer: bool = norm.layer, shifted: bool = shifted]
         );
     }
     Some((out, mean, inverse))
@@ -98,40 +100,48 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / parts / vector)?;
     let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
-    let steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
-    let pieces = n_rows.div_ceil(team.rows as usize * steps).max(1);
-    let partial = empty(&x, [pieces, parts * columns], DType::F32);
+    let mut steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
+    let all = n_rows.div_ceil(team.rows as usize).max(1);
+    let alone = all <= FEW_STEPS && parts == 1 && gamma.dtype == DType::F32;
+    if alone {
+        steps = all;
+    }
+    let pieces = all.div_ceil(steps);
+    let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
     // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
     // own row of `partial`, as wide as the weights together.
     unsafe {
-        norm_backward_kernel::launch_unchecked(
+        launch!(
+            norm_backward_kernel::NormBackwardKernel,
             &x.client,
             grid(pieces),
             team.cube_dim(),
-            vector,
-            array(&grad),
-            array(&x),
-            array(&gamma),
-            array(&mean),
-            array(&inverse),
-            array(&residual),
-            array(&d_x),
-            array(&partial),
-            n_rows as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            (grad_stride / vector) as u32,
-            (residual_stride / vector) as u32,
-            steps as u32,
-            pieces as u32,
-            1.0 / columns as f32,
-            team,
-            norm.layer,
-            parts == 2,
-            adds,
-            x.dtype.into(),
-            gamma.dtype.into(),
+            [N = vector],
+            [F = x.dtype, W = gamma.dtype],
+            [
+                grad: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&grad),
+                x: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&x),
+                gamma: Array<Vector<norm_backward_kernel::W, norm_backward_kernel::N>> = array(&gamma),
+                mean: Array<f32> = array(&mean),
+                inverse: Array<f32> = array(&inverse),
+                residual: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&residual),
+                d_x: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&d_x),
+                partial: Array<Vector<f32, norm_backward_kernel::N>> = array(&partial),
+                rows: u32 = n_rows as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                grad_stride: u32 = (grad_stride / vector) as u32,
+                residual_stride: u32 = (residual_stride / vector) as u32,
+                steps: u32 = steps as u32,
+                pieces: u32 = pieces as u32,
+                share: f32 = 1.0 / columns as f32,
+            ],
+            [team: Team = team, layer: bool = norm.layer, shifted: bool = parts == 2, adds: bool = adds]
         );
+    }
+    if alone {
+        partial.meta.remove(0);
+        return Some((d_x, partial, None));
     }
     let d_gamma = empty(&x, [columns], gamma.dtype);
     let d_beta = norm.beta.map(|_| empty(&x, [columns], gamma.dtype));

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 use super::{PackedHeads, RotaryTable};
 use crate::Backend;
 use crate::autodiff::primitive;
-use crate::cube::{array, contiguous, empty, grid, rows, vector_width};
+use crate::cube::{array, contiguous, empty, grid, launch, rows, vector_width};
 
 const UNITS: u32 = 256;
 
@@ -145,33 +145,34 @@ fn launch<R: CubeRuntime>(
     // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and positions are held
     // within the table.
     unsafe {
-        rotary_kernel::launch_unchecked(
+        launch!(
+            rotary_kernel::RotaryKernel,
             &x.client,
             grid(units.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
-            vector,
-            array(x),
-            array(&cos),
-            array(&sin),
-            array(&positions),
-            out_array,
-            units as u32,
-            (half / vector) as u32,
-            (heads / at_once) as u32,
-            seq_length as u32,
-            rotated as u32,
-            steps(strides),
-            steps(out_strides),
-            (cos_stride / vector) as u32,
-            (sin_stride / vector) as u32,
-            batch_step as u32,
-            token_step as u32,
-            cos.meta.shape()[0] as u32 - 1,
-            if turn.inverse { -1.0 } else { 1.0 },
-            at_once,
-            x.dtype.into(),
-            cos.dtype.into(),
-            positions.dtype.into(),
+            [N = vector],
+            [F = x.dtype, T = cos.dtype, I = positions.dtype],
+            [
+                x: Array<Vector<rotary_kernel::F, rotary_kernel::N>> = array(x),
+                cos: Array<Vector<rotary_kernel::T, rotary_kernel::N>> = array(&cos),
+                sin: Array<Vector<rotary_kernel::T, rotary_kernel::N>> = array(&sin),
+                positions: Array<rotary_kernel::I> = array(&positions),
+                out: Array<Vector<rotary_kernel::F, rotary_kernel::N>> = out_array,
+                units: u32 = units as u32,
+                half: u32 = (half / vector) as u32,
+                groups: u32 = (heads / at_once) as u32,
+                seq_length: u32 = seq_length as u32,
+                rotated: u32 = rotated as u32,
+                strides: Strides = steps(strides),
+                out_strides: Strides = steps(out_strides),
+                cos_stride: u32 = (cos_stride / vector) as u32,
+                sin_stride: u32 = (sin_stride / vector) as u32,
+                batch_step: u32 = batch_step as u32,
+                token_step: u32 = token_step as u32,
+                last: u32 = cos.meta.shape()[0] as u32 - 1,
+                sign: f32 = if turn.inverse { -1.0 } else { 1.0 },
+            ],
+            [at_once: usize = at_once]
         );
     }
 }

@@ -193,15 +193,24 @@ backend_test!(norms_match_the_reference::<B>(device) {
 });
 
 backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
-    for (rows, columns) in [(1, 2), (65, 130), (300, 64)] {
+    for (rows, columns) in [(1, 2), (65, 130), (128, 128), (300, 64)] {
         let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
         let gamma = random::<B, 2>(2, [1, columns], &device);
         assert_parity(
             &format!("layer norm and what goes around it {rows}x{columns}"),
-            &[strided(x), gamma],
+            &[strided(x.clone()), gamma.clone()],
             |i| norm(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)) + i[0].clone() * 3.0,
             |i| {
                 let normed = reference::norm_forward(i[0].clone(), &Norm::layer(vector(&i[1]), None, 1e-5)).output;
+                normed + i[0].clone() * 3.0
+            },
+        );
+        assert_parity(
+            &format!("rms norm and what goes around it {rows}x{columns}"),
+            &[strided(x), gamma],
+            |i| norm(i[0].clone(), &Norm::rms(vector(&i[1]), 1e-6)) + i[0].clone() * 3.0,
+            |i| {
+                let normed = reference::norm_forward(i[0].clone(), &Norm::rms(vector(&i[1]), 1e-6)).output;
                 normed + i[0].clone() * 3.0
             },
         );
@@ -348,6 +357,32 @@ backend_test!(projections_end_with_dropout_and_the_residual_stream::<B>(device) 
                 let wanted = residual.clone() + reference::dropout(product, drop);
                 let what = format!("linear_add {rows}x{d_input}x{d_output}, dropout {probability}");
                 assert_close(&what, &ours, &wanted, tolerance::<B>(&device));
+            }
+        }
+    }
+});
+
+backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(device) {
+    for dtype in [DType::BF16, DType::F16] {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        // Whole tiles and their edges, an odd width, a long inner dimension, and a large product.
+        for [rows, d_input, d_output] in
+            [[128, 128, 128], [67, 136, 202], [65, 64, 63], [64, 4096, 64], [1024, 512, 768]]
+        {
+            let half = |seed, dims| random::<B, 2>(seed, dims, &device).cast(dtype);
+            let (x, weight) = (half(1, [rows, d_input]), half(2, [d_output, d_input]));
+            let bias = random::<B, 1>(3, [d_output], &device);
+            let residual = half(4, [rows, d_output + 3]).narrow(1, 3, d_output);
+            for residual in [strided(half(5, [rows, d_output])), residual] {
+                for bias in [Some(bias.clone()), None] {
+                    let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
+                    let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
+                    let product = reference::linear_forward(wide(&x), wide(&weight), bias.clone());
+                    let what = format!("{dtype:?} linear_add {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
+                    assert_close(&what, &wide(&ours), &(wide(&residual) + product), 1e-2);
+                }
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::attention::AttentionOptions;
 use crate::cube::matrix_units::{
     Half, Pair, Wide, clear, has_matrix_units, left_rows, multiply, right_columns, right_rows, zeroed,
 };
-use crate::cube::{array, grid};
+use crate::cube::{array, grid, launch};
 use crate::random::cube::{Rounds, row_bits};
 
 const PLANES: usize = 4;
@@ -115,25 +115,28 @@ pub(super) fn forward<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.rows());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        forward_kernel::launch_unchecked(
+        launch!(
+            forward_kernel::ForwardKernel,
             &query.tensor.client,
             grid(cubes),
             CubeDim::new_1d(UNITS as u32),
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&ints),
-            array(&output.tensor),
-            array(log_sum_exp),
-            query.place(8),
-            key.place(8),
-            value.place(8),
-            output.place(2),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Wide<forward_kernel::F>> = array(&query.tensor),
+                key: Array<Wide<forward_kernel::F>> = array(&key.tensor),
+                value: Array<Wide<forward_kernel::F>> = array(&value.tensor),
+                ints: Array<forward_kernel::I> = array(&ints),
+                output: Array<Half<forward_kernel::F>> = array(&output.tensor),
+                log_sum_exp: Array<f32> = array(log_sum_exp),
+                query_place: Place = query.place(8),
+                key_place: Place = key.place(8),
+                value_place: Place = value.place(8),
+                output_place: Place = output.place(2),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: MatrixPlan = plan]
         );
     }
 }
@@ -151,29 +154,32 @@ pub(super) fn backward_keys<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_kv_heads * plan.slices * dims.keys.div_ceil(plan.rows());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        backward_keys_kernel::launch_unchecked(
+        launch!(
+            backward_keys_kernel::BackwardKeysKernel,
             &query.tensor.client,
             grid(cubes),
             CubeDim::new_1d(UNITS as u32),
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&grad.tensor),
-            array(&ints),
-            array(rows),
-            array(&d_key.tensor),
-            array(&d_value.tensor),
-            query.place(8),
-            key.place(8),
-            value.place(8),
-            grad.place(8),
-            d_key.place(2),
-            d_value.place(2),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Wide<backward_keys_kernel::F>> = array(&query.tensor),
+                key: Array<Wide<backward_keys_kernel::F>> = array(&key.tensor),
+                value: Array<Wide<backward_keys_kernel::F>> = array(&value.tensor),
+                grad: Array<Wide<backward_keys_kernel::F>> = array(&grad.tensor),
+                ints: Array<backward_keys_kernel::I> = array(&ints),
+                statistics: Array<Pair> = array(rows),
+                d_key: Array<Half<backward_keys_kernel::F>> = array(&d_key.tensor),
+                d_value: Array<Half<backward_keys_kernel::F>> = array(&d_value.tensor),
+                query_place: Place = query.place(8),
+                key_place: Place = key.place(8),
+                value_place: Place = value.place(8),
+                grad_place: Place = grad.place(8),
+                d_key_place: Place = d_key.place(2),
+                d_value_place: Place = d_value.place(2),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: MatrixPlan = plan]
         );
     }
 }
@@ -191,27 +197,30 @@ pub(super) fn backward_queries<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.rows());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        backward_queries_kernel::launch_unchecked(
+        launch!(
+            backward_queries_kernel::BackwardQueriesKernel,
             &query.tensor.client,
             grid(cubes),
             CubeDim::new_1d(UNITS as u32),
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&grad.tensor),
-            array(&ints),
-            array(rows),
-            array(&d_query.tensor),
-            query.place(8),
-            key.place(8),
-            value.place(8),
-            grad.place(8),
-            d_query.place(2),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Wide<backward_queries_kernel::F>> = array(&query.tensor),
+                key: Array<Wide<backward_queries_kernel::F>> = array(&key.tensor),
+                value: Array<Wide<backward_queries_kernel::F>> = array(&value.tensor),
+                grad: Array<Wide<backward_queries_kernel::F>> = array(&grad.tensor),
+                ints: Array<backward_queries_kernel::I> = array(&ints),
+                statistics: Array<Pair> = array(rows),
+                d_query: Array<Half<backward_queries_kernel::F>> = array(&d_query.tensor),
+                query_place: Place = query.place(8),
+                key_place: Place = key.place(8),
+                value_place: Place = value.place(8),
+                grad_place: Place = grad.place(8),
+                d_query_place: Place = d_query.place(2),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: MatrixPlan = plan]
         );
     }
 }

@@ -12,7 +12,7 @@ use super::mask::{HIDDEN, MaskKind, Sizes, keys_of, last_key, queries_of, sees};
 use super::parts::{OUTSIDE, Place, Rows, cube_place, kept, kept_pair};
 use super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use crate::attention::AttentionOptions;
-use crate::cube::{array, empty, grid};
+use crate::cube::{array, empty, grid, launch};
 use crate::random::cube::{Rounds, row_bits};
 
 /// Four elements side by side.
@@ -81,26 +81,28 @@ pub(super) fn forward<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        forward_kernel::launch_unchecked(
+        launch!(
+            forward_kernel::ForwardKernel,
             &query.tensor.client,
             grid(cubes),
             plan.units(),
-            width,
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&ints),
-            array(&output.tensor),
-            array(log_sum_exp),
-            query.place(width),
-            key.place(width),
-            value.place(width),
-            output.place(width),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [N = width],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Vector<forward_kernel::F, forward_kernel::N>> = array(&query.tensor),
+                key: Array<Vector<forward_kernel::F, forward_kernel::N>> = array(&key.tensor),
+                value: Array<Vector<forward_kernel::F, forward_kernel::N>> = array(&value.tensor),
+                ints: Array<forward_kernel::I> = array(&ints),
+                output: Array<Vector<forward_kernel::F, forward_kernel::N>> = array(&output.tensor),
+                log_sum_exp: Array<f32> = array(log_sum_exp),
+                query_place: Place = query.place(width),
+                key_place: Place = key.place(width),
+                value_place: Place = value.place(width),
+                output_place: Place = output.place(width),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: Plan = plan]
         );
     }
 }
@@ -119,23 +121,26 @@ pub(super) fn row_statistics<R: CubeRuntime>(
     let statistics = empty(&log_sum_exp, [batch_size, n_heads, seq_length, 2], log_sum_exp.dtype);
     // SAFETY: each row below `rows` is read and written by units of its own.
     unsafe {
-        row_statistics_kernel::launch_unchecked(
+        launch!(
+            row_statistics_kernel::RowStatisticsKernel,
             &grad.tensor.client,
             grid(rows.div_ceil(ROWS as usize)),
             CubeDim::new_1d(ROWS * UNITS_OF_ROW),
-            width,
-            array(&grad.tensor),
-            array(&output.tensor),
-            array(&log_sum_exp),
-            array(&statistics),
-            grad.place(width),
-            output.place(width),
-            rows as u32,
-            n_heads as u32,
-            seq_length as u32,
-            (head_dim / width) as u32,
-            grad.tensor.dtype.into(),
-            output.tensor.dtype.into(),
+            [N = width],
+            [F = grad.tensor.dtype, O = output.tensor.dtype],
+            [
+                grad: Array<Vector<row_statistics_kernel::F, row_statistics_kernel::N>> = array(&grad.tensor),
+                output: Array<Vector<row_statistics_kernel::O, row_statistics_kernel::N>> = array(&output.tensor),
+                log_sum_exp: Array<f32> = array(&log_sum_exp),
+                statistics: Array<f32> = array(&statistics),
+                grad_place: Place = grad.place(width),
+                output_place: Place = output.place(width),
+                rows: u32 = rows as u32,
+                n_heads: u32 = n_heads as u32,
+                queries: u32 = seq_length as u32,
+                vectors: u32 = (head_dim / width) as u32,
+            ],
+            []
         );
     }
     statistics
@@ -155,30 +160,32 @@ pub(super) fn backward_keys<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_kv_heads * dims.keys.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        backward_keys_kernel::launch_unchecked(
+        launch!(
+            backward_keys_kernel::BackwardKeysKernel,
             &query.tensor.client,
             grid(cubes),
             plan.units(),
-            width,
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&grad.tensor),
-            array(&ints),
-            array(rows),
-            array(&d_key.tensor),
-            array(&d_value.tensor),
-            query.place(width),
-            key.place(width),
-            value.place(width),
-            grad.place(width),
-            d_key.place(width),
-            d_value.place(width),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [N = width],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&query.tensor),
+                key: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&key.tensor),
+                value: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&value.tensor),
+                grad: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&grad.tensor),
+                ints: Array<backward_keys_kernel::I> = array(&ints),
+                statistics: Array<f32> = array(rows),
+                d_key: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&d_key.tensor),
+                d_value: Array<Vector<backward_keys_kernel::F, backward_keys_kernel::N>> = array(&d_value.tensor),
+                query_place: Place = query.place(width),
+                key_place: Place = key.place(width),
+                value_place: Place = value.place(width),
+                grad_place: Place = grad.place(width),
+                d_key_place: Place = d_key.place(width),
+                d_value_place: Place = d_value.place(width),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: Plan = plan]
         );
     }
 }
@@ -197,28 +204,30 @@ pub(super) fn backward_queries<R: CubeRuntime>(
     let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
-        backward_queries_kernel::launch_unchecked(
+        launch!(
+            backward_queries_kernel::BackwardQueriesKernel,
             &query.tensor.client,
             grid(cubes),
             plan.units(),
-            width,
-            array(&query.tensor),
-            array(&key.tensor),
-            array(&value.tensor),
-            array(&grad.tensor),
-            array(&ints),
-            array(rows),
-            array(&d_query.tensor),
-            query.place(width),
-            key.place(width),
-            value.place(width),
-            grad.place(width),
-            d_query.place(width),
-            sizes(dims, mask, options),
-            rounds(options),
-            plan,
-            query.tensor.dtype.into(),
-            ints.dtype.into(),
+            [N = width],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Vector<backward_queries_kernel::F, backward_queries_kernel::N>> = array(&query.tensor),
+                key: Array<Vector<backward_queries_kernel::F, backward_queries_kernel::N>> = array(&key.tensor),
+                value: Array<Vector<backward_queries_kernel::F, backward_queries_kernel::N>> = array(&value.tensor),
+                grad: Array<Vector<backward_queries_kernel::F, backward_queries_kernel::N>> = array(&grad.tensor),
+                ints: Array<backward_queries_kernel::I> = array(&ints),
+                statistics: Array<f32> = array(rows),
+                d_query: Array<Vector<backward_queries_kernel::F, backward_queries_kernel::N>> = array(&d_query.tensor),
+                query_place: Place = query.place(width),
+                key_place: Place = key.place(width),
+                value_place: Place = value.place(width),
+                grad_place: Place = grad.place(width),
+                d_query_place: Place = d_query.place(width),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: Plan = plan]
         );
     }
 }

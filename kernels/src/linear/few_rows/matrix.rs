@@ -15,9 +15,9 @@ use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::stream::{Tiles, stream};
-use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
+use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
 use crate::cube::matrix_units::{Half, Pair, Wide, has_matrix_units};
-use crate::cube::{array, contiguous, grid, launch, multiprocessors, rows, vector_width};
+use crate::cube::{array, contiguous, dtype_of, grid, launch, multiprocessors, optional, rows, vector_width};
 use crate::norm::cube::CubeNorm;
 use crate::team::lanes_sum;
 use crate::weight::cube::bytes;

@@ -60,20 +60,6 @@ impl<R: CubeRuntime> CubeWeight<R> {
     }
 }
 
-/// A tensor as a kernel's argument, if it is there.
-fn optional<R: CubeRuntime, T>(x: &Option<CubeTensor<R>>) -> ComptimeOptionArgs<Array<T>, R>
-where
-    T: CubePrimitive,
-    Array<T>: LaunchArg<RuntimeArg<R> = ArrayArg<R>>,
-{
-    x.as_ref().map(array).into()
-}
-
-/// The dtype of a tensor, or of the one that stands for it where it is not there.
-fn dtype_of<R: CubeRuntime>(x: &Option<CubeTensor<R>>, other: &CubeTensor<R>) -> StorageType {
-    x.as_ref().map_or(other.dtype, |x| x.dtype).into()
-}
-
 /// What follows the product.
 pub(crate) struct Ending<R: CubeRuntime> {
     /// `[d_output]`.

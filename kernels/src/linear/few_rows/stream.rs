@@ -10,9 +10,9 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::matrix::{CHUNK, GROUP, eight, multiply, planes_sum};
-use super::{Sizes, SizesLaunch, Stored, optional};
+use super::{Sizes, SizesLaunch, Stored};
 use crate::cube::matrix_units::{Pair, Wide};
-use crate::cube::{array, empty, grid};
+use crate::cube::{array, empty, grid, optional};
 
 /// Planes of a cube, among which the inner dimension is shared.
 const PLANES: usize = 16;

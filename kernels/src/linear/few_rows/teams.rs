@@ -4,8 +4,8 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{CubeWeight, Ending, Parts, Sizes, SizesLaunch, bind, dtype_of, finished, optional, residual_of};
-use crate::cube::{array, grid, vector_width};
+use super::{CubeWeight, Ending, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
+use crate::cube::{array, dtype_of, grid, optional, vector_width};
 use crate::team::{Team, lanes_sum, team_sum};
 use crate::weight::PACKED;
 
