@@ -184,8 +184,8 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// Moves the copies out of the model, each in the shape of the parameter that it is of. Operations read the parameters
-    /// again.
+    /// Moves the copies out of the model, each by the parameter that it is of, and in its shape. Operations read the
+    /// parameters again.
     pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
         let mut copies = HashMap::new();
         for (matrix, place) in self.matrices() {

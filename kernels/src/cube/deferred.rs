@@ -1,4 +1,5 @@
-//! Launches that cost the launching thread little: where tokens are decoded, that thread is what bounds small batches.
+//! Launches that cost the launching thread little: where tokens are decoded, and where small models are trained, that thread
+//! is what bounds small batches.
 //!
 //! CubeCL's generated launches copy all that a device can do, write out the kernel's name, and hash all that it is
 //! compiled for number by number, each time. Here a kernel is put together only if it has to be compiled.

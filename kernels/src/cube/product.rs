@@ -72,7 +72,8 @@ pub(crate) fn product<R: CubeRuntime>(
     cast(sum_pieces(partial, [m, n]), dtype)
 }
 
-/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`; `None` where that takes more than a launch.
+/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`; `None` where the dtypes differ, or the small
+/// products' kernel, which does both in a launch, is not for them.
 pub(crate) fn product_add<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,

@@ -74,7 +74,8 @@ struct Sizes {
 }
 
 /// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` of one half-precision dtype, the inner dimension in as
-/// many `pieces`, as `[m, n]` of `dtype`. `None` where the device or the sizes are not for it; to pieces nothing is added.
+/// many `pieces`, as `[m, n]` of `dtype`. `None` where the device or the sizes are not for it, and where something is to be
+/// added to several pieces.
 pub(super) fn small_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -89,11 +90,20 @@ pub(super) fn small_product<R: CubeRuntime>(
         return None;
     }
     let (a_side, b_side) = (side(a, 1)?, side(b, 0)?);
+    assert!(
+        added.bias.as_ref().is_none_or(|bias| bias.meta.num_elements() == n),
+        "a bias has an element for each column"
+    );
+    assert!(
+        added.residual.as_ref().is_none_or(|residual| residual.meta.shape()[..] == [m, n]),
+        "a residual is as large"
+    );
     let (residual, residual_stride) = added.residual.map(rows).unzip();
     let residual_stride = residual_stride.unwrap_or(n);
     let bias = added.bias.map(contiguous);
-    let adds_pairs = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
-    if !residual_stride.is_multiple_of(2) || !bias.iter().chain(&residual).all(adds_pairs) {
+    let begins_at_pair =
+        |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
+    if !residual_stride.is_multiple_of(2) || !bias.iter().chain(&residual).all(begins_at_pair) {
         return None;
     }
     let plan =
@@ -103,7 +113,7 @@ pub(super) fn small_product<R: CubeRuntime>(
     let sizes = [m, n, k / pieces, pieces, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
     let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
     // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile;
-    // what is added has its shape.
+    // a bias has its columns, and a residual its shape.
     unsafe {
         launch!(
             small_product_kernel::SmallProductKernel,

@@ -22,7 +22,8 @@ pub(crate) fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -
     product(x, transposed(weight), dtype, dtype)
 }
 
-/// `residual + dropout(x * weight^T + bias)` in the dtype of `x`: `x` `[rows, d_input]`, `residual` `[rows, d_output]`.
+/// `residual + dropout(x * weight^T + bias)` in the dtype of `x`, of which bias, dropout and residual may be missing: `x`
+/// `[rows, d_input]`, `residual` `[rows, d_output]`.
 pub(crate) fn project_add<R: CubeRuntime>(
     x: CubeTensor<R>,
     weight: CubeTensor<R>,

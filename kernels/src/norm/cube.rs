@@ -15,8 +15,8 @@ const UNITS: u32 = 128;
 /// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
 /// gradients once.
 const MOST_UNITS: usize = 1 << 17;
-/// With so few rows for a team, a single cube does them all: its sums are the gradient, and the launch that would add those of
-/// several cubes costs more than it saves.
+/// With so few rows for a team, a single cube does them all where there is no shift and the scale is f32: its sums are the
+/// scale's gradient, and the launch that would add those of several cubes costs more than it saves.
 const FEW_STEPS: usize = 16;
 
 /// The numbers of a norm, and its weights.
@@ -101,12 +101,12 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
     let mut steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
-    let all = n_rows.div_ceil(team.rows as usize).max(1);
-    let alone = all <= FEW_STEPS && parts == 1 && gamma.dtype == DType::F32;
+    let turns = n_rows.div_ceil(team.rows as usize).max(1);
+    let alone = turns <= FEW_STEPS && parts == 1 && gamma.dtype == DType::F32;
     if alone {
-        steps = all;
+        steps = turns;
     }
-    let pieces = all.div_ceil(steps);
+    let pieces = turns.div_ceil(steps);
     let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
     // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
     // own row of `partial`, as wide as the weights together.

@@ -193,7 +193,7 @@ backend_test!(norms_match_the_reference::<B>(device) {
 });
 
 backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
-    for (rows, columns) in [(1, 2), (65, 130), (128, 128), (300, 64)] {
+    for (rows, columns) in [(1, 2), (63, 65), (64, 64), (65, 130), (128, 128), (300, 64)] {
         let x = random::<B, 2>(1, [rows, columns], &device) + 0.5;
         let gamma = random::<B, 2>(2, [1, columns], &device);
         assert_parity(
@@ -214,6 +214,37 @@ backend_test!(norms_add_the_gradient_that_goes_around_them::<B>(device) {
                 normed + i[0].clone() * 3.0
             },
         );
+    }
+});
+
+backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(device) {
+    for dtype in [DType::BF16, DType::F16] {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        // The scale stays f32, as in training.
+        for (rows, columns) in [(3, 40), (63, 65), (128, 128), (700, 384)] {
+            let x = random::<B, 2>(1, [rows, columns], &device).cast(dtype).cast(DType::F32);
+            let gamma = random::<B, 2>(2, [1, columns], &device);
+            for layer in [false, true] {
+                let norm_of = |gamma: &Tensor<Autodiff<B>, 2>| match layer {
+                    true => Norm::layer(vector(gamma), None, 1e-5),
+                    false => Norm::rms(vector(gamma), 1e-6),
+                };
+                let (output, gradients) = with_gradients(&[x.clone(), gamma.clone()], DType::F32, |i| {
+                    let x = i[0].clone().cast(dtype);
+                    (norm(x.clone(), &norm_of(&i[1])) + x).cast(DType::F32)
+                });
+                let (wanted, wanted_gradients) = with_gradients(&[x.clone(), gamma.clone()], DType::F32, |i| {
+                    reference::norm_forward(i[0].clone(), &norm_of(&i[1])).output + i[0].clone()
+                });
+                let what = format!("{dtype:?} norm {rows}x{columns}, layer {layer}");
+                assert_close(&what, &output, &wanted, 1e-2);
+                for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+                    assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 2e-2);
+                }
+            }
+        }
     }
 });
 
@@ -374,14 +405,25 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
             let half = |seed, dims| random::<B, 2>(seed, dims, &device).cast(dtype);
             let (x, weight) = (half(1, [rows, d_input]), half(2, [d_output, d_input]));
             let bias = random::<B, 1>(3, [d_output], &device);
-            let residual = half(4, [rows, d_output + 3]).narrow(1, 3, d_output);
-            for residual in [strided(half(5, [rows, d_output])), residual] {
-                for bias in [Some(bias.clone()), None] {
+            let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
+            for bias in [Some(bias), None] {
+                let product = reference::linear_forward(wide(&x), wide(&weight), bias.clone());
+                let what = format!("{dtype:?} linear {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
+                assert_close(&what, &wide(&linear(x.clone(), weight.clone(), bias.clone())), &product, 1e-2);
+                // As it is, parts of wider rows that do and do not begin at whole pairs, columns in one run each, and f32.
+                for (lies, residual) in [
+                    half(4, [rows, d_output]),
+                    half(5, [rows, d_output + 4]).narrow(1, 2, d_output),
+                    half(6, [rows, d_output + 3]).narrow(1, 3, d_output),
+                    half(7, [d_output, rows]).transpose(),
+                    random(8, [rows, d_output], &device),
+                ]
+                .into_iter()
+                .enumerate()
+                {
                     let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
-                    let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
-                    let product = reference::linear_forward(wide(&x), wide(&weight), bias.clone());
-                    let what = format!("{dtype:?} linear_add {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
-                    assert_close(&what, &wide(&ours), &(wide(&residual) + product), 1e-2);
+                    let wanted = wide(&residual) + product.clone();
+                    assert_close(&format!("{what}, residual {lies}"), &wide(&ours), &wanted, 1e-2);
                 }
             }
         }
