@@ -458,5 +458,7 @@ fn write_tensor<B: Backend>(tensor: &HubTensor, shape: &[usize], value: Tensor<B
         values = transpose(&values, shape[0], shape[1]);
         shape.reverse();
     }
-    (shape, values.into_iter().flat_map(f32::to_le_bytes).collect())
+    let mut bytes = Vec::with_capacity(4 * values.len());
+    values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+    (shape, bytes)
 }
