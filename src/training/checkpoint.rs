@@ -167,11 +167,10 @@ impl RunFolder {
         let mut tensors = Vec::new();
         for (name, first, second) in trainer.optimizer().moments() {
             for (kind, tensor) in [("first", first), ("second", second)] {
-                let values: Vec<f32> =
-                    tensor.clone().into_data().into_vec().map_err(|error| Failure::new(format!("{error:?}")))?;
-                let mut bytes = Vec::with_capacity(4 * values.len());
-                values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-                tensors.push((format!("{kind}.{name}"), tensor.dims()[0], bytes));
+                let (values, [size]) = (tensor.clone().into_data(), tensor.dims());
+                let mut bytes = Vec::with_capacity(4 * size);
+                values.iter::<f32>().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+                tensors.push((format!("{kind}.{name}"), size, bytes));
             }
         }
         let file = folder.join(OPTIMIZER);
