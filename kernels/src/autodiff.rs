@@ -10,18 +10,18 @@ use burn::backend::autodiff::ops::Ops;
 use burn::tensor::backend::ExecutionError;
 use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive};
 
-use crate::activation::{self, Activation};
-use crate::attention::{self, AttentionMask, AttentionOptions};
-use crate::dropout::{self, Dropout};
-use crate::embed;
-use crate::head_loss::{self, HeadLossOptions};
-use crate::linear;
-use crate::norm::{self, Norm};
+use crate::ops::activation::{self, Activation};
+use crate::ops::attention::{self, AttentionMask, AttentionOptions};
+use crate::ops::dropout::{self, Dropout};
+use crate::ops::embed;
+use crate::ops::head_loss::{self, HeadLossOptions};
+use crate::ops::linear;
+use crate::ops::norm::{self, Norm};
+use crate::ops::reshape;
+use crate::ops::rotary::{self, RotaryTable};
+use crate::ops::softmax;
 use crate::packed_heads::PackedHeads;
 use crate::recorder::Probe;
-use crate::reshape;
-use crate::rotary::{self, RotaryTable};
-use crate::softmax;
 use crate::{Backend, RandomKey};
 
 impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
@@ -34,7 +34,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
     }
 
     fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
-        reshape::backward::reshape(x, shape)
+        reshape::autodiff::reshape(x, shape)
     }
 
     fn random_bits(rows: usize, columns: usize, key: RandomKey, device: &Self::Device) -> Tensor<Self, 2, Int> {
@@ -42,7 +42,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
     }
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
-        dropout::backward::dropout(x, dropout)
+        dropout::autodiff::dropout(x, dropout)
     }
 
     /// The copy takes the parameter's place in the graph, so that gradients go to the parameter without a node between.
@@ -53,23 +53,23 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
     }
 
     fn embed(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
-        embed::backward::embed(table, tokens, dtype)
+        embed::autodiff::embed(table, tokens, dtype)
     }
 
     fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
-        embed::backward::embed_add(table, tokens, x)
+        embed::autodiff::embed_add(table, tokens, x)
     }
 
     fn norm(x: Tensor<Self, 2>, norm: &Norm<Self>) -> Tensor<Self, 2> {
-        norm::backward::norm(x, norm)
+        norm::autodiff::norm(x, norm)
     }
 
     fn softmax(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        softmax::backward::softmax(x)
+        softmax::autodiff::softmax(x)
     }
 
     fn linear(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
-        linear::backward::linear(x, weight, bias)
+        linear::autodiff::linear(x, weight, bias)
     }
 
     fn linear_add(
@@ -79,7 +79,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         dropout: Option<Dropout>,
         residual: Tensor<Self, 2>,
     ) -> Tensor<Self, 2> {
-        linear::backward::linear_add(x, weight, bias, dropout, residual)
+        linear::autodiff::linear_add(x, weight, bias, dropout, residual)
     }
 
     fn linear_activate(
@@ -88,11 +88,11 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         bias: Option<Tensor<Self, 1>>,
         activation: Activation,
     ) -> Tensor<Self, 2> {
-        linear::backward::linear_activate(x, weight, bias, activation)
+        linear::autodiff::linear_activate(x, weight, bias, activation)
     }
 
     fn activate(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
-        activation::backward::activate(x, activation)
+        activation::autodiff::activate(x, activation)
     }
 
     fn rotary(
@@ -101,7 +101,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 4> {
-        rotary::backward::rotary(x, table, positions, inverse)
+        rotary::autodiff::rotary(x, table, positions, inverse)
     }
 
     fn qkv_rotary(
@@ -111,7 +111,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         positions: Tensor<Self, 2, Int>,
         inverse: bool,
     ) -> Tensor<Self, 3> {
-        rotary::backward::qkv_rotary(qkv, heads, table, positions, inverse)
+        rotary::autodiff::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     fn attention(
@@ -121,7 +121,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> Tensor<Self, 4> {
-        attention::backward::attention(query, key, value, mask, options)
+        attention::autodiff::attention(query, key, value, mask, options)
     }
 
     fn qkv_attention(
@@ -130,7 +130,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         mask: &AttentionMask<Self>,
         options: AttentionOptions,
     ) -> Tensor<Self, 4> {
-        attention::backward::qkv_attention(qkv, heads, mask, options)
+        attention::autodiff::qkv_attention(qkv, heads, mask, options)
     }
 
     fn head_loss(
@@ -139,7 +139,7 @@ impl<B: Backend, C: CheckpointStrategy> Backend for Autodiff<B, C> {
         targets: Tensor<Self, 1, Int>,
         options: HeadLossOptions,
     ) -> Tensor<Self, 1> {
-        head_loss::backward::head_loss(hidden, weight, targets, options)
+        head_loss::autodiff::head_loss(hidden, weight, targets, options)
     }
 }
 

@@ -3,22 +3,22 @@
 use burn::tensor::backend::ExecutionError;
 use burn::tensor::{FloatDType, Int, Tensor};
 
-use crate::activation::{self, Activation};
-use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
-use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
-use crate::dropout::{self, Dropout};
-use crate::embed;
-use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
-use crate::head_sample::{self, SampledRows, Sampling};
-use crate::linear::{self, LinearActivateOutput, LinearGradients};
-use crate::norm::{self, Norm, NormGradients, NormOutput};
-use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::ops::activation::{self, Activation};
+use crate::ops::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::ops::cached_attention::{self, CachedTokens, LayerCache, Placement};
+use crate::ops::dropout::{self, Dropout};
+use crate::ops::embed;
+use crate::ops::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::ops::head_sample::{self, SampledRows, Sampling};
+use crate::ops::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::ops::norm::{self, Norm, NormGradients, NormOutput};
+use crate::ops::optimizer::{self, AdamW, AdamWParameter};
+use crate::ops::rotary::{self, RotaryTable};
+use crate::ops::softmax;
+use crate::ops::weight::{self, Int8Weight, Weight};
 use crate::packed_heads::PackedHeads;
 use crate::random::{self, RandomKey};
 use crate::recorder::Probe;
-use crate::rotary::{self, RotaryTable};
-use crate::softmax;
-use crate::weight::{self, Int8Weight, Weight};
 
 /// A Burn backend with the fused operations of a transformer.
 ///

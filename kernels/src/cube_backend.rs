@@ -7,35 +7,35 @@ use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use crate::activation::{self, Activation};
-use crate::attention::cube::{CubeMask, Dims, Heads};
-use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
 use crate::autodiff::{float, primitive};
-use crate::cached_attention::cube::{At, CubePlacement};
-use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
-use crate::cube::product::{product, transposed};
-use crate::cube::{contiguous, empty};
-use crate::dropout::{self, Dropout};
-use crate::embed;
-use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
-use crate::head_sample::{self, SampledRows, Sampling};
-use crate::linear::few_rows::{
+use crate::cubecl::reduce::sum_over_rows;
+use crate::cubecl::{contiguous, empty};
+use crate::ops::activation::{self, Activation};
+use crate::ops::attention::cubecl::{CubeMask, Dims, Heads};
+use crate::ops::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::ops::cached_attention::cubecl::{At, CubePlacement};
+use crate::ops::cached_attention::{self, CachedTokens, LayerCache, Placement};
+use crate::ops::dropout::{self, Dropout};
+use crate::ops::embed;
+use crate::ops::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::ops::head_sample::{self, SampledRows, Sampling};
+use crate::ops::linear::cubecl::gemm::{product, transposed};
+use crate::ops::linear::cubecl::skinny::{
     CubeWeight, Ending, FEW_ROWS, floats_on_matrix_units, norm_project_few, on_matrix_units, project_few,
 };
-use crate::linear::{self, LinearActivateOutput, LinearGradients};
-use crate::norm::cube::CubeNorm;
-use crate::norm::{self, Norm, NormGradients, NormKind, NormOutput};
-use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::ops::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::ops::norm::cubecl::CubeNorm;
+use crate::ops::norm::{self, Norm, NormGradients, NormKind, NormOutput};
+use crate::ops::optimizer::{self, AdamW, AdamWParameter};
+use crate::ops::rotary::cubecl::Turn;
+use crate::ops::rotary::{self, RotaryTable};
+use crate::ops::softmax;
+use crate::ops::weight::cubecl::CubeInt8;
+use crate::ops::weight::{self, Int8Weight, Weight};
 use crate::packed_heads::PackedHeads;
 use crate::random;
 use crate::recorder::fell_back;
-use crate::rotary::cube::Turn;
-use crate::rotary::{self, RotaryTable};
 use crate::selection::reference_only;
-use crate::softmax;
-use crate::team::sum_over_rows;
-use crate::weight::cube::CubeInt8;
-use crate::weight::{self, Int8Weight, Weight};
 use crate::{Backend, RandomKey};
 
 /// Why a norm has no kernel.
@@ -68,21 +68,21 @@ where
             return random::reference::random_bits(rows, columns, key, device);
         }
         let bits = Tensor::<Self, 2, Int>::empty([rows, columns], (device, DType::I32)).into_primitive();
-        Tensor::from_primitive(dropout::cube::random_bits(contiguous(bits), key))
+        Tensor::from_primitive(dropout::cubecl::random_bits(contiguous(bits), key))
     }
 
     fn dropout(x: Tensor<Self, 2>, dropout: Dropout) -> Tensor<Self, 2> {
         if reference_only() {
             return dropout::reference::dropout(x, dropout);
         }
-        float(dropout::cube::dropout(primitive(x), dropout))
+        float(dropout::cubecl::dropout(primitive(x), dropout))
     }
 
     fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
         if reference_only() {
             return norm::reference::norm_forward(x, norm);
         }
-        match norm::cube::norm_forward(primitive(x.clone()), cube_norm(norm)) {
+        match norm::cubecl::norm_forward(primitive(x.clone()), cube_norm(norm)) {
             Some((output, mean, inverse_deviation)) => {
                 NormOutput { output: float(output), mean: mean.map(float), inverse_deviation: float(inverse_deviation) }
             }
@@ -109,7 +109,7 @@ where
         let inverse = primitive(saved.inverse_deviation.clone());
         let [d_y, input] = inputs;
         let around = residual.clone().map(primitive);
-        match norm::cube::norm_backward(d_y, input, mean, inverse, cube_norm(norm), around) {
+        match norm::cubecl::norm_backward(d_y, input, mean, inverse, cube_norm(norm), around) {
             Some((d_x, d_gamma, d_beta)) => NormGradients {
                 x: float(d_x),
                 gamma: float(d_gamma),
@@ -133,7 +133,7 @@ where
             let ending = Ending { bias: bias.map(primitive), ..Ending::none(x.dtype()) };
             return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
-        float(linear::cube::project_add(primitive(x), primitive(weight), bias.map(primitive), None, None))
+        float(linear::cubecl::project_add(primitive(x), primitive(weight), bias.map(primitive), None, None))
     }
 
     fn linear_backward(
@@ -146,7 +146,7 @@ where
             return linear::reference::linear_backward(grad, x, weight, has_bias);
         }
         let bias = has_bias.then(|| float(sum_over_rows(primitive(grad.clone()))));
-        let (x, weight) = linear::cube::project_backward(primitive(grad), primitive(x), primitive(weight));
+        let (x, weight) = linear::cubecl::project_backward(primitive(grad), primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
     }
 
@@ -208,8 +208,8 @@ where
         if reference_only() {
             return linear::reference::linear_activate_forward(x, weight, bias, activation);
         }
-        let product = linear::cube::project(primitive(x), primitive(weight));
-        let output = activation::cube::activate(product.clone(), bias.map(primitive), activation);
+        let product = linear::cubecl::project(primitive(x), primitive(weight));
+        let output = activation::cubecl::activate(product.clone(), bias.map(primitive), activation);
         LinearActivateOutput { output: float(output), saved: float(product) }
     }
 
@@ -226,7 +226,7 @@ where
         }
         let has_bias = bias.is_some();
         let bias = bias.map(primitive);
-        let grad = activation::cube::activate_backward(primitive(grad), primitive(saved), bias, activation);
+        let grad = activation::cubecl::activate_backward(primitive(grad), primitive(saved), bias, activation);
         Self::linear_backward(float(grad), x, weight, has_bias)
     }
 
@@ -246,14 +246,14 @@ where
             return float(project_few(primitive(x), CubeWeight::Float(primitive(weight)), ending));
         }
         let (bias, residual) = (bias.map(primitive), Some(primitive(residual)));
-        float(linear::cube::project_add(primitive(x), primitive(weight), bias, dropout, residual))
+        float(linear::cubecl::project_add(primitive(x), primitive(weight), bias, dropout, residual))
     }
 
     fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if reference_only() {
             return softmax::reference::softmax(x);
         }
-        float(softmax::cube::softmax(primitive(x)))
+        float(softmax::cubecl::softmax(primitive(x)))
     }
 
     fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
@@ -261,7 +261,7 @@ where
             return softmax::reference::softmax_backward(grad, output);
         }
         let grad = grad.cast(output.dtype());
-        float(softmax::cube::softmax_backward(primitive(grad), primitive(output)))
+        float(softmax::cubecl::softmax_backward(primitive(grad), primitive(output)))
     }
 
     fn head_loss_forward(
@@ -274,21 +274,21 @@ where
         if reference_only() {
             return head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients);
         }
-        head_loss::cube::head_loss_forward(hidden, weight, targets, options, gradients)
+        head_loss::cubecl::head_loss_forward(hidden, weight, targets, options, gradients)
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
         if reference_only() {
             return activation::reference::activate(x, activation);
         }
-        float(activation::cube::activate(primitive(x), None, activation))
+        float(activation::cubecl::activate(primitive(x), None, activation))
     }
 
     fn activate_backward(grad: Tensor<Self, 2>, x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
         if reference_only() {
             return activation::reference::activate_backward(grad, x, activation);
         }
-        float(activation::cube::activate_backward(primitive(grad), primitive(x), None, activation))
+        float(activation::cubecl::activate_backward(primitive(grad), primitive(x), None, activation))
     }
 
     fn attention_forward(
@@ -304,7 +304,7 @@ where
         let dims = Dims::new(query.dims(), key.dims());
         let [query, key, value] = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
         let (output, log_sum_exp) =
-            attention::cube::attention_forward([&query, &key, &value], dims, &cube_mask(mask), options);
+            attention::cubecl::attention_forward([&query, &key, &value], dims, &cube_mask(mask), options);
         AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) }
     }
 
@@ -323,7 +323,7 @@ where
         let dims = Dims::new(query.dims(), key.dims());
         let inputs = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
         let gradients = inputs.each_ref().map(|heads| heads.empty_like());
-        attention::cube::attention_backward(
+        attention::cubecl::attention_backward(
             primitive(grad),
             inputs.each_ref(),
             [primitive(saved.output), primitive(saved.log_sum_exp)],
@@ -348,7 +348,7 @@ where
         let (dims, qkv) = (packed_dims(&qkv, heads), primitive(qkv));
         let inputs = packed(&qkv, heads);
         let (output, log_sum_exp) =
-            attention::cube::attention_forward(inputs.each_ref(), dims, &cube_mask(mask), options);
+            attention::cubecl::attention_forward(inputs.each_ref(), dims, &cube_mask(mask), options);
         AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) }
     }
 
@@ -365,7 +365,7 @@ where
         }
         let (shape, dims, qkv) = (qkv.dims(), packed_dims(&qkv, heads), primitive(qkv));
         let gradient = empty(&qkv, shape, qkv.dtype);
-        attention::cube::attention_backward(
+        attention::cubecl::attention_backward(
             primitive(grad),
             packed(&qkv, heads).each_ref(),
             [primitive(saved.output), primitive(saved.log_sum_exp)],
@@ -381,7 +381,7 @@ where
         if reference_only() {
             return embed::reference::embed(table, tokens, dtype);
         }
-        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype.into(), None))
+        float(embed::cubecl::embed_forward(primitive(table), tokens.into_primitive(), dtype.into(), None))
     }
 
     fn embed_add(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, x: Tensor<Self, 3>) -> Tensor<Self, 3> {
@@ -389,21 +389,21 @@ where
             return embed::reference::embed_add(table, tokens, x);
         }
         let dtype = x.dtype();
-        float(embed::cube::embed_forward(primitive(table), tokens.into_primitive(), dtype, Some(primitive(x))))
+        float(embed::cubecl::embed_forward(primitive(table), tokens.into_primitive(), dtype, Some(primitive(x))))
     }
 
     fn embed_backward(grad: Tensor<Self, 2>, tokens: Tensor<Self, 1, Int>, vocabulary: usize) -> Tensor<Self, 2> {
         if reference_only() {
             return embed::reference::embed_backward(grad, tokens, vocabulary);
         }
-        float(embed::cube::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary))
+        float(embed::cubecl::embed_backward(primitive(grad), tokens.into_primitive(), vocabulary))
     }
 
     fn next_positions(positions: Tensor<Self, 2, Int>, last: usize) -> Tensor<Self, 2, Int> {
         if reference_only() {
             return positions.add_scalar(1).clamp_max(last as i32);
         }
-        Tensor::from_primitive(rotary::cube::next_positions(positions.into_primitive(), last))
+        Tensor::from_primitive(rotary::cubecl::next_positions(positions.into_primitive(), last))
     }
 
     fn cached_attention(
@@ -422,15 +422,15 @@ where
         let held = [&cache.keys, &cache.values].map(|held| primitive(held.clone()));
         let places = cube_at(at);
         if seq_length == 1 {
-            return float(cached_attention::cube::decode(qkv, heads, placement, &places, held.each_ref()));
+            return float(cached_attention::cubecl::decode(qkv, heads, placement, &places, held.each_ref()));
         }
-        let query = cached_attention::cube::rotary_append(qkv, heads, placement, &places, held.each_ref());
+        let query = cached_attention::cubecl::rotary_append(qkv, heads, placement, &places, held.each_ref());
         let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
         let dims = Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: at.keys, head_dim };
         let [keys, values] = held.map(Heads::from_tensor);
         let inputs = [&Heads::from_rows(query), &keys, &values];
         let options = AttentionOptions::new(head_dim);
-        float(attention::cube::attention_forward(inputs, dims, &cube_mask(&at.mask()), options).0)
+        float(attention::cubecl::attention_forward(inputs, dims, &cube_mask(&at.mask()), options).0)
     }
 
     fn rotary_append(
@@ -446,7 +446,7 @@ where
         let held = [&cache.keys, &cache.values].map(|held| primitive(held.clone()));
         let placement = cube_placement(placement);
         let query =
-            cached_attention::cube::rotary_append(primitive(qkv), heads, placement, &cube_at(at), held.each_ref());
+            cached_attention::cubecl::rotary_append(primitive(qkv), heads, placement, &cube_at(at), held.each_ref());
         float::<Self, 4>(query).swap_dims(1, 2)
     }
 
@@ -476,21 +476,21 @@ where
             [contiguous(primitive(counts.prompt.clone())), primitive(counts.written.clone())]
         });
         let streams = rows.streams.clone().into_primitive();
-        Tensor::from_primitive(head_sample::cube::draw(primitive(logits), sampling, streams, counts))
+        Tensor::from_primitive(head_sample::cubecl::draw(primitive(logits), sampling, streams, counts))
     }
 
     fn int8_to_float(weight: &Int8Weight<Self>, dtype: FloatDType) -> Tensor<Self, 2> {
         if reference_only() {
             return weight::reference::int8_to_float(weight, dtype);
         }
-        float(weight::cube::int8_to_float(cube_int8(weight), dtype.into()))
+        float(weight::cubecl::int8_to_float(cube_int8(weight), dtype.into()))
     }
 
     fn int8_embed(table: &Int8Weight<Self>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         if reference_only() {
             return weight::reference::int8_embed(table, tokens, dtype);
         }
-        float(weight::cube::embed(cube_int8(table), tokens.into_primitive(), dtype.into()))
+        float(weight::cubecl::embed(cube_int8(table), tokens.into_primitive(), dtype.into()))
     }
 
     fn int8_linear(
@@ -525,7 +525,7 @@ where
         if reference_only() {
             return rotary::reference::rotary(x, table, positions, inverse);
         }
-        float(rotary::cube::rotary(primitive(x), Turn::new(table, positions, inverse)))
+        float(rotary::cubecl::rotary(primitive(x), Turn::new(table, positions, inverse)))
     }
 
     fn qkv_rotary(
@@ -538,7 +538,7 @@ where
         if reference_only() {
             return rotary::reference::qkv_rotary(qkv, heads, table, positions, inverse);
         }
-        float(rotary::cube::qkv_rotary(primitive(qkv), heads, Turn::new(table, positions, inverse)))
+        float(rotary::cubecl::qkv_rotary(primitive(qkv), heads, Turn::new(table, positions, inverse)))
     }
 
     fn optimizer_step(
@@ -548,7 +548,7 @@ where
         if reference_only() {
             return optimizer::reference::optimizer_step(parameters, adamw);
         }
-        optimizer::cube::optimizer_step(parameters, adamw)
+        optimizer::cubecl::optimizer_step(parameters, adamw)
     }
 }
 

@@ -23,74 +23,61 @@
 //! assert!((rows[0] - 1.0 / 5.0f32.sqrt()).abs() < 1e-4);
 //! ```
 
-mod activation;
-mod attention;
 mod autodiff;
 mod backend;
-mod cached_attention;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod cube;
+#[cfg(feature = "ndarray")]
+mod cpu;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod cube_backend;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod cubecl;
 pub mod devices;
-mod dropout;
-mod embed;
-mod head_loss;
-mod head_sample;
-#[cfg(feature = "ndarray")]
-mod host;
-mod linear;
-mod norm;
-mod optimizer;
+mod ops;
 mod packed_heads;
 mod random;
 pub mod recorder;
-mod reshape;
-mod rotary;
 mod selection;
-mod softmax;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod team;
-mod weight;
 
 #[cfg(feature = "ndarray")]
 mod ndarray;
 
-pub use activation::{Activation, ActivationKind, activate};
-pub use attention::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, qkv_attention};
 pub use backend::Backend;
-pub use cached_attention::{CachedTokens, LayerCache, Placement, cached_attention};
-pub use dropout::{Dropout, dropout};
-pub use embed::{embed, embed_add};
-pub use head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
-pub use head_sample::{Penalties, SampledRows, Sampling, TokenCounts, head_sample};
-pub use linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
-pub use norm::{Norm, NormGradients, NormKind, NormOutput, norm};
-pub use optimizer::{AdamW, AdamWParameter, optimizer_step};
+pub use ops::activation::{Activation, ActivationKind, activate};
+pub use ops::attention::{
+    AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, qkv_attention,
+};
+pub use ops::cached_attention::{CachedTokens, LayerCache, Placement, cached_attention};
+pub use ops::dropout::{Dropout, dropout};
+pub use ops::embed::{embed, embed_add};
+pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
+pub use ops::head_sample::{Penalties, SampledRows, Sampling, TokenCounts, head_sample};
+pub use ops::linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
+pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
+pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
+pub use ops::reshape::reshape;
+pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
+pub use ops::softmax::softmax;
+pub use ops::weight::{Int8Weight, Weight, upload};
 pub use packed_heads::PackedHeads;
 pub use random::{RandomKey, random_bits};
-pub use reshape::reshape;
-pub use rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use selection::{Kernels, use_kernels};
-pub use softmax::softmax;
-pub use weight::{Int8Weight, Weight, upload};
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
 /// Parity tests compare kernels with these; `--set kernels=reference` runs them alone.
 pub mod reference {
-    pub use crate::activation::reference::{activate, activate_backward};
-    pub use crate::attention::reference::{attention_backward, attention_forward};
-    pub use crate::cached_attention::reference::{cached_attention, rotary_append};
-    pub use crate::dropout::reference::dropout;
-    pub use crate::embed::reference::{embed, embed_backward};
-    pub use crate::head_loss::reference::head_loss_forward;
-    pub use crate::head_sample::reference::head_sample;
-    pub use crate::linear::reference::{linear_backward, linear_forward};
-    pub use crate::norm::reference::{norm_backward, norm_forward};
-    pub use crate::optimizer::reference::optimizer_step;
+    pub use crate::ops::activation::reference::{activate, activate_backward};
+    pub use crate::ops::attention::reference::{attention_backward, attention_forward};
+    pub use crate::ops::cached_attention::reference::{cached_attention, rotary_append};
+    pub use crate::ops::dropout::reference::dropout;
+    pub use crate::ops::embed::reference::{embed, embed_backward};
+    pub use crate::ops::head_loss::reference::head_loss_forward;
+    pub use crate::ops::head_sample::reference::head_sample;
+    pub use crate::ops::linear::reference::{linear_backward, linear_forward};
+    pub use crate::ops::norm::reference::{norm_backward, norm_forward};
+    pub use crate::ops::optimizer::reference::optimizer_step;
+    pub use crate::ops::rotary::reference::{qkv_rotary, rotary};
+    pub use crate::ops::softmax::reference::{softmax, softmax_backward};
+    pub use crate::ops::weight::reference::int8_to_float;
     pub use crate::random::reference::random_bits;
-    pub use crate::rotary::reference::{qkv_rotary, rotary};
-    pub use crate::softmax::reference::{softmax, softmax_backward};
-    pub use crate::weight::reference::int8_to_float;
 }

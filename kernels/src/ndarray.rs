@@ -6,23 +6,23 @@
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use burn_ndarray::NdArray;
 
-use crate::activation::{self, Activation};
-use crate::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
-use crate::cached_attention::{self, CachedTokens, LayerCache, Placement};
-use crate::dropout::{self, Dropout};
-use crate::embed;
-use crate::head_loss::{self, HeadLossOptions, HeadLossOutput};
-use crate::head_sample::{self, SampledRows, Sampling};
-use crate::host::Values;
-use crate::linear::{self, LinearActivateOutput, LinearGradients};
-use crate::norm::{self, Norm, NormGradients, NormOutput};
-use crate::optimizer::{self, AdamW, AdamWParameter};
+use crate::cpu::Values;
+use crate::ops::activation::{self, Activation};
+use crate::ops::attention::{self, AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::ops::cached_attention::{self, CachedTokens, LayerCache, Placement};
+use crate::ops::dropout::{self, Dropout};
+use crate::ops::embed;
+use crate::ops::head_loss::{self, HeadLossOptions, HeadLossOutput};
+use crate::ops::head_sample::{self, SampledRows, Sampling};
+use crate::ops::linear::{self, LinearActivateOutput, LinearGradients};
+use crate::ops::norm::{self, Norm, NormGradients, NormOutput};
+use crate::ops::optimizer::{self, AdamW, AdamWParameter};
+use crate::ops::rotary::{self, RotaryTable};
+use crate::ops::softmax;
+use crate::ops::weight::{self, Int8Weight};
 use crate::packed_heads::PackedHeads;
 use crate::random;
-use crate::rotary::{self, RotaryTable};
 use crate::selection::reference_only;
-use crate::softmax;
-use crate::weight::{self, Int8Weight};
 use crate::{Backend, RandomKey};
 
 impl Backend for NdArray {
@@ -43,28 +43,28 @@ impl Backend for NdArray {
         if reference_only() {
             return dropout::reference::dropout(x, dropout);
         }
-        dropout::ndarray::dropout(x, dropout)
+        dropout::cpu::dropout(x, dropout)
     }
 
     fn embed_forward(table: Tensor<Self, 2>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         if reference_only() {
             return embed::reference::embed(table, tokens, dtype);
         }
-        embed::ndarray::embed_forward(table, tokens)
+        embed::cpu::embed_forward(table, tokens)
     }
 
     fn embed_backward(grad: Tensor<Self, 2>, tokens: Tensor<Self, 1, Int>, vocabulary: usize) -> Tensor<Self, 2> {
         if reference_only() {
             return embed::reference::embed_backward(grad, tokens, vocabulary);
         }
-        embed::ndarray::embed_backward(grad, tokens, vocabulary)
+        embed::cpu::embed_backward(grad, tokens, vocabulary)
     }
 
     fn norm_forward(x: Tensor<Self, 2>, norm: &Norm<Self>) -> NormOutput<Self> {
         if reference_only() {
             return norm::reference::norm_forward(x, norm);
         }
-        norm::ndarray::norm_forward(x, norm)
+        norm::cpu::norm_forward(x, norm)
     }
 
     fn norm_backward(
@@ -77,28 +77,28 @@ impl Backend for NdArray {
         if reference_only() {
             return norm::reference::norm_backward(grad, x, saved, norm, residual);
         }
-        norm::ndarray::norm_backward(grad, x, saved, norm, residual)
+        norm::cpu::norm_backward(grad, x, saved, norm, residual)
     }
 
     fn softmax_forward(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if reference_only() {
             return softmax::reference::softmax(x);
         }
-        softmax::ndarray::softmax(x)
+        softmax::cpu::softmax(x)
     }
 
     fn softmax_backward(grad: Tensor<Self, 2>, output: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if reference_only() {
             return softmax::reference::softmax_backward(grad, output);
         }
-        softmax::ndarray::softmax_backward(grad, output)
+        softmax::cpu::softmax_backward(grad, output)
     }
 
     fn linear_forward(x: Tensor<Self, 2>, weight: Tensor<Self, 2>, bias: Option<Tensor<Self, 1>>) -> Tensor<Self, 2> {
         if reference_only() {
             return linear::reference::linear_forward(x, weight, bias);
         }
-        linear::ndarray::linear_forward(x, weight, bias)
+        linear::cpu::linear_forward(x, weight, bias)
     }
 
     fn linear_backward(
@@ -110,7 +110,7 @@ impl Backend for NdArray {
         if reference_only() {
             return linear::reference::linear_backward(grad, x, weight, has_bias);
         }
-        linear::ndarray::linear_backward(grad, x, weight, has_bias)
+        linear::cpu::linear_backward(grad, x, weight, has_bias)
     }
 
     fn linear_add_forward(
@@ -124,7 +124,7 @@ impl Backend for NdArray {
             return linear::reference::linear_add_forward(x, weight, bias, dropout, residual);
         }
         match dropout {
-            None => linear::ndarray::linear_add_forward(x, weight, bias, residual),
+            None => linear::cpu::linear_add_forward(x, weight, bias, residual),
             dropout => linear::reference::linear_add_forward(x, weight, bias, dropout, residual),
         }
     }
@@ -138,7 +138,7 @@ impl Backend for NdArray {
         if reference_only() {
             return linear::reference::linear_activate_forward(x, weight, bias, activation);
         }
-        linear::ndarray::linear_activate_forward(x, weight, bias, activation)
+        linear::cpu::linear_activate_forward(x, weight, bias, activation)
     }
 
     fn linear_activate_backward(
@@ -152,21 +152,21 @@ impl Backend for NdArray {
         if reference_only() {
             return linear::reference::linear_activate_backward(grad, x, weight, bias, saved, activation);
         }
-        linear::ndarray::linear_activate_backward(grad, x, weight, bias.is_some(), saved, activation)
+        linear::cpu::linear_activate_backward(grad, x, weight, bias.is_some(), saved, activation)
     }
 
     fn activate_forward(x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
         if reference_only() {
             return activation::reference::activate(x, activation);
         }
-        activation::ndarray::activate(x, activation)
+        activation::cpu::activate(x, activation)
     }
 
     fn activate_backward(grad: Tensor<Self, 2>, x: Tensor<Self, 2>, activation: Activation) -> Tensor<Self, 2> {
         if reference_only() {
             return activation::reference::activate_backward(grad, x, activation);
         }
-        activation::ndarray::activate_backward(grad, x, activation)
+        activation::cpu::activate_backward(grad, x, activation)
     }
 
     fn rotary(
@@ -178,7 +178,7 @@ impl Backend for NdArray {
         if reference_only() {
             return rotary::reference::rotary(x, table, positions, inverse);
         }
-        rotary::ndarray::rotary(x, table, positions, inverse)
+        rotary::cpu::rotary(x, table, positions, inverse)
     }
 
     fn qkv_rotary(
@@ -191,7 +191,7 @@ impl Backend for NdArray {
         if reference_only() {
             return rotary::reference::qkv_rotary(qkv, heads, table, positions, inverse);
         }
-        rotary::ndarray::qkv_rotary(qkv, heads, table, positions, inverse)
+        rotary::cpu::qkv_rotary(qkv, heads, table, positions, inverse)
     }
 
     fn attention_forward(
@@ -204,7 +204,7 @@ impl Backend for NdArray {
         if reference_only() {
             return attention::reference::attention_forward(query, key, value, mask, options);
         }
-        attention::ndarray::attention_forward(query, key, value, mask, options)
+        attention::cpu::attention_forward(query, key, value, mask, options)
     }
 
     fn attention_backward(
@@ -219,7 +219,7 @@ impl Backend for NdArray {
         if reference_only() {
             return attention::reference::attention_backward(grad, query, key, value, saved, mask, options);
         }
-        attention::ndarray::attention_backward(grad, query, key, value, saved, mask, options)
+        attention::cpu::attention_backward(grad, query, key, value, saved, mask, options)
     }
 
     fn qkv_attention_forward(
@@ -231,7 +231,7 @@ impl Backend for NdArray {
         if reference_only() {
             return attention::reference::qkv_attention_forward(qkv, heads, mask, options);
         }
-        attention::ndarray::qkv_attention_forward(qkv, heads, mask, options)
+        attention::cpu::qkv_attention_forward(qkv, heads, mask, options)
     }
 
     fn qkv_attention_backward(
@@ -245,7 +245,7 @@ impl Backend for NdArray {
         if reference_only() {
             return attention::reference::qkv_attention_backward(grad, qkv, heads, saved, mask, options);
         }
-        attention::ndarray::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
+        attention::cpu::qkv_attention_backward(grad, qkv, heads, saved, mask, options)
     }
 
     fn cached_attention(
@@ -258,21 +258,21 @@ impl Backend for NdArray {
         if reference_only() {
             return cached_attention::reference::cached_attention(qkv, heads, placement, at, cache);
         }
-        cached_attention::ndarray::cached_attention(qkv, heads, placement, at, cache)
+        cached_attention::cpu::cached_attention(qkv, heads, placement, at, cache)
     }
 
     fn draw(logits: Tensor<Self, 2>, sampling: &Sampling, rows: &mut SampledRows<Self>) -> Tensor<Self, 1, Int> {
         if reference_only() {
             return head_sample::reference::draw(logits, sampling, rows);
         }
-        head_sample::ndarray::draw(logits, sampling, rows)
+        head_sample::cpu::draw(logits, sampling, rows)
     }
 
     fn int8_embed(table: &Int8Weight<Self>, tokens: Tensor<Self, 2, Int>, dtype: FloatDType) -> Tensor<Self, 3> {
         if reference_only() {
             return weight::reference::int8_embed(table, tokens, dtype);
         }
-        weight::ndarray::embed(table, tokens)
+        weight::cpu::embed(table, tokens)
     }
 
     fn int8_linear(
@@ -285,7 +285,7 @@ impl Backend for NdArray {
     ) -> Tensor<Self, 2> {
         let few = match reference_only() {
             true => None,
-            false => linear::ndarray::int8_linear(x.clone(), norm, weight, bias.clone(), activation, residual.clone()),
+            false => linear::cpu::int8_linear(x.clone(), norm, weight, bias.clone(), activation, residual.clone()),
         };
         few.unwrap_or_else(|| weight::reference::int8_linear(x, norm, weight, bias, activation, residual))
     }
@@ -294,7 +294,7 @@ impl Backend for NdArray {
         if reference_only() {
             return weight::reference::int8_to_float(weight, dtype);
         }
-        weight::ndarray::int8_to_float(weight)
+        weight::cpu::int8_to_float(weight)
     }
 
     fn head_loss_forward(
@@ -307,7 +307,7 @@ impl Backend for NdArray {
         if reference_only() {
             return head_loss::reference::head_loss_forward(hidden, weight, targets, options, gradients);
         }
-        head_loss::ndarray::head_loss_forward(hidden, weight, targets, options, gradients)
+        head_loss::cpu::head_loss_forward(hidden, weight, targets, options, gradients)
     }
 
     fn head_loss_backward(
@@ -318,7 +318,7 @@ impl Backend for NdArray {
         if reference_only() {
             return head_loss::reference::head_loss_backward(grad, d_hidden, d_weight);
         }
-        head_loss::ndarray::head_loss_backward(grad, d_hidden, d_weight)
+        head_loss::cpu::head_loss_backward(grad, d_hidden, d_weight)
     }
 
     fn optimizer_step(
@@ -328,6 +328,6 @@ impl Backend for NdArray {
         if reference_only() {
             return optimizer::reference::optimizer_step(parameters, adamw);
         }
-        optimizer::ndarray::optimizer_step(parameters, adamw)
+        optimizer::cpu::optimizer_step(parameters, adamw)
     }
 }

@@ -1,7 +1,7 @@
 //! Random bits that are a pure function of a key and a place, so that nothing has to be remembered or saved.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-pub(crate) mod cube;
+pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::tensor::{DType, Int, Tensor};

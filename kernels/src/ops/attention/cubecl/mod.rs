@@ -1,0 +1,281 @@
+//! Fused attention in CubeCL (Dao et al., 2022; Dao, 2023): tiles of scores that never leave the chip.
+//!
+//! The forward pass keeps a running maximum and sum of each row, and saves the row's log-sum-exp. The backward pass
+//! computes the probabilities again from it, once for the gradients of keys and values, a cube for each tile of keys,
+//! and once for those of queries, a cube for each tile of queries: no two cubes write to one place.
+
+mod mask;
+mod matrix;
+mod parts;
+mod tiles;
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+
+use self::mask::{MaskKind, NO_WINDOW, SizesLaunch};
+use self::parts::PlaceLaunch;
+use super::AttentionOptions;
+use crate::RandomKey;
+use crate::cubecl::{contiguous, empty, vector_width};
+use crate::random::cubecl::RoundsLaunch;
+
+/// The sizes of an attention.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dims {
+    pub(crate) batch_size: usize,
+    pub(crate) n_heads: usize,
+    pub(crate) n_kv_heads: usize,
+    pub(crate) seq_length: usize,
+    pub(crate) keys: usize,
+    pub(crate) head_dim: usize,
+}
+
+impl Dims {
+    /// The sizes of a query `[batch_size, n_heads, seq_length, head_dim]` and a key
+    /// `[batch_size, n_kv_heads, keys, head_dim]`.
+    pub(crate) fn new(query: [usize; 4], key: [usize; 4]) -> Self {
+        let [batch_size, n_heads, seq_length, head_dim] = query;
+        let [_, n_kv_heads, keys, _] = key;
+        Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim }
+    }
+}
+
+/// Heads `[batch_size, heads, rows, head_dim]` somewhere in a tensor, the elements of a row one after another.
+#[derive(Clone, Debug)]
+pub(crate) struct Heads<R: CubeRuntime> {
+    pub(crate) tensor: CubeTensor<R>,
+    /// Index of the first element.
+    pub(crate) offset: usize,
+    /// Distances between batches, heads and rows.
+    pub(crate) strides: [usize; 3],
+}
+
+impl<R: CubeRuntime> Heads<R> {
+    /// All of a tensor `[batch_size, heads, rows, head_dim]`.
+    pub(crate) fn from_tensor(x: CubeTensor<R>) -> Self {
+        let x = with_unit_stride(x);
+        let strides = [0, 1, 2].map(|axis| stride(&x, axis));
+        Self { tensor: x, offset: 0, strides }
+    }
+
+    /// The heads from `first` on of a tensor `[batch_size, rows, width]` that has all of a row's heads side by side.
+    pub(crate) fn packed(x: &CubeTensor<R>, first: usize, head_dim: usize) -> Self {
+        let x = with_unit_stride(x.clone());
+        let strides = [stride(&x, 0), head_dim, stride(&x, 1)];
+        Self { tensor: x, offset: first * head_dim, strides }
+    }
+
+    /// Heads for the gradient of these, which must be all of a tensor: a new tensor
+    /// `[batch_size, rows, heads, head_dim]`.
+    pub(crate) fn empty_like(&self) -> Self {
+        let [batch_size, heads, rows, head_dim] = [0, 1, 2, 3].map(|axis| self.tensor.meta.shape()[axis]);
+        Self::from_rows(empty(&self.tensor, [batch_size, rows, heads, head_dim], self.tensor.dtype))
+    }
+
+    /// All of a tensor `[batch_size, rows, heads, head_dim]`.
+    pub(crate) fn from_rows(x: CubeTensor<R>) -> Self {
+        let x = with_unit_stride(x);
+        let strides = [0, 2, 1].map(|axis| stride(&x, axis));
+        Self { tensor: x, offset: 0, strides }
+    }
+
+    fn lengths(&self) -> [usize; 4] {
+        let [batch, head, row] = self.strides;
+        [self.offset, batch, head, row]
+    }
+
+    /// Where the heads lie, counted in vectors of `width`.
+    fn place(&self, width: usize) -> PlaceLaunch<R> {
+        let [first, batch, head, row] = self.lengths().map(|length| (length / width) as u32);
+        PlaceLaunch::new(first, batch, head, row)
+    }
+}
+
+fn with_unit_stride<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let last = x.meta.shape().num_dims() - 1;
+    if x.meta.shape()[last] == 1 || x.meta.strides()[last] == 1 { x } else { contiguous(x) }
+}
+
+/// The stride of an axis; that of an axis of one, which may be anything, is zero.
+fn stride<R: CubeRuntime>(x: &CubeTensor<R>, axis: usize) -> usize {
+    if x.meta.shape()[axis] == 1 { 0 } else { x.meta.strides()[axis] }
+}
+
+/// [`AttentionMask`](super::AttentionMask) on the device.
+#[derive(Clone, Debug)]
+pub(crate) enum CubeMask<R: CubeRuntime> {
+    None,
+    Causal { window: Option<usize> },
+    Positions { positions: CubeTensor<R>, window: Option<usize> },
+    Lengths(CubeTensor<R>),
+}
+
+impl<R: CubeRuntime> CubeMask<R> {
+    fn kind(&self) -> MaskKind {
+        match self {
+            Self::None => MaskKind::None,
+            Self::Causal { .. } => MaskKind::Causal,
+            Self::Positions { .. } => MaskKind::Positions,
+            Self::Lengths(_) => MaskKind::Lengths,
+        }
+    }
+
+    fn window(&self) -> i32 {
+        match self {
+            Self::Causal { window } | Self::Positions { window, .. } => {
+                window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW as usize) as i32)
+            }
+            Self::None | Self::Lengths(_) => NO_WINDOW,
+        }
+    }
+
+    /// The mask's integers, or a tensor that stands in for them and is never read.
+    fn ints(&self, other: &CubeTensor<R>) -> CubeTensor<R> {
+        match self {
+            Self::Positions { positions: ints, .. } | Self::Lengths(ints) => contiguous(ints.clone()),
+            Self::None | Self::Causal { .. } => CubeTensor { dtype: DType::I32, ..other.clone() },
+        }
+    }
+}
+
+/// Attention of query, key and value: output `[batch_size, seq_length, n_heads, head_dim]` in the query's dtype, and the log-sum-exp
+/// `[batch_size, n_heads, seq_length, 1]` in f32.
+pub(crate) fn attention_forward<R: CubeRuntime>(
+    inputs: [&Heads<R>; 3],
+    dims: Dims,
+    mask: &CubeMask<R>,
+    options: AttentionOptions,
+) -> (CubeTensor<R>, CubeTensor<R>) {
+    let Dims { batch_size, n_heads, seq_length, head_dim, .. } = dims;
+    assert_one_dtype(&inputs);
+    let like = &inputs[0].tensor;
+    let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
+    let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
+    if matrix::supported(&inputs, head_dim) {
+        matrix::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+    } else {
+        tiles::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+    }
+    (output.tensor, log_sum_exp)
+}
+
+/// Writes the gradients of query, key and value where they belong, which may be places in one tensor. `grad` is
+/// `[batch_size, seq_length, n_heads, head_dim]`, output and log-sum-exp are what the forward pass gave.
+pub(crate) fn attention_backward<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    [query, key, value]: [&Heads<R>; 3],
+    [output, log_sum_exp]: [CubeTensor<R>; 2],
+    dims: Dims,
+    mask: &CubeMask<R>,
+    options: AttentionOptions,
+    [d_query, d_key, d_value]: [&Heads<R>; 3],
+) {
+    let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
+    let rows = tiles::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
+    let inputs = [query, key, value, &grad];
+    assert_one_dtype(&inputs);
+    assert_one_dtype(&[query, d_query, d_key, d_value]);
+    if matrix::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
+        matrix::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
+        matrix::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    } else {
+        tiles::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
+        tiles::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    }
+}
+
+/// The kernels read and write one dtype.
+fn assert_one_dtype<R: CubeRuntime>(heads: &[&Heads<R>]) {
+    let dtype = heads[0].tensor.dtype;
+    for heads in heads {
+        assert_eq!(heads.tensor.dtype, dtype, "attention: query, key, value and gradients of one dtype");
+    }
+}
+
+/// The widest vectors, of `most` at the most, in which all heads can be read and written.
+fn width<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize, most: usize) -> usize {
+    let tensors: Vec<_> = heads.iter().map(|heads| &heads.tensor).collect();
+    let lengths: Vec<_> = heads.iter().flat_map(|heads| heads.lengths()).chain([most, head_dim]).collect();
+    vector_width(&tensors, &lengths)
+}
+
+fn sizes<R: CubeRuntime>(dims: Dims, mask: &CubeMask<R>, options: AttentionOptions) -> SizesLaunch<R> {
+    SizesLaunch::new(
+        dims.batch_size as u32,
+        dims.n_heads as u32,
+        dims.n_kv_heads as u32,
+        dims.seq_length as u32,
+        dims.keys as u32,
+        mask.window(),
+        options.scale as f32,
+        options.dropout.map_or(0, |dropout| dropout.threshold()),
+        options.dropout.map_or(1.0, |dropout| dropout.scale() as f32),
+    )
+}
+
+fn rounds<R: CubeRuntime>(options: AttentionOptions) -> RoundsLaunch<R> {
+    options.dropout.map_or(RandomKey::new(0), |dropout| dropout.key).rounds()
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use burn::backend::Wgpu;
+    use burn::tensor::{Distribution, Tensor};
+
+    use super::*;
+    use crate::autodiff::{float, primitive};
+    use crate::{Dropout, RandomKey};
+
+    const DIMS: Dims = Dims { batch_size: 2, n_heads: 4, n_kv_heads: 2, seq_length: 37, keys: 37, head_dim: 20 };
+
+    fn assert_equal<const D: usize>(what: &str, a: Tensor<Wgpu, D>, b: Tensor<Wgpu, D>) {
+        let difference = (a - b).abs().max().into_scalar();
+        assert!(difference < 1e-6, "{what}: {difference:.1e}");
+    }
+
+    #[test]
+    fn packed_heads_give_what_separate_ones_do_in_one_gradient() {
+        let Dims { batch_size, n_heads, n_kv_heads, seq_length, head_dim, .. } = DIMS;
+        let device = Default::default();
+        let width = (n_heads + 2 * n_kv_heads) * head_dim;
+        let random = |shape| Tensor::<Wgpu, 3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
+        let packed = random([batch_size, seq_length, width]);
+        let grad = random([batch_size, seq_length, n_heads * head_dim]);
+        // A gradient of any strides.
+        let grad = grad.swap_dims(1, 2).mul_scalar(1.0).swap_dims(1, 2);
+        let grad = grad.reshape([batch_size, seq_length, n_heads, head_dim]);
+        let dropout = Some(Dropout { probability: 0.2, key: RandomKey::new(3) });
+        let options = AttentionOptions::new(head_dim).with_dropout(dropout);
+        let mask = CubeMask::Causal { window: Some(20) };
+
+        let places = [0, n_heads, n_heads + n_kv_heads];
+        let of = |x: &Tensor<Wgpu, 3>| places.map(|first| Heads::packed(&primitive(x.clone()), first, head_dim));
+        let heads = of(&packed);
+        let (output, log_sum_exp) = attention_forward(heads.each_ref(), DIMS, &mask, options);
+        let d_packed = Tensor::<Wgpu, 3>::full([batch_size, seq_length, width], f32::NAN, &device);
+        let saved = [output.clone(), log_sum_exp.clone()];
+        let places_of_gradient = of(&d_packed);
+        let d_heads = places_of_gradient.each_ref();
+        attention_backward(primitive(grad.clone()), heads.each_ref(), saved, DIMS, &mask, options, d_heads);
+
+        let slices = [n_heads, n_kv_heads, n_kv_heads].into_iter().zip(places);
+        let slices: Vec<_> = slices.map(|(count, first)| first * head_dim..(first + count) * head_dim).collect();
+        let part = |x: &Tensor<Wgpu, 3>, at: usize| {
+            let heads = slices[at].len() / head_dim;
+            let x = x.clone().slice([0..batch_size, 0..seq_length, slices[at].clone()]);
+            x.reshape([batch_size, seq_length, heads, head_dim]).swap_dims(1, 2)
+        };
+        let separate = [0, 1, 2].map(|at| Heads::from_tensor(primitive(part(&packed, at))));
+        let (wanted, wanted_sums) = attention_forward(separate.each_ref(), DIMS, &mask, options);
+        let gradients = separate.each_ref().map(|heads| heads.empty_like());
+        let saved = [wanted.clone(), wanted_sums.clone()];
+        attention_backward(primitive(grad), separate.each_ref(), saved, DIMS, &mask, options, gradients.each_ref());
+        assert_equal::<4>("output", float(output), float(wanted));
+        assert_equal::<4>("log-sum-exp", float(log_sum_exp), float(wanted_sums));
+        for (at, wanted) in gradients.into_iter().enumerate() {
+            let wanted = float::<Wgpu, 4>(wanted.tensor).swap_dims(1, 2);
+            assert_equal(&format!("gradient {at}"), part(&d_packed, at), wanted);
+        }
+    }
+}

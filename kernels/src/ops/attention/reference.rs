@@ -1,0 +1,165 @@
+//! Attention from small operations, with the scores written out.
+
+use burn::tensor::{Bool, DType, Int, Tensor};
+
+use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use crate::ops::dropout::reference::dropped;
+use crate::{Backend, PackedHeads};
+
+/// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
+const HIDDEN: f32 = -1e30;
+
+/// Reference forward of [`attention`](crate::attention).
+pub fn attention_forward<B: Backend>(
+    query: Tensor<B, 4>,
+    key: Tensor<B, 4>,
+    value: Tensor<B, 4>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> AttentionOutput<B> {
+    let [batch_size, n_heads, seq_length, head_dim] = query.dims();
+    let dtype = query.dtype();
+    let scores = scores(query, key, mask, options);
+    let max = scores.clone().max_dim(3);
+    let exponentials = (scores - max.clone()).exp();
+    let sum = exponentials.clone().sum_dim(3);
+    let probabilities = drop(exponentials / sum.clone(), options);
+    let output = grouped(probabilities.cast(dtype), value.dims()[1]).matmul(value);
+    AttentionOutput {
+        output: output.reshape([batch_size, n_heads, seq_length, head_dim]).swap_dims(1, 2),
+        log_sum_exp: max + sum.log(),
+    }
+}
+
+/// Reference backward of [`attention`](crate::attention): the probabilities are computed again from the log-sum-exp.
+pub fn attention_backward<B: Backend>(
+    grad: Tensor<B, 4>,
+    query: Tensor<B, 4>,
+    key: Tensor<B, 4>,
+    value: Tensor<B, 4>,
+    saved: AttentionOutput<B>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> AttentionGradients<B> {
+    let dims = query.dims();
+    let [batch_size, n_heads, seq_length, _] = dims;
+    let [_, n_kv_heads, keys, _] = key.dims();
+    let dtype = query.dtype();
+    let probabilities = (scores(query.clone(), key.clone(), mask, options) - saved.log_sum_exp).exp();
+
+    let delta = (grad.clone().cast(DType::F32) * saved.output.cast(DType::F32)).sum_dim(3).swap_dims(1, 2);
+    let grad = grouped(grad.swap_dims(1, 2), n_kv_heads);
+    let d_dropped = grad.clone().matmul(value.transpose()).cast(DType::F32);
+    let d_probabilities = drop(d_dropped.reshape([batch_size, n_heads, seq_length, keys]), options);
+    let d_scores = (probabilities.clone() * (d_probabilities - delta)).mul_scalar(options.scale);
+    let d_scores = grouped(d_scores.cast(dtype), n_kv_heads);
+    let dropped = grouped(drop(probabilities, options).cast(dtype), n_kv_heads);
+
+    AttentionGradients {
+        query: d_scores.clone().matmul(key).reshape(dims),
+        key: d_scores.transpose().matmul(grouped(query, n_kv_heads)),
+        value: dropped.transpose().matmul(grad),
+    }
+}
+
+/// Reference forward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
+pub(crate) fn qkv_attention_forward<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> AttentionOutput<B> {
+    let [query, key, value] = heads.split(qkv);
+    B::attention_forward(query, key, value, mask, options)
+}
+
+/// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
+pub(crate) fn qkv_attention_backward<B: Backend>(
+    grad: Tensor<B, 4>,
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    saved: AttentionOutput<B>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 3> {
+    let [query, key, value] = heads.split(qkv);
+    let gradients = B::attention_backward(grad, query, key, value, saved, mask, options);
+    heads.join([gradients.query, gradients.key, gradients.value])
+}
+
+/// `[batch_size, n_heads, rows, columns]` with the heads of a group one under the other:
+/// `[batch_size, n_kv_heads, group * rows, columns]`, so that no key or value is repeated.
+fn grouped<B: Backend>(x: Tensor<B, 4>, n_kv_heads: usize) -> Tensor<B, 4> {
+    let [batch_size, n_heads, rows, columns] = x.dims();
+    if n_heads == n_kv_heads {
+        return x;
+    }
+    x.reshape([batch_size, n_kv_heads, n_heads / n_kv_heads * rows, columns])
+}
+
+/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, hidden ones at [`HIDDEN`].
+fn scores<B: Backend>(
+    query: Tensor<B, 4>,
+    key: Tensor<B, 4>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 4> {
+    let [batch_size, n_heads, seq_length, _] = query.dims();
+    let [_, n_kv_heads, keys, _] = key.dims();
+    let device = query.device();
+    let shape = [batch_size, n_heads, seq_length, keys];
+    let scores = grouped(query, n_kv_heads).matmul(key.transpose());
+    let scores = scores.cast(DType::F32).mul_scalar(options.scale).reshape(shape);
+    match hidden(mask, seq_length, keys, &device) {
+        Some(hidden) => scores.mask_fill(hidden.expand(shape), HIDDEN),
+        None => scores,
+    }
+}
+
+/// Which scores are hidden, `[batch_size or 1, 1, seq_length, keys]`, where any are.
+fn hidden<B: Backend>(
+    mask: &AttentionMask<B>,
+    seq_length: usize,
+    keys: usize,
+    device: &B::Device,
+) -> Option<Tensor<B, 4, Bool>> {
+    let key_at = Tensor::<B, 1, Int>::arange(0..keys as i64, device).reshape([1, 1, 1, keys]);
+    let outside = |query_at: Tensor<B, 4, Int>, window: Option<usize>| {
+        let [batch_size, ..] = query_at.dims();
+        let shape = [batch_size, 1, seq_length, keys];
+        let (key_at, query_at) = (key_at.clone().expand(shape), query_at.expand(shape));
+        let ahead = key_at.clone().greater(query_at.clone());
+        match window {
+            Some(window) => ahead.bool_or(key_at.lower_equal(query_at.sub_scalar(window as i32))),
+            None => ahead,
+        }
+    };
+    match mask {
+        AttentionMask::None => None,
+        // A single query standing at the last key sees them all.
+        AttentionMask::Causal { window: None } if seq_length == 1 => None,
+        AttentionMask::Causal { window } => {
+            let first = keys as i64 - seq_length as i64;
+            let query_at = Tensor::<B, 1, Int>::arange(first..keys as i64, device);
+            Some(outside(query_at.reshape([1, 1, seq_length, 1]), *window))
+        }
+        AttentionMask::Positions { positions, window } => {
+            let [batch_size, _] = positions.dims();
+            Some(outside(positions.clone().reshape([batch_size, 1, seq_length, 1]), *window))
+        }
+        AttentionMask::Lengths(lengths) => {
+            let [batch_size] = lengths.dims();
+            let shape = [batch_size, 1, seq_length, keys];
+            let lengths = lengths.clone().reshape([batch_size, 1, 1, 1]).expand(shape);
+            Some(key_at.expand(shape).greater_equal(lengths))
+        }
+    }
+}
+
+fn drop<B: Backend>(x: Tensor<B, 4>, options: AttentionOptions) -> Tensor<B, 4> {
+    let Some(dropout) = options.dropout else { return x };
+    let shape = x.dims();
+    let [batch_size, n_heads, seq_length, keys] = shape;
+    let dropped = dropped::<B>(batch_size * n_heads * seq_length, keys, dropout, &x.device());
+    x.mask_fill(dropped.reshape(shape), 0.0).mul_scalar(dropout.scale())
+}

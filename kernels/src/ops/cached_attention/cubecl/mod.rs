@@ -1,0 +1,405 @@
+//! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces; for
+//! more, a kernel that places and appends, before that of attention.
+
+mod planes;
+mod units;
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::PackedHeads;
+use crate::cubecl::reduce::Team;
+use crate::cubecl::{array, contiguous, empty, grid, launch, spare};
+
+const UNITS: u32 = 256;
+/// The most heads that a cube places, and the most query heads that it attends for.
+const MOST_HEADS: usize = 8;
+/// The maximum of no scores: finite, so that differences are.
+const NOTHING: f32 = -1e30;
+
+/// [`Placement`](super::Placement) on the device.
+pub(crate) struct CubePlacement<R: CubeRuntime> {
+    /// Gammas of queries and keys, and epsilon.
+    pub(crate) norms: Option<([CubeTensor<R>; 2], f64)>,
+    /// Cosines and sines.
+    pub(crate) rotary: Option<[CubeTensor<R>; 2]>,
+}
+
+/// Where the new tokens stand, and what they see.
+pub(crate) struct At<R: CubeRuntime> {
+    pub(crate) positions: CubeTensor<R>,
+    pub(crate) keys: usize,
+    pub(crate) window: Option<usize>,
+}
+
+/// What the kernels are compiled for, beside their dtypes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Plan {
+    head_dim: usize,
+    /// Heads that a cube places, or query heads that it attends for.
+    heads: usize,
+    normed: bool,
+    rotated: bool,
+    /// Whether results are parts, of pieces of the keys.
+    cut: bool,
+    team: Team,
+}
+
+/// The sizes that may differ from launch to launch, in elements.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    tokens: u32,
+    seq_length: u32,
+    n_heads: u32,
+    n_kv_heads: u32,
+    capacity: u32,
+    /// Pieces of the keys, or cubes for a token.
+    pieces: u32,
+    /// Keys of a piece.
+    piece: u32,
+    /// Keys of the longest row.
+    keys: u32,
+    window: i32,
+    scale: f32,
+    epsilon: f32,
+    batch_stride: u32,
+    token_stride: u32,
+    last: u32,
+}
+
+/// The tensors of a launch, those that are not there standing for each other.
+struct Bound<R: CubeRuntime> {
+    qkv: CubeTensor<R>,
+    gammas: [CubeTensor<R>; 2],
+    table: [CubeTensor<R>; 2],
+    plan: Plan,
+    epsilon: f64,
+}
+
+fn bind<R: CubeRuntime>(qkv: CubeTensor<R>, heads: usize, head_dim: usize, placement: CubePlacement<R>) -> Bound<R> {
+    let qkv = contiguous(qkv);
+    let plan = Plan {
+        head_dim,
+        heads,
+        normed: placement.norms.is_some(),
+        rotated: placement.rotary.is_some(),
+        cut: false,
+        team: Team { rows: 1, units: UNITS, ..Team::new(&qkv.client, UNITS as usize, 1, UNITS) },
+    };
+    let (gammas, epsilon) = placement.norms.unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
+    let table = placement.rotary.unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
+    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), qkv, plan, epsilon }
+}
+
+fn sizes<R: CubeRuntime>(
+    bound: &Bound<R>,
+    heads: PackedHeads,
+    capacity: usize,
+    [pieces, piece]: [usize; 2],
+    at: &At<R>,
+) -> SizesLaunch<R> {
+    let [batch_size, seq_length] = [bound.qkv.meta.shape()[0], bound.qkv.meta.shape()[1]];
+    let strides = at.positions.meta.strides();
+    let last = if bound.plan.rotated { bound.table[0].meta.shape()[0] - 1 } else { 0 };
+    SizesLaunch::new(
+        (batch_size * seq_length) as u32,
+        seq_length as u32,
+        heads.n_heads as u32,
+        heads.n_kv_heads as u32,
+        capacity as u32,
+        pieces as u32,
+        piece as u32,
+        at.keys as u32,
+        at.window.map_or(i32::MAX / 2, |window| window.min(i32::MAX as usize / 2) as i32),
+        1.0 / (heads.head_dim as f32).sqrt(),
+        bound.epsilon as f32,
+        strides[0] as u32,
+        strides[1] as u32,
+        last as u32,
+    )
+}
+
+/// Places the queries and keys of `qkv` `[batch_size, seq_length, width]`, and writes keys and values into the cache
+/// `[batch_size, n_kv_heads, capacity, head_dim]`, where it lies: the queries, `[batch_size, seq_length, n_heads,
+/// head_dim]`.
+pub(crate) fn rotary_append<R: CubeRuntime>(
+    qkv: CubeTensor<R>,
+    heads: PackedHeads,
+    placement: CubePlacement<R>,
+    at: &At<R>,
+    [keys, values]: [&CubeTensor<R>; 2],
+) -> CubeTensor<R> {
+    let [batch_size, seq_length] = [qkv.meta.shape()[0], qkv.meta.shape()[1]];
+    let bound = bind(qkv, MOST_HEADS, heads.head_dim, placement);
+    let query = empty(&bound.qkv, [batch_size, seq_length, heads.n_heads, heads.head_dim], bound.qkv.dtype);
+    let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
+    // SAFETY: each cube places heads of its own token, below all heads; positions are held within table and cache.
+    unsafe {
+        append_kernel::launch_unchecked(
+            &bound.qkv.client,
+            grid(batch_size * seq_length * turns),
+            CubeDim::new_1d(UNITS),
+            array(&bound.qkv),
+            array(&bound.gammas[0]),
+            array(&bound.gammas[1]),
+            array(&bound.table[0]),
+            array(&bound.table[1]),
+            array(&at.positions),
+            array(&query),
+            array(keys),
+            array(values),
+            sizes(&bound, heads, keys.meta.shape()[2], [turns, 0], at),
+            bound.plan,
+            bound.qkv.dtype.into(),
+            bound.gammas[0].dtype.into(),
+            bound.table[0].dtype.into(),
+            at.positions.dtype.into(),
+        );
+    }
+    query
+}
+
+/// [`rotary_append`] and attention for one new token a row: `[batch_size, 1, n_heads, head_dim]`.
+pub(crate) fn decode<R: CubeRuntime>(
+    qkv: CubeTensor<R>,
+    heads: PackedHeads,
+    placement: CubePlacement<R>,
+    at: &At<R>,
+    held: [&CubeTensor<R>; 2],
+) -> CubeTensor<R> {
+    let bound = bind(qkv, 1, heads.head_dim, placement);
+    let out = spare(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
+    let pieces = match bound.plan.team.plane > 1 {
+        true => planes::attend(bound, heads, at, held, &out),
+        false => units::attend(bound, heads, at, held, &out),
+    };
+    if let Some(pieces) = pieces {
+        join(pieces, &out, heads);
+    }
+    out
+}
+
+/// What pieces of the keys contribute: `partial` `[batch_size, n_heads, pieces, head_dim]`, f32, and for each of these
+/// rows in `statistics` `[.., 2]` the maximum it is scaled by and the sum it is to be divided by.
+struct Pieces<R: CubeRuntime> {
+    partial: CubeTensor<R>,
+    statistics: CubeTensor<R>,
+}
+
+impl<R: CubeRuntime> Pieces<R> {
+    /// Room for them, if there are several.
+    fn new(out: &CubeTensor<R>, heads: PackedHeads, pieces: usize) -> Option<Self> {
+        let rows = [out.meta.shape()[0], heads.n_heads, pieces];
+        (pieces > 1).then(|| Self {
+            partial: spare(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
+            statistics: spare(out, [rows[0], rows[1], rows[2], 2], DType::F32),
+        })
+    }
+
+    /// What a kernel writes into: these, or else the result, which also stands for statistics that it does not write.
+    fn or<'a>(this: &'a Option<Self>, out: &'a CubeTensor<R>) -> [&'a CubeTensor<R>; 2] {
+        match this {
+            Some(pieces) => [&pieces.partial, &pieces.statistics],
+            None => [out, out],
+        }
+    }
+}
+
+fn join<R: CubeRuntime>(Pieces { partial, statistics }: Pieces<R>, out: &CubeTensor<R>, heads: PackedHeads) {
+    let lines = out.meta.shape()[0] * heads.n_heads;
+    // SAFETY: a cube joins the pieces of one head.
+    unsafe {
+        launch!(
+            join_kernel::JoinKernel,
+            &out.client,
+            grid(lines),
+            CubeDim::new_1d(heads.head_dim.next_power_of_two().min(UNITS as usize) as u32),
+            [],
+            [O = out.dtype],
+            [
+                partial: Array<f32> = array(&partial),
+                statistics: Array<f32> = array(&statistics),
+                out: Array<join_kernel::O> = array(out),
+                lines: u32 = lines as u32,
+                pieces: u32 = partial.meta.shape()[2] as u32,
+                head_dim: u32 = heads.head_dim as u32,
+            ],
+            []
+        );
+    }
+}
+
+/// Where the heads lie that a cube places: `queries` of them from element `start` on, and keys from element `keys` on.
+#[derive(CubeType, Clone, Copy)]
+struct Source {
+    start: u32,
+    queries: u32,
+    keys: u32,
+    /// All of them.
+    heads: u32,
+    position: u32,
+}
+
+/// Units that add up the squares of a head together.
+const SUMMERS: u32 = 16;
+
+/// Reads heads into shared memory, normalised and rotated: queries, and keys behind them.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn place<F: Float, G: Float, T: Float>(
+    qkv: &Array<F>,
+    query_gamma: &Array<G>,
+    key_gamma: &Array<G>,
+    cos: &Array<T>,
+    sin: &Array<T>,
+    placed: &mut SharedMemory<f32>,
+    source: &Source,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+) {
+    let head_dim = comptime!(plan.head_dim as u32);
+    let half = comptime!(plan.head_dim as u32 / 2);
+    for i in range_stepped(UNIT_POS, source.heads * head_dim, UNITS) {
+        let mut from = source.start + i;
+        if i >= source.queries * head_dim {
+            from = source.keys + i - source.queries * head_dim;
+        }
+        placed[i as usize] = f32::cast_from(qkv[from as usize]);
+    }
+    sync_cube();
+    if comptime!(plan.normed) {
+        let mut squares = SharedMemory::<f32>::new(UNITS as usize);
+        let head = UNIT_POS / SUMMERS;
+        let mut sum = 0.0f32;
+        if head < source.heads {
+            #[unroll]
+            for i in 0..comptime!(plan.head_dim.div_ceil(SUMMERS as usize)) {
+                let column = comptime!(i as u32 * SUMMERS) + UNIT_POS % SUMMERS;
+                if column < head_dim {
+                    let value = placed[(head * head_dim + column) as usize];
+                    sum += value * value;
+                }
+            }
+        }
+        squares[UNIT_POS as usize] = sum;
+        sync_cube();
+        for i in range_stepped(UNIT_POS, source.heads * head_dim, UNITS) {
+            let head = i / head_dim;
+            let mut sum = 0.0f32;
+            #[unroll]
+            for part in 0..SUMMERS {
+                sum += squares[(head * SUMMERS + part) as usize];
+            }
+            let inverse = 1.0f32 / (sum / f32::cast_from(head_dim) + sizes.epsilon).sqrt();
+            let column = i % head_dim;
+            let mut gamma = f32::cast_from(query_gamma[column as usize]);
+            if head >= source.queries {
+                gamma = f32::cast_from(key_gamma[column as usize]);
+            }
+            placed[i as usize] = f32::cast_from(F::cast_from(placed[i as usize] * inverse * gamma));
+        }
+        sync_cube();
+    }
+    if comptime!(plan.rotated) {
+        for i in range_stepped(UNIT_POS, source.heads * half, UNITS) {
+            let pair = i % half;
+            let first = i / half * head_dim + pair;
+            let a = placed[first as usize];
+            let b = placed[(first + half) as usize];
+            let angle = min(source.position, sizes.last) * half + pair;
+            let c = f32::cast_from(cos[angle as usize]);
+            let s = f32::cast_from(sin[angle as usize]);
+            placed[first as usize] = f32::cast_from(F::cast_from(a * c - b * s));
+            placed[(first + half) as usize] = f32::cast_from(F::cast_from(b * c + a * s));
+        }
+        sync_cube();
+    }
+}
+
+/// A cube places some of one token's heads.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
+    qkv: &Array<F>,
+    query_gamma: &Array<G>,
+    key_gamma: &Array<G>,
+    cos: &Array<T>,
+    sin: &Array<T>,
+    positions: &Array<I>,
+    query: &mut Array<F>,
+    keys: &mut Array<F>,
+    values: &mut Array<F>,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+    #[define(F)] _dtype: StorageType,
+    #[define(G)] _gamma_dtype: StorageType,
+    #[define(T)] _table_dtype: StorageType,
+    #[define(I)] _position_dtype: StorageType,
+) {
+    let head_dim = comptime!(plan.head_dim as u32);
+    let most = comptime!(plan.heads as u32);
+    let token = CUBE_POS as u32 / sizes.pieces;
+    if token >= sizes.tokens {
+        terminate!();
+    }
+    let batch = token / sizes.seq_length;
+    let within = batch * sizes.batch_stride + token % sizes.seq_length * sizes.token_stride;
+    let position = min(u32::cast_from(positions[within as usize]), sizes.capacity - 1);
+    let placed_heads = sizes.n_heads + sizes.n_kv_heads;
+    let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
+    let first = CUBE_POS as u32 % sizes.pieces * most;
+    // Heads of both kinds may be among them: queries first, then keys, which lie behind them.
+    let end = min(first + most, placed_heads);
+    let middle = min(max(sizes.n_heads, first), end);
+    let queries = middle - first;
+    let keys_at = row + middle * head_dim;
+    let source = Source { start: row + first * head_dim, queries, keys: keys_at, heads: end - first, position };
+    let mut placed = SharedMemory::<f32>::new(comptime!(plan.heads * plan.head_dim));
+    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, plan);
+    for i in range_stepped(UNIT_POS, (end - first) * head_dim, UNITS) {
+        let head = first + i / head_dim;
+        if head < middle {
+            query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
+        } else {
+            let head = head - sizes.n_heads;
+            let to = ((batch * sizes.n_kv_heads + head) * sizes.capacity + position) * head_dim + i % head_dim;
+            keys[to as usize] = F::cast_from(placed[i as usize]);
+            let value = row + (placed_heads + head) * head_dim + i % head_dim;
+            values[to as usize] = qkv[value as usize];
+        }
+    }
+}
+
+/// Joins the pieces of each head by their maxima and totals.
+#[cube(launch_unchecked)]
+fn join_kernel<O: Float>(
+    partial: &Array<f32>,
+    statistics: &Array<f32>,
+    out: &mut Array<O>,
+    lines: u32,
+    pieces: u32,
+    head_dim: u32,
+    #[define(O)] _dtype: StorageType,
+) {
+    let line = CUBE_POS as u32;
+    if line >= lines {
+        terminate!();
+    }
+    let mut highest = NOTHING.runtime();
+    for piece in 0..pieces {
+        highest = max(highest, statistics[((line * pieces + piece) * 2) as usize]);
+    }
+    for column in range_stepped(UNIT_POS, head_dim, CUBE_DIM) {
+        let mut total = 0.0f32;
+        let mut sum = 0.0f32;
+        for piece in 0..pieces {
+            let at = line * pieces + piece;
+            let factor = (statistics[(at * 2) as usize] - highest).exp();
+            total += statistics[(at * 2 + 1) as usize] * factor;
+            sum += partial[(at * head_dim + column) as usize] * factor;
+        }
+        out[(line * head_dim + column) as usize] = O::cast_from(sum / total);
+    }
+}

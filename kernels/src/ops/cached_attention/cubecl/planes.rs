@@ -1,0 +1,500 @@
+//! Attention of one token a row where planes exchange values among their units.
+//!
+//! Some neighbouring lanes have a key together, each a vector of it or a few, and keep a softmax of their own over the keys
+//! they come by; these are joined at the end. The first keys and values are read before anything else is known, so that
+//! a short row costs hardly more than one wait for memory.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, UNITS, sizes};
+use crate::PackedHeads;
+use crate::cubecl::reduce::{Team, lanes_sum, row_vector, team_sum};
+use crate::cubecl::{array, grid, launch};
+
+/// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
+const RUN: usize = 8;
+const SHORT_RUN: usize = 4;
+/// Rounds of such reads in a piece, at the least: fewer would not be worth the launch that joins pieces.
+const ROUNDS: usize = 4;
+/// Cubes that keep a device busy which does not say how many multiprocessors it has.
+const CUBES: usize = 128;
+
+/// How lanes share a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Lanes {
+    plane: u32,
+    /// Lanes of a key, a power of two.
+    across: u32,
+    /// Vectors of it that each has.
+    each: usize,
+    /// Keys that a lane reads together.
+    run: usize,
+}
+
+impl Lanes {
+    fn new(plane: u32, columns: usize, run: usize) -> Self {
+        let across = plane.min(columns.next_power_of_two() as u32);
+        let each = columns.div_ceil(across as usize);
+        Self { plane, across, each, run: (run / each).max(1) }
+    }
+
+    /// Keys of a cube's round.
+    fn round(&self) -> usize {
+        (UNITS / self.across) as usize * self.run
+    }
+
+    fn planes(&self) -> u32 {
+        UNITS / self.plane
+    }
+
+    /// The units of a plane as a team.
+    fn team(&self, plan: Plan) -> Team {
+        Team { units: self.plane, ..plan.team }
+    }
+}
+
+/// Writes the result, or the pieces of it.
+pub(super) fn attend<R: CubeRuntime>(
+    mut bound: Bound<R>,
+    heads: PackedHeads,
+    at: &At<R>,
+    [keys, values]: [&CubeTensor<R>; 2],
+    out: &CubeTensor<R>,
+) -> Option<Pieces<R>> {
+    let batch_size = bound.qkv.meta.shape()[0];
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let group = n_heads / n_kv_heads;
+    let hardware = &bound.qkv.client.properties().hardware;
+    let busy = hardware.num_streaming_multiprocessors.map_or(CUBES, |count| count as usize);
+    // Heads that share a key are together where there are cubes enough all the same.
+    let possible = |count: &usize| group.is_multiple_of(*count) && batch_size * (n_heads / count) >= busy;
+    let together = (1..=MOST_HEADS.min(group)).rev().find(possible).unwrap_or(1);
+    let cubes = batch_size * (n_heads / together);
+    let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
+    let tensors = [&bound.qkv, keys, values, query_gamma, key_gamma, cos, sin];
+    // What turns together lies half a head apart.
+    let vector = row_vector(&tensors, &[head_dim, if bound.plan.rotated { head_dim / 2 } else { head_dim }]);
+    let run = if cubes <= busy { RUN } else { SHORT_RUN };
+    let lanes = Lanes::new(bound.plan.team.plane, head_dim / vector, run);
+    let rounds = at.keys.div_ceil(lanes.round());
+    let most = rounds.div_ceil(ROUNDS).min((2 * busy).div_ceil(cubes)).max(1);
+    let piece = rounds.div_ceil(most) * lanes.round();
+    let count = at.keys.div_ceil(piece);
+    let pieces = Pieces::new(out, heads, count);
+    (bound.plan.heads, bound.plan.cut) = (together, pieces.is_some());
+    let [partial, statistics] = Pieces::or(&pieces, out);
+    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
+    // do not use; positions are held within table and cache. What stands in for statistics is not written.
+    unsafe {
+        launch!(
+            planes_kernel::PlanesKernel,
+            &bound.qkv.client,
+            grid(cubes * count),
+            CubeDim::new_1d(UNITS),
+            [N = vector],
+            [
+                F = bound.qkv.dtype,
+                G = bound.gammas[0].dtype,
+                T = bound.table[0].dtype,
+                I = at.positions.dtype,
+                O = partial.dtype,
+            ],
+            [
+                qkv: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(&bound.qkv),
+                query_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(query_gamma),
+                key_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
+                cos: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
+                sin: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
+                positions: Array<planes_kernel::I> = array(&at.positions),
+                keys: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
+                values: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
+                partial: Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
+                statistics: Array<f32> = array(statistics),
+                sizes: Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
+            ],
+            [plan: Plan = bound.plan, lanes: Lanes = lanes]
+        );
+    }
+    pieces
+}
+
+/// A cube attends with query heads that share a key head, over one piece of the keys.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
+    qkv: &Array<Vector<F, N>>,
+    query_gamma: &Array<Vector<G, N>>,
+    key_gamma: &Array<Vector<G, N>>,
+    cos: &Array<Vector<T, N>>,
+    sin: &Array<Vector<T, N>>,
+    positions: &Array<I>,
+    keys: &mut Array<Vector<F, N>>,
+    values: &mut Array<Vector<F, N>>,
+    out: &mut Array<Vector<O, N>>,
+    statistics: &mut Array<f32>,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+    #[comptime] lanes: Lanes,
+    #[define(F)] _dtype: StorageType,
+    #[define(G)] _gamma_dtype: StorageType,
+    #[define(T)] _table_dtype: StorageType,
+    #[define(I)] _position_dtype: StorageType,
+    #[define(O)] _out_dtype: StorageType,
+) {
+    let width = N::value();
+    let columns = comptime!((plan.head_dim / width) as u32);
+    let each = comptime!(lanes.each);
+    let run = comptime!(lanes.run);
+    let across = comptime!(lanes.across);
+    let heads = comptime!(plan.heads as u32);
+    let slots = comptime!(UNITS / lanes.across);
+    let piece = CUBE_POS as u32 % sizes.pieces;
+    let groups = sizes.n_heads / heads;
+    let head = CUBE_POS as u32 / sizes.pieces % groups * heads;
+    let batch = CUBE_POS as u32 / sizes.pieces / groups;
+    if batch >= sizes.tokens {
+        terminate!();
+    }
+    let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
+    let first = piece * sizes.piece;
+    let held = (batch * sizes.n_kv_heads + kv_head) * sizes.capacity;
+    let slot = UNIT_POS / across;
+    let lane = UNIT_POS % across;
+
+    let mut key = Array::<Vector<F, N>>::new(comptime!(run * each));
+    let mut value = Array::<Vector<F, N>>::new(comptime!(run * each));
+    read::<F, N>(keys, &mut key, held, first + slot, lane, columns, sizes, lanes);
+    read::<F, N>(values, &mut value, held, first + slot, lane, columns, sizes, lanes);
+    let row = batch * (sizes.n_heads + 2 * sizes.n_kv_heads);
+    let mut new_value = Array::<Vector<F, N>>::new(each);
+    #[unroll]
+    for e in 0..each {
+        let column = min(lane + comptime!(e as u32 * lanes.across), columns - 1);
+        let line = row + sizes.n_heads + sizes.n_kv_heads + kv_head;
+        new_value[e] = qkv[(line * columns + column) as usize];
+    }
+    let position = min(u32::cast_from(positions[(batch * sizes.batch_stride) as usize]), sizes.capacity - 1);
+
+    // Queries, and behind them the new key.
+    let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((plan.heads + 1) * plan.head_dim / width));
+    #[unroll]
+    for turn in 0..comptime!((plan.heads as u32 + 1).div_ceil(lanes.planes())) {
+        let own = comptime!(turn * lanes.planes()) + UNIT_POS / comptime!(lanes.plane);
+        if own <= heads {
+            let mut from = row + head + own;
+            if own == heads {
+                from = row + sizes.n_heads + kv_head;
+            }
+            place::<F, G, T, N>(
+                qkv,
+                query_gamma,
+                key_gamma,
+                cos,
+                sin,
+                &mut placed,
+                from,
+                own,
+                min(position, sizes.last),
+                sizes,
+                plan,
+                lanes,
+            );
+        }
+    }
+    sync_cube();
+
+    let mut new_key = Array::<Vector<F, N>>::new(each);
+    let mut query = Array::<Vector<f32, N>>::new(comptime!(plan.heads * lanes.each));
+    #[unroll]
+    for e in 0..each {
+        let own = lane + comptime!(e as u32 * lanes.across);
+        let column = min(own, columns - 1);
+        new_key[e] = placed[(heads * columns + column) as usize];
+        #[unroll]
+        for i in 0..plan.heads {
+            let vector = placed[(comptime!(i as u32) * columns + column) as usize];
+            // Lanes beyond the head's columns have nothing to add.
+            let there = f32::cast_from(own < columns);
+            query[comptime!(i * each + e)] = Vector::<f32, N>::cast_from(vector) * Vector::<f32, N>::new(there);
+        }
+    }
+    let shares = sizes.n_heads / sizes.n_kv_heads;
+    if position >= first && position < first + sizes.piece && head == kv_head * shares && slot == 0 {
+        #[unroll]
+        for e in 0..each {
+            let column = lane + comptime!(e as u32 * lanes.across);
+            if column < columns {
+                let to = ((held + position) * columns + column) as usize;
+                keys[to] = new_key[e];
+                values[to] = new_value[e];
+            }
+        }
+    }
+
+    // A softmax for each slot, scaled by the largest score so far.
+    let mut maxima = Array::<f32>::new(plan.heads);
+    let mut totals = Array::<f32>::new(plan.heads);
+    let mut results = Array::<Vector<f32, N>>::new(comptime!(plan.heads * lanes.each));
+    #[unroll]
+    for i in 0..plan.heads {
+        maxima[i] = NOTHING;
+        totals[i] = 0.0f32;
+        #[unroll]
+        for e in 0..each {
+            results[comptime!(i * each + e)] = Vector::<f32, N>::new(0.0);
+        }
+    }
+    let end = min(first + sizes.piece, position + 1);
+    let round = comptime!(slots * lanes.run as u32);
+    for start in range_stepped(first, end, round) {
+        if start > first {
+            read::<F, N>(keys, &mut key, held, start + slot, lane, columns, sizes, lanes);
+            read::<F, N>(values, &mut value, held, start + slot, lane, columns, sizes, lanes);
+        }
+        let mut scores = Array::<f32>::new(comptime!(plan.heads * lanes.run));
+        #[unroll]
+        for j in 0..run {
+            let at = start + slot + comptime!(j as u32 * slots);
+            let seen = at < end && i32::cast_from(at) > i32::cast_from(position) - sizes.window;
+            // The new key and value may not have reached the cache yet.
+            if at == position {
+                #[unroll]
+                for e in 0..each {
+                    key[comptime!(j * each + e)] = new_key[e];
+                    value[comptime!(j * each + e)] = new_value[e];
+                }
+            }
+            #[unroll]
+            for i in 0..plan.heads {
+                let mut products = Vector::<f32, N>::new(0.0);
+                #[unroll]
+                for e in 0..each {
+                    products +=
+                        Vector::<f32, N>::cast_from(key[comptime!(j * each + e)]) * query[comptime!(i * each + e)];
+                }
+                let mut score = lanes_sum::<N>(products);
+                #[unroll]
+                for step in 0..comptime!(lanes.across.trailing_zeros()) {
+                    score += plane_shuffle_xor(score, 1u32 << step);
+                }
+                scores[comptime!(i * run + j)] = select(seen, score * sizes.scale, NOTHING);
+            }
+        }
+        #[unroll]
+        for i in 0..plan.heads {
+            let mut highest = maxima[i];
+            #[unroll]
+            for j in 0..run {
+                highest = max(highest, scores[comptime!(i * run + j)]);
+            }
+            let factor = (maxima[i] - highest).exp();
+            maxima[i] = highest;
+            totals[i] *= factor;
+            #[unroll]
+            for e in 0..each {
+                results[comptime!(i * each + e)] *= Vector::<f32, N>::new(factor);
+            }
+            #[unroll]
+            for j in 0..run {
+                let score = scores[comptime!(i * run + j)];
+                let share = select(score > NOTHING, (score - highest).exp(), 0.0f32);
+                totals[i] += share;
+                #[unroll]
+                for e in 0..each {
+                    results[comptime!(i * each + e)] +=
+                        Vector::<f32, N>::cast_from(value[comptime!(j * each + e)]) * Vector::<f32, N>::new(share);
+                }
+            }
+        }
+    }
+
+    // The slots of a plane, and then the planes. What they write may lie where queries were read.
+    sync_cube();
+    let planes = comptime!(lanes.planes());
+    let plane = UNIT_POS / comptime!(lanes.plane);
+    let in_plane = UNIT_POS % comptime!(lanes.plane);
+    let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!(lanes.planes() as usize * plan.head_dim / width));
+    let mut shares = SharedMemory::<f32>::new(comptime!(2 * lanes.planes() as usize));
+    #[unroll]
+    for i in 0..plan.heads {
+        let mut highest = maxima[i];
+        #[unroll]
+        for step in comptime!(lanes.across.trailing_zeros())..comptime!(lanes.plane.trailing_zeros()) {
+            highest = max(highest, plane_shuffle_xor(highest, 1u32 << step));
+        }
+        let factor = (maxima[i] - highest).exp();
+        let mut total = totals[i] * factor;
+        #[unroll]
+        for step in comptime!(lanes.across.trailing_zeros())..comptime!(lanes.plane.trailing_zeros()) {
+            total += plane_shuffle_xor(total, 1u32 << step);
+        }
+        #[unroll]
+        for e in 0..each {
+            let mut result = results[comptime!(i * each + e)] * Vector::<f32, N>::new(factor);
+            #[unroll]
+            for step in comptime!(lanes.across.trailing_zeros())..comptime!(lanes.plane.trailing_zeros()) {
+                #[unroll]
+                for j in 0..width {
+                    result[j] += plane_shuffle_xor(result[j], 1u32 << step);
+                }
+            }
+            let column = lane + comptime!(e as u32 * lanes.across);
+            if in_plane < across && column < columns {
+                shared[(plane * columns + column) as usize] = result;
+            }
+        }
+        if in_plane == 0 {
+            shares[(2 * plane) as usize] = highest;
+            shares[(2 * plane + 1) as usize] = total;
+        }
+        sync_cube();
+        if UNIT_POS < columns {
+            let mut highest = NOTHING.runtime();
+            #[unroll]
+            for other in 0..planes {
+                highest = max(highest, shares[comptime!(2 * other as usize)]);
+            }
+            let mut total = 0.0f32;
+            let mut result = Vector::<f32, N>::new(0.0);
+            #[unroll]
+            for other in 0..planes {
+                let factor = (shares[comptime!(2 * other as usize)] - highest).exp();
+                total += shares[comptime!(2 * other as usize + 1)] * factor;
+                result += shared[(other * columns + UNIT_POS) as usize] * Vector::<f32, N>::new(factor);
+            }
+            let line = batch * sizes.n_heads + head + comptime!(i as u32);
+            if comptime!(plan.cut) {
+                let to = line * sizes.pieces + piece;
+                out[(to * columns + UNIT_POS) as usize] = Vector::cast_from(result);
+                if UNIT_POS == 0 {
+                    statistics[(2 * to) as usize] = highest;
+                    statistics[(2 * to + 1) as usize] = total;
+                }
+            } else {
+                result *= Vector::<f32, N>::new(1.0f32 / total);
+                out[(line * columns + UNIT_POS) as usize] = Vector::cast_from(result);
+            }
+        }
+        if comptime!(i + 1 < plan.heads) {
+            sync_cube();
+        }
+    }
+}
+
+/// Reads a lane's vectors of a run of keys or values, the first of them `first`; those beyond the end again.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn read<F: Float, N: Size>(
+    from: &Array<Vector<F, N>>,
+    to: &mut Array<Vector<F, N>>,
+    held: u32,
+    first: u32,
+    lane: u32,
+    columns: u32,
+    sizes: &Sizes,
+    #[comptime] lanes: Lanes,
+) {
+    #[unroll]
+    for j in 0..comptime!(lanes.run) {
+        let at = min(first + comptime!(j as u32 * UNITS / lanes.across), sizes.keys - 1);
+        #[unroll]
+        for e in 0..comptime!(lanes.each) {
+            let column = min(lane + comptime!(e as u32 * lanes.across), columns - 1);
+            to[comptime!(j * lanes.each + e)] = from[((held + at) * columns + column) as usize];
+        }
+    }
+}
+
+/// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head
+/// `own`. A lane has vectors of the first half, and those that are as far in the second.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn place<F: Float, G: Float, T: Float, N: Size>(
+    qkv: &Array<Vector<F, N>>,
+    query_gamma: &Array<Vector<G, N>>,
+    key_gamma: &Array<Vector<G, N>>,
+    cos: &Array<Vector<T, N>>,
+    sin: &Array<Vector<T, N>>,
+    placed: &mut SharedMemory<Vector<F, N>>,
+    line: u32,
+    own: u32,
+    position: u32,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+    #[comptime] lanes: Lanes,
+) {
+    let width = N::value();
+    let columns = comptime!((plan.head_dim / width) as u32);
+    let half = comptime!(columns.div_ceil(2));
+    let turns = comptime!(half.div_ceil(lanes.plane) as usize);
+    let mut upper = Array::<Vector<f32, N>>::new(turns);
+    let mut lower = Array::<Vector<f32, N>>::new(turns);
+    let mut gammas = Array::<Vector<f32, N>>::new(comptime!(2 * turns));
+    let mut angles = Array::<Vector<f32, N>>::new(comptime!(2 * turns));
+    let mut squares = 0.0f32;
+    // All reads before what waits for them.
+    #[unroll]
+    for turn in 0..turns {
+        let column = min(comptime!(turn as u32 * lanes.plane) + UNIT_POS % comptime!(lanes.plane), half - 1);
+        // A head of an odd number of vectors has none that is as far in its second half as the last of the first.
+        let other = min(column + half, columns - 1);
+        upper[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + column) as usize]);
+        lower[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + other) as usize]);
+        if comptime!(plan.normed) {
+            if own == comptime!(plan.heads as u32) {
+                gammas[comptime!(2 * turn)] = Vector::<f32, N>::cast_from(key_gamma[column as usize]);
+                gammas[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(key_gamma[other as usize]);
+            } else {
+                gammas[comptime!(2 * turn)] = Vector::<f32, N>::cast_from(query_gamma[column as usize]);
+                gammas[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(query_gamma[other as usize]);
+            }
+        }
+        if comptime!(plan.rotated) {
+            let angle = (position * half + column) as usize;
+            angles[comptime!(2 * turn)] = Vector::<f32, N>::cast_from(cos[angle]);
+            angles[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(sin[angle]);
+        }
+    }
+    if comptime!(plan.normed) {
+        #[unroll]
+        for turn in 0..turns {
+            let column = comptime!(turn as u32 * lanes.plane) + UNIT_POS % comptime!(lanes.plane);
+            if column < half {
+                squares += lanes_sum::<N>(upper[turn] * upper[turn]);
+                if column + half < columns {
+                    squares += lanes_sum::<N>(lower[turn] * lower[turn]);
+                }
+            }
+        }
+        let sum = team_sum(squares, lanes.team(plan));
+        let share = comptime!(1.0 / plan.head_dim as f32);
+        let inverse = Vector::<f32, N>::new(1.0f32 / (sum * share + sizes.epsilon).sqrt());
+        #[unroll]
+        for turn in 0..turns {
+            let first = Vector::<F, N>::cast_from(upper[turn] * inverse * gammas[comptime!(2 * turn)]);
+            let second = Vector::<F, N>::cast_from(lower[turn] * inverse * gammas[comptime!(2 * turn + 1)]);
+            upper[turn] = Vector::<f32, N>::cast_from(first);
+            lower[turn] = Vector::<f32, N>::cast_from(second);
+        }
+    }
+    #[unroll]
+    for turn in 0..turns {
+        let mut first = upper[turn];
+        let mut second = lower[turn];
+        if comptime!(plan.rotated) {
+            let cos = angles[comptime!(2 * turn)];
+            let sin = angles[comptime!(2 * turn + 1)];
+            first = upper[turn] * cos - lower[turn] * sin;
+            second = lower[turn] * cos + upper[turn] * sin;
+        }
+        let column = comptime!(turn as u32 * lanes.plane) + UNIT_POS % comptime!(lanes.plane);
+        if column < half {
+            placed[(own * columns + column) as usize] = Vector::cast_from(first);
+            if column + half < columns {
+                placed[(own * columns + column + half) as usize] = Vector::cast_from(second);
+            }
+        }
+    }
+}

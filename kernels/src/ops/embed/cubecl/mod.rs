@@ -1,0 +1,224 @@
+//! Lookup and its gradient in CubeCL.
+//!
+//! The gradient of a table adds up each token's rows in an order that does not depend on which unit comes first: along
+//! chains of rows ([`chained`]), or, where there are few tokens or many rows for each, after the rows were sorted
+//! ([`sorted`]).
+
+mod chained;
+mod sorted;
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::zeros_client;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use self::chained::sum_chained;
+use self::sorted::sum_sorted;
+use crate::cubecl::{array, contiguous, empty, grid, rows, vector_width};
+
+const UNITS: u32 = 256;
+/// Tables of more tokens have their rows chained, unless there are [`MANY_ROWS`] a token.
+const FEW_TOKENS: usize = 512;
+const MANY_ROWS: usize = 32;
+/// Rows that a unit loads at once.
+const LOADS: u32 = 8;
+/// Vectors that a unit looks up, all of them before it writes the first.
+const LOOKUPS: u32 = 4;
+
+/// Rows of `table` as `tokens` `[batch_size, seq_length]` name them, added to `x` where there is one, which must be of
+/// `dtype`, too: `[batch_size, seq_length, d_model]` of `dtype`.
+pub(crate) fn embed_forward<R: CubeRuntime>(
+    table: CubeTensor<R>,
+    tokens: CubeTensor<R>,
+    dtype: DType,
+    x: Option<CubeTensor<R>>,
+) -> CubeTensor<R> {
+    let (table, stride) = rows(table);
+    let [vocabulary, d_model] = [table.meta.shape()[0], table.meta.shape()[1]];
+    let [batch_size, seq_length] = [tokens.meta.shape()[0], tokens.meta.shape()[1]];
+    let out = empty(&table, [batch_size, seq_length, d_model], dtype);
+    let adds = x.is_some();
+    let x = x.map_or_else(|| out.clone(), contiguous);
+    let vector = vector_width(&[&table, &out, &x], &[d_model, stride]);
+    let units = batch_size * seq_length * d_model / vector;
+    // SAFETY: each unit writes its own vectors below `units`; tokens are held within the table.
+    unsafe {
+        embed_kernel::launch_unchecked(
+            &table.client,
+            grid(units.div_ceil((UNITS * LOOKUPS) as usize)),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(&table),
+            array(&tokens),
+            array(&x),
+            array(&out),
+            units as u32,
+            (d_model / vector) as u32,
+            (stride / vector) as u32,
+            seq_length as u32,
+            tokens.meta.strides()[0] as u32,
+            tokens.meta.strides()[1] as u32,
+            vocabulary as u32 - 1,
+            adds,
+            table.dtype.into(),
+            dtype.into(),
+            tokens.dtype.into(),
+        );
+    }
+    out
+}
+
+/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`.
+pub(crate) fn embed_backward<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    tokens: CubeTensor<R>,
+    vocabulary: usize,
+) -> CubeTensor<R> {
+    let (grad, stride) = rows(grad);
+    let [n_rows, d_model] = [grad.meta.shape()[0], grad.meta.shape()[1]];
+    if n_rows == 0 {
+        return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), DType::F32);
+    }
+    let tokens = contiguous(tokens);
+    let out = empty(&grad, [vocabulary, d_model], DType::F32);
+    let vector = vector_width(&[&grad, &out], &[d_model, stride]);
+    let sizes = SizesLaunch::new(n_rows as u32, vocabulary as u32, (d_model / vector) as u32, (stride / vector) as u32);
+    match vocabulary <= FEW_TOKENS || n_rows > MANY_ROWS * vocabulary {
+        true => sum_sorted(grad, tokens, &out, vector, sizes),
+        false => sum_chained(grad, tokens, &out, vector, sizes),
+    }
+    out
+}
+
+/// The sizes of a sum, columns and the distance between rows in vectors.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    rows: u32,
+    vocabulary: u32,
+    columns: u32,
+    stride: u32,
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
+    table: &Array<Vector<F, N>>,
+    tokens: &Array<I>,
+    x: &Array<Vector<O, N>>,
+    out: &mut Array<Vector<O, N>>,
+    units: u32,
+    columns: u32,
+    stride: u32,
+    seq_length: u32,
+    batch_step: u32,
+    token_step: u32,
+    last: u32,
+    #[comptime] adds: bool,
+    #[define(F)] _dtype: StorageType,
+    #[define(O)] _out_dtype: StorageType,
+    #[define(I)] _token_dtype: StorageType,
+) {
+    let first = CUBE_POS as u32 * comptime!(UNITS * LOOKUPS) + UNIT_POS;
+    if first >= units {
+        terminate!();
+    }
+    let mut tokens_held = Array::<u32>::new(LOOKUPS as usize);
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let row = min(first + i * UNITS, units - 1) / columns;
+        let at = row / seq_length * batch_step + row % seq_length * token_step;
+        tokens_held[i as usize] = min(u32::cast_from(tokens[at as usize]), last);
+    }
+    let mut vectors = Array::<Vector<f32, N>>::new(LOOKUPS as usize);
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let column = min(first + i * UNITS, units - 1) % columns;
+        vectors[i as usize] = Vector::cast_from(table[(tokens_held[i as usize] * stride + column) as usize]);
+    }
+    #[unroll]
+    for i in 0..LOOKUPS {
+        let at = first + i * UNITS;
+        if at < units {
+            let mut vector = vectors[i as usize];
+            if adds {
+                vector += Vector::cast_from(x[at as usize]);
+            }
+            out[at as usize] = Vector::cast_from(vector);
+        }
+    }
+}
+
+/// A row's token, held within the vocabulary as the lookup holds it.
+#[cube]
+fn key<I: Int>(keys: &Array<I>, row: u32, last: u32) -> u32 {
+    min(u32::cast_from(keys[row as usize]), last)
+}
+
+/// The sum of every so many of the rows that a list names from `start` up to `end`.
+#[cube]
+fn listed<F: Float, N: Size>(
+    grad: &Array<Vector<F, N>>,
+    list: &Slice<u32>,
+    start: u32,
+    end: u32,
+    column: u32,
+    #[comptime] lanes: u32,
+    sizes: &Sizes,
+) -> Vector<f32, N> {
+    let mut sum = Vector::<f32, N>::new(0.0);
+    let mut place = start;
+    while place + comptime!((LOADS - 1) * lanes) < end {
+        #[unroll]
+        for load in 0..LOADS {
+            let row = list[(place + load * lanes) as usize];
+            sum += Vector::cast_from(grad[(row * sizes.stride + column) as usize]);
+        }
+        place += comptime!(LOADS * lanes);
+    }
+    while place < end {
+        sum += Vector::cast_from(grad[(list[place as usize] * sizes.stride + column) as usize]);
+        place += lanes;
+    }
+    sum
+}
+
+/// The sum over a cube's lanes, for the first of them.
+#[cube]
+fn across_lanes<N: Size>(sum: Vector<f32, N>, #[comptime] lanes: u32) -> Vector<f32, N> {
+    let mut sums = SharedMemory::<Vector<f32, N>>::new(UNITS as usize);
+    // What was read from shared memory before may lie where these do.
+    sync_cube();
+    sums[UNIT_POS as usize] = sum;
+    sync_cube();
+    #[unroll]
+    for halving in 0..comptime!(lanes.trailing_zeros()) {
+        let half = comptime!(UNITS >> (halving + 1));
+        if UNIT_POS < half {
+            sums[UNIT_POS as usize] = sums[UNIT_POS as usize] + sums[(UNIT_POS + half) as usize];
+        }
+        sync_cube();
+    }
+    sums[UNIT_POS as usize]
+}
+
+/// The sum of a value over the units of a cube up to the own one, which `sums` has for all of them afterwards.
+#[cube]
+fn sum_up_to(sums: &mut SharedMemory<u32>, value: u32) -> u32 {
+    let mut sum = value;
+    // What was read from shared memory before may lie where these do.
+    sync_cube();
+    sums[UNIT_POS as usize] = sum;
+    sync_cube();
+    #[unroll]
+    for doubling in 0..comptime!(UNITS.trailing_zeros()) {
+        let step = comptime!(1u32 << doubling);
+        if UNIT_POS >= step {
+            sum += sums[(UNIT_POS - step) as usize];
+        }
+        sync_cube();
+        sums[UNIT_POS as usize] = sum;
+        sync_cube();
+    }
+    sum
+}

@@ -1,0 +1,104 @@
+//! The head's loss on the CPU: logits of a few rows at a time, turned into their own gradient in place.
+
+use burn::tensor::{Int, Tensor};
+use burn_ndarray::NdArray;
+
+use super::{HeadLossOptions, HeadLossOutput};
+use crate::cpu::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
+
+/// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
+const LOGITS: usize = 1 << 20;
+
+pub(crate) fn head_loss_forward(
+    hidden: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    targets: Tensor<NdArray, 1, Int>,
+    options: HeadLossOptions,
+    gradients: bool,
+) -> HeadLossOutput<NdArray> {
+    let [rows, d_model] = hidden.dims();
+    let [vocabulary, columns] = weight.dims();
+    assert_eq!(d_model, columns, "the weight's columns are the hidden states'");
+    let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
+    let targets = integers(targets);
+    // Zero where nothing weighs: the loss is then divided by infinity.
+    let counted = targets.iter().filter(|target| **target >= 0).count().max(1) as f32 / options.weight as f32;
+    let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows.max(1));
+    let smoothing = options.label_smoothing as f32;
+    let spread = smoothing / vocabulary as f32;
+
+    let mut loss = 0.0f64;
+    let mut d_hidden = zeros(if gradients { rows * d_model } else { 0 });
+    let mut d_weight = zeros(if gradients { vocabulary * d_model } else { 0 });
+    let mut logits = zeros(chunk * vocabulary);
+    // The nats of each row.
+    let nats: Vec<std::sync::atomic::AtomicU32> = (0..chunk).map(|_| Default::default()).collect();
+    for start in (0..rows).step_by(chunk) {
+        let size = chunk.min(rows - start);
+        let logits = &mut logits[..size * vocabulary];
+        let hidden = Matrix::of(&hidden[start * d_model..], d_model);
+        // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
+        // [size, vocabulary].
+        unsafe {
+            let words = Matrix::of(&weight, d_model).transposed();
+            wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, words, false);
+        }
+        for_rows(logits, vocabulary, |first, logits| {
+            for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
+                let target = targets[start + row];
+                let set = |value: f32| nats[row].store(value.to_bits(), std::sync::atomic::Ordering::Relaxed);
+                if target < 0 {
+                    logits.fill(0.0);
+                    set(0.0);
+                    continue;
+                }
+                let target = target as usize;
+                let max = max_of(logits);
+                let hit = logits[target];
+                let mean = if smoothing > 0.0 { sum_of(logits, logits, |x, _| x) / vocabulary as f32 } else { 0.0 };
+                logits.iter_mut().for_each(|x| *x = exp(*x - max));
+                let sum = sum_of(logits, logits, |x, _| x);
+                set(max + sum.ln() - (1.0 - smoothing) * hit - smoothing * mean);
+                if gradients {
+                    let scale = 1.0 / sum;
+                    logits.iter_mut().for_each(|x| *x = (*x * scale - spread) / counted);
+                    logits[target] -= (1.0 - smoothing) / counted;
+                }
+            }
+        });
+        let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
+        loss += row_nats.map(f64::from).sum::<f64>();
+        if gradients {
+            let d_logits = Matrix::of(logits, vocabulary);
+            let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
+            let d_weight = Matrix::of_mut(&mut d_weight, d_model).transposed();
+            let words = Matrix::of(&weight, d_model);
+            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, `d_weight` [vocabulary, d_model].
+            rayon::join(
+                || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, words, false) },
+                || unsafe { wide_product([d_model, size, vocabulary], d_weight, hidden.transposed(), d_logits, true) },
+            );
+        }
+    }
+    let gradients = gradients.then(|| (tensor(d_hidden, [rows, d_model]), tensor(d_weight, [vocabulary, d_model])));
+    HeadLossOutput { loss: tensor(vec![(loss / f64::from(counted)) as f32], [1]), gradients }
+}
+
+/// Gradients for an upstream gradient of one are as they came.
+pub(crate) fn head_loss_backward(
+    grad: Tensor<NdArray, 1>,
+    d_hidden: Tensor<NdArray, 2>,
+    d_weight: Tensor<NdArray, 2>,
+) -> (Tensor<NdArray, 2>, Tensor<NdArray, 2>) {
+    let grad = Values::rows(grad)[0];
+    let scaled = |gradient: Tensor<NdArray, 2>| {
+        if grad == 1.0 {
+            return gradient;
+        }
+        let shape = gradient.dims();
+        let mut values = Values::rows(gradient).into_vec();
+        for_rows(&mut values, shape[1], |_, values| values.iter_mut().for_each(|value| *value *= grad));
+        tensor(values, shape)
+    };
+    (scaled(d_hidden), scaled(d_weight))
+}

@@ -1,0 +1,273 @@
+//! The head's loss in CubeCL: one pass over the logits of a chunk of rows gives their losses and turns them into their
+//! own gradient in place.
+
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
+use cubecl::prelude::*;
+
+use super::{HeadLossOptions, HeadLossOutput};
+use crate::autodiff::{float, primitive};
+use crate::cubecl::reduce::{Team, row_vector, team_sum};
+use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
+use crate::ops::linear::cubecl::gemm::{BULK_TILE, product, transposed};
+use crate::ops::softmax::cubecl::{Passes, Weights, exponential, first_pass, read_again, within_row};
+
+/// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
+const LOGITS: [u64; 2] = [1 << 29, 1 << 28];
+/// Rows of a chunk are a multiple of this, for the products' sake.
+const ROWS: usize = BULK_TILE[0];
+/// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
+const TILE: usize = BULK_TILE[0];
+const TILES: usize = 1024;
+const VECTOR: usize = 8;
+
+pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement>(
+    hidden: Tensor<CubeBackend<R, F, I, BT>, 2>,
+    weight: Tensor<CubeBackend<R, F, I, BT>, 2>,
+    targets: Tensor<CubeBackend<R, F, I, BT>, 1, burn::tensor::Int>,
+    options: HeadLossOptions,
+    gradients: bool,
+) -> HeadLossOutput<CubeBackend<R, F, I, BT>> {
+    let [n_rows, d_model] = hidden.dims();
+    let [vocabulary, _] = weight.dims();
+    let (dtype, device) = (hidden.dtype(), hidden.device());
+    // Rows of logits that are whole vectors and tiles are worth a copy of the weight: products cannot use what is fastest
+    // otherwise, and what is compiled for training serves validation.
+    let padded = match dtype.size() {
+        2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
+        _ => vocabulary,
+    };
+    let words = cast_padded(primitive(weight), padded, dtype);
+    let targets = contiguous(targets.into_primitive());
+    let chunk = match options.chunk {
+        Some(chunk) => chunk,
+        None => default_chunk(&targets, n_rows, padded * dtype.size()),
+    };
+    let chunk = chunk.clamp(1, n_rows.max(1));
+
+    let nats = empty(&targets, [n_rows], DType::F32);
+    let share = gradients.then(|| share(&targets, options.weight));
+    let mut d_hidden = Vec::new();
+    let mut d_weight: Option<Tensor<CubeBackend<R, F, I, BT>, 2>> = None;
+    for start in (0..n_rows).step_by(chunk) {
+        let size = chunk.min(n_rows - start);
+        let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
+        let input = primitive(hidden);
+        let logits = product(input.clone(), transposed(words.clone()), dtype, dtype);
+        let d_logits =
+            loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
+        if gradients {
+            d_hidden.push(float(product(d_logits.clone(), words.clone(), dtype, dtype)));
+            let part = float(product(transposed(d_logits), input, dtype, DType::F32));
+            d_weight = Some(match d_weight {
+                Some(sum) => sum + part,
+                None => part,
+            });
+        }
+    }
+    let loss = float(mean(&nats, &targets, options.weight));
+    let gradients = gradients.then(|| {
+        let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)));
+        let d_weight = d_weight.narrow(0, 0, vocabulary);
+        let d_hidden = match d_hidden.len() {
+            0 => hidden,
+            1 => d_hidden.remove(0),
+            _ => Tensor::cat(d_hidden, 0),
+        };
+        (d_hidden, d_weight)
+    });
+    HeadLossOutput { loss, gradients }
+}
+
+/// Rows of which the logits are held at a time: chunks of about the same size.
+fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: usize) -> usize {
+    let own_memory = R::name(&targets.client) == "cuda";
+    let limit = LOGITS[usize::from(!own_memory)].min(targets.client.properties().memory.max_page_size) as usize;
+    let chunks = n_rows.div_ceil((limit / bytes).max(1)).max(1);
+    n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
+}
+
+/// The losses of the rows of `logits`, of which the first `vocabulary` columns count, into `nats`; the rows belong to the
+/// targets from `start` on. With `share`, one over the number of targets that count, also their gradient in the place of
+/// `logits`. The other columns have to be zeros, and stay so.
+fn loss_of_rows<R: CubeRuntime>(
+    logits: CubeTensor<R>,
+    vocabulary: usize,
+    targets: &CubeTensor<R>,
+    share: Option<&CubeTensor<R>>,
+    nats: &CubeTensor<R>,
+    start: usize,
+    smoothing: f64,
+) -> CubeTensor<R> {
+    let (mut logits, mut stride) = rows(logits);
+    let [n_rows, padded] = [logits.meta.shape()[0], logits.meta.shape()[1]];
+    if share.is_some() && !logits.can_mut() {
+        logits = logits.copy();
+        (logits, stride) = rows(logits);
+    }
+    let vector = row_vector(&[&logits], &[padded, stride]);
+    let passes = Passes::new(&logits, vocabulary, vector);
+    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width, one target and one
+    // loss for each row; no other tensor lies where `logits` do.
+    unsafe {
+        head_loss_kernel::launch_unchecked(
+            &logits.client,
+            grid(n_rows.div_ceil(passes.team.rows as usize)),
+            passes.team.cube_dim(),
+            vector,
+            array(&logits),
+            array(targets),
+            array(share.unwrap_or(nats)),
+            array(nats),
+            start as u32,
+            n_rows as u32,
+            vocabulary.div_ceil(vector) as u32,
+            vocabulary as u32,
+            (stride / vector) as u32,
+            (1.0 - smoothing) as f32,
+            (smoothing / vocabulary as f64) as f32,
+            passes,
+            smoothing > 0.0,
+            share.is_some(),
+            logits.dtype.into(),
+            targets.dtype.into(),
+        );
+    }
+    logits
+}
+
+/// The weight over the number of targets that count, `[1]`.
+fn share<R: CubeRuntime>(targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
+    let out = empty(targets, [1], DType::F32);
+    sum_up(targets, &out, &out, weight, false);
+    out
+}
+
+/// The sum of `nats` over the number of targets that count, times the weight, `[1]`.
+fn mean<R: CubeRuntime>(nats: &CubeTensor<R>, targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
+    let out = empty(targets, [1], DType::F32);
+    sum_up(targets, nats, &out, weight, true);
+    out
+}
+
+fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &CubeTensor<R>, weight: f64, sums: bool) {
+    let size = targets.meta.shape()[0];
+    let team = Team::new(&targets.client, size, 4, 1024);
+    // SAFETY: each team of the cube reads `size` targets and losses, and one unit writes the one number of `out`.
+    unsafe {
+        mean_kernel::launch_unchecked(
+            &targets.client,
+            CubeCount::Static(1, 1, 1),
+            team.cube_dim(),
+            array(targets),
+            array(nats),
+            array(out),
+            size as u32,
+            weight as f32,
+            team,
+            sums,
+            targets.dtype.into(),
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn head_loss_kernel<F: Float, I: Int, N: Size>(
+    logits: &mut Array<Vector<F, N>>,
+    targets: &Array<I>,
+    share: &Array<f32>,
+    nats: &mut Array<f32>,
+    first: u32,
+    rows: u32,
+    columns: u32,
+    vocabulary: u32,
+    stride: u32,
+    target_weight: f32,
+    weight: f32,
+    #[comptime] passes: Passes,
+    #[comptime] smooth: bool,
+    #[comptime] gradients: bool,
+    #[define(F)] _dtype: StorageType,
+    #[define(I)] _target_dtype: StorageType,
+) {
+    let team = comptime!(passes.team);
+    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
+    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
+    let row = min(own, rows - 1);
+    let start = row * stride;
+    let target = i32::cast_from(targets[(first + row) as usize]);
+    let counts = target >= 0;
+    let target = u32::cast_from(select(counts, target, 0i32));
+    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
+    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
+    let weights = Weights { target, target_weight, weight, all: smooth, any: true };
+    let found = first_pass::<F, N>(logits, start, columns, vocabulary, &mut held, &mut kept, weights, passes);
+    if own < rows && UNIT_POS_X == 0 {
+        nats[(first + row) as usize] = select(counts, found.max + found.sum.ln() - found.weighed, 0.0f32);
+    }
+    if gradients {
+        let share = select(counts, share[0], 0.0f32);
+        let scale = share / found.sum;
+        if own < rows {
+            for block in 0..passes.blocks {
+                let first = block * (team.count * team.units) + UNIT_POS_X;
+                #[unroll]
+                for i in 0..team.count {
+                    let column = first + i * team.units;
+                    if column < columns {
+                        let value = read_again::<F, N>(logits, start, column, block, i, &held, &kept, passes);
+                        let mut value =
+                            exponential::<N>(value - Vector::new(found.max), passes.fast) * Vector::new(scale);
+                        if smooth {
+                            value -= Vector::new(weight * share);
+                        }
+                        if target / N::value() as u32 == column {
+                            #[unroll]
+                            for lane in 0..N::value() {
+                                let hit = target % N::value() as u32 == lane as u32;
+                                value[lane] -= select(hit, target_weight * share, 0.0f32);
+                            }
+                        }
+                        let value = within_row::<N>(value, column, vocabulary, 0.0f32, passes.padded);
+                        logits[(start + column) as usize] = Vector::cast_from(value);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+fn mean_kernel<I: Int>(
+    targets: &Array<I>,
+    nats: &Array<f32>,
+    out: &mut Array<f32>,
+    size: u32,
+    weight: f32,
+    #[comptime] team: Team,
+    #[comptime] sums: bool,
+    #[define(I)] _target_dtype: StorageType,
+) {
+    let mut counted = 0.0f32;
+    let mut sum = 0.0f32;
+    let mut at = UNIT_POS_X;
+    while at < size {
+        counted += select(i32::cast_from(targets[at as usize]) >= 0, 1.0f32, 0.0f32);
+        if sums {
+            sum += nats[at as usize];
+        }
+        at += team.units;
+    }
+    let counted = max(team_sum(counted, team), 1.0f32);
+    if sums {
+        sum = team_sum(sum, team);
+    } else {
+        sum = 1.0f32;
+    }
+    if UNIT_POS == 0 {
+        out[0] = sum / counted * weight;
+    }
+}

@@ -1,0 +1,182 @@
+//! Projections on the CPU.
+
+use burn::tensor::Tensor;
+use burn_ndarray::NdArray;
+
+use super::{LinearActivateOutput, LinearGradients};
+use crate::Activation;
+use crate::cpu::{Matrix, Values, dot_bytes, new_columns, new_product, sum_of, sum_over_rows, tensor, wide_product};
+use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
+use crate::ops::weight::cpu::Words;
+use crate::{Backend, Int8Weight, Norm};
+
+/// Products of so few rows are a sum for each of their elements.
+const FEW_ROWS: usize = 16;
+
+/// `residual + activation(norm(x) * weight^T + bias)`, as far as these are there, of few rows; nothing for more.
+pub(crate) fn int8_linear(
+    x: Tensor<NdArray, 2>,
+    norm: Option<&Norm<NdArray>>,
+    weight: &Int8Weight<NdArray>,
+    bias: Option<Tensor<NdArray, 1>>,
+    activation: Option<Activation>,
+    residual: Option<Tensor<NdArray, 2>>,
+) -> Option<Tensor<NdArray, 2>> {
+    let [rows, d_input] = x.dims();
+    let [d_output, words_each] = weight.packed.dims();
+    if rows > FEW_ROWS {
+        return None;
+    }
+    assert_eq!(d_input, 4 * words_each, "the weight's columns are the input's");
+    let x = match norm {
+        Some(norm) => NdArray::norm(x, norm),
+        None => x,
+    };
+    let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
+    let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
+    let out = new_columns(rows, d_output, rows * d_input, |columns, out| {
+        for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+            let x = &x[row * d_input..][..d_input];
+            for (column, out) in columns.clone().zip(out) {
+                let product = dot_bytes(x, &packed[column * words_each..][..words_each]);
+                let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
+                let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
+                *out = product * scales[column] + added + around;
+            }
+        }
+    });
+    let out = tensor(out, [rows, d_output]);
+    Some(match activation {
+        Some(activation) => NdArray::activate_forward(out, activation),
+        None => out,
+    })
+}
+
+pub(crate) fn linear_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+) -> Tensor<NdArray, 2> {
+    let shape = [x.dims()[0], weight.dims()[0]];
+    tensor(project(x, weight, bias, |_, _, _| {}), shape)
+}
+
+/// `residual + x * weight^T + bias`.
+pub(crate) fn linear_add_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    residual: Tensor<NdArray, 2>,
+) -> Tensor<NdArray, 2> {
+    let shape = residual.dims();
+    let residual = Values::rows(residual);
+    let out = project(x, weight, bias, |row, column, out| {
+        out.iter_mut().zip(&residual[row * shape[1] + column..]).for_each(|(out, residual)| *out += residual);
+    });
+    tensor(out, shape)
+}
+
+/// What is saved is what the gradient is multiplied by, so that the activation is computed once.
+pub(crate) fn linear_activate_forward(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    activation: Activation,
+) -> LinearActivateOutput<NdArray> {
+    let shape = [x.dims()[0], weight.dims()[0]];
+    let mut projected = project(x, weight, bias, |_, _, _| {});
+    let output = activate_beside(&mut projected, shape, activation);
+    LinearActivateOutput { output, saved: tensor(projected, shape) }
+}
+
+pub(crate) fn linear_activate_backward(
+    grad: Tensor<NdArray, 2>,
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    has_bias: bool,
+    slopes: Tensor<NdArray, 2>,
+    activation: Activation,
+) -> LinearGradients<NdArray> {
+    linear_backward(activate_by_slopes(grad, slopes, activation), x, weight, has_bias)
+}
+
+/// `x * weight^T + bias`, and then `then` as in [`new_product`].
+fn project(
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    bias: Option<Tensor<NdArray, 1>>,
+    then: impl Fn(usize, usize, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let [rows, d_input] = x.dims();
+    let [d_output, columns] = weight.dims();
+    assert_eq!(d_input, columns, "the weight's columns are the input's");
+    let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
+    let then = |row: usize, column: usize, out: &mut [f32]| {
+        if let Some(bias) = &bias {
+            out.iter_mut().zip(&bias[column..]).for_each(|(out, bias)| *out += bias);
+        }
+        then(row, column, out);
+    };
+    if rows <= FEW_ROWS {
+        // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
+        return new_columns(rows, d_output, rows * d_input, |columns, out| {
+            for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+                let x = &x[row * d_input..][..d_input];
+                for (column, out) in columns.clone().zip(&mut *out) {
+                    *out = sum_of(x, &weight[column * d_input..][..d_input], |x, weight| x * weight);
+                }
+                then(row, columns.start, out);
+            }
+        });
+    }
+    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
+    unsafe {
+        let weight = Matrix::of(&weight, d_input).transposed();
+        new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, then)
+    }
+}
+
+pub(crate) fn linear_backward(
+    grad: Tensor<NdArray, 2>,
+    x: Tensor<NdArray, 2>,
+    weight: Tensor<NdArray, 2>,
+    has_bias: bool,
+) -> LinearGradients<NdArray> {
+    let [rows, d_input] = x.dims();
+    let d_output = weight.dims()[0];
+    assert_eq!((grad.dims(), weight.dims()), ([rows, d_output], [d_output, d_input]), "sizes of a projection");
+    let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
+    let d_x = || {
+        let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));
+        // SAFETY: the slices hold [rows, d_output] and [d_output, d_input].
+        unsafe { new_product([rows, d_output, d_input], grad, weight, |_, _, _| {}) }
+    };
+    let d_weight = || {
+        let mut d_weight = Vec::with_capacity(d_output * d_input);
+        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for [d_output, d_input], all
+        // of which is written. Its rows are the product's columns, so that each slab reads its own part of `grad`.
+        unsafe {
+            let out = Matrix::at(d_weight.as_mut_ptr(), d_input as isize, 1).transposed();
+            let x = Matrix::of(&x, d_input).transposed();
+            wide_product([d_input, rows, d_output], out, x, Matrix::of(&grad, d_output), false);
+            d_weight.set_len(d_output * d_input);
+        }
+        d_weight
+    };
+    let bias = || {
+        has_bias.then(|| {
+            sum_over_rows(rows, d_output, |range, sums| {
+                for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
+                    sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
+                }
+            })
+        })
+    };
+    // Where one runs out of slabs, the others still have some.
+    let (d_x, (d_weight, bias)) = rayon::join(d_x, || rayon::join(d_weight, bias));
+    LinearGradients {
+        x: tensor(d_x, [rows, d_input]),
+        weight: tensor(d_weight, [d_output, d_input]),
+        bias: bias.map(|bias| tensor(bias, [d_output])),
+    }
+}

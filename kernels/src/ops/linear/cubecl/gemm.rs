@@ -1,0 +1,274 @@
+//! Matrix products on the device, through `cubek`'s kernels, or our own for small halves and for f32 without matrix units:
+//! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
+//! (`docs/performance.md`), so that nothing is tuned at run time.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::features::Tma;
+use cubek::matmul::components::global::read::ReaderMode;
+use cubek::matmul::components::global::{InputLoadFlow, LoadFlows};
+use cubek::matmul::components::stage::PartitionBuffering;
+use cubek::matmul::components::tile::TileMatmulKind;
+use cubek::matmul::definition::{
+    LoadingPrecomputeStrategy, MatmulElems, MatmulGlobalElems, TilingBlueprint, TilingScheme,
+};
+use cubek::matmul::launch::{Strategy, launch_ref};
+use cubek::matmul::routines::BlueprintStrategy::{Forced, Inferred};
+use cubek::matmul::routines::simple::SimpleArgs;
+use cubek::std::cube_count::{CubeCountStrategy, GlobalOrder, HypercubeBlueprint, SmAllocation};
+use cubek::std::stage::SwizzleMode;
+use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
+
+use super::gemm_simt::unit_product;
+pub(crate) use super::gemm_tensor_cores::Added;
+use super::gemm_tensor_cores::small_product;
+use crate::cubecl::transpose::transpose;
+use crate::cubecl::{cast, contiguous, empty, multiprocessors, sum_pieces};
+
+/// Edge of the tile that a cube computes where the device's copy engine is not used.
+const TILE: usize = 128;
+/// The tile of a cube where it is, rows and columns.
+pub(crate) const BULK_TILE: [usize; 2] = [256, 128];
+/// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both matrices, and the result.
+const BULK_MEMORY: usize = 112 << 10;
+/// The least length of a piece when the inner dimension is cut.
+const MIN_PIECE: usize = 512;
+/// The most pieces.
+const MAX_PIECES: usize = 32;
+/// The fewest: two do not make up for the launch that adds them.
+const MIN_PIECES: usize = 4;
+/// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
+/// `within`, as `[m, n]` of `dtype`.
+///
+/// Sums are f32. A product with few output tiles and a long inner dimension, as the gradient of a weight, is cut along
+/// that dimension so that it fills the device, and the pieces are added in their order.
+pub(crate) fn product<R: CubeRuntime>(
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    within: DType,
+    dtype: DType,
+) -> CubeTensor<R> {
+    let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
+    let n = b.meta.shape()[1];
+    if copies_in_bulk(&a, within, [m, n, k]) {
+        return bulk_product(a, b, within, dtype);
+    }
+    let (a, b) = (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within)));
+    if let Some(out) = unit_product(&a, &b, dtype) {
+        return out;
+    }
+    let pieces = pieces(&a, [m, n, k]);
+    if let Some(out) = small_product(&a, &b, Added::none(), pieces, dtype) {
+        return out;
+    }
+    if pieces == 1 {
+        let out = empty(&a, [m, n], dtype);
+        multiply(a, b, out.clone(), None);
+        return out;
+    }
+    let partial = empty(&a, [pieces, m, n], DType::F32);
+    multiply(cut(a, 1, pieces), cut(b, 0, pieces), partial.clone(), None);
+    cast(sum_pieces(partial, [m, n]), dtype)
+}
+
+/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`; `None` where the dtypes differ, or the small
+/// products' kernel, which does both in a launch, is not for them.
+pub(crate) fn product_add<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    added: Added<R>,
+) -> Option<CubeTensor<R>> {
+    let sizes = [a.meta.shape()[0], b.meta.shape()[1], a.meta.shape()[1]];
+    if a.dtype != b.dtype || copies_in_bulk(a, a.dtype, sizes) || pieces(a, sizes) > 1 {
+        return None;
+    }
+    small_product(a, b, added, 1, a.dtype)
+}
+
+/// Whether a product goes to the kernel whose matrices the device's copy engine brings: it wants halves, of which each
+/// row begins at a multiple of 16 bytes, and enough of them.
+fn copies_in_bulk<R: CubeRuntime>(x: &CubeTensor<R>, within: DType, [m, n, k]: [usize; 3]) -> bool {
+    let properties = x.client.properties();
+    let engine =
+        properties.features.tma.contains(Tma::Base) && properties.hardware.max_shared_memory_size >= BULK_MEMORY;
+    engine && within.size() == 2 && is_large(m, n) && (k * within.size()).is_multiple_of(16)
+}
+
+/// Whether there is a tile for each of several multiprocessors.
+fn is_large(m: usize, n: usize) -> bool {
+    m >= TILE && n >= TILE && m * n >= 16 * TILE * TILE
+}
+
+/// A product by that kernel. It is fastest where the inner dimension is the inner one in memory, too, on both sides, so
+/// much that a matrix which lies otherwise is turned over first; and then two kernels do for all products of whole tiles.
+fn bulk_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
+    let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
+    let n = b.meta.shape()[1];
+    let processors = multiprocessors(&a);
+    let b = transposed(b);
+    // Only what is turned over is cut without another copy.
+    let turned = is_turned(&a) && is_turned(&b);
+    let pieces = if turned { bulk_pieces([m, n, k], processors as usize) } else { 1 };
+    let whole = pieces == 1 && dtype == within;
+    let mut a = inner_first(a, within, pieces, whole);
+    let mut b = inner_first(b, within, pieces, whole);
+    let out = if whole {
+        a.meta.remove(0);
+        b.meta.remove(0);
+        empty(&a, [m, n], dtype)
+    } else {
+        empty(&a, [pieces, m, n], DType::F32)
+    };
+    let rank = b.meta.num_dims();
+    b.meta.swap(rank - 2, rank - 1);
+    // One order for all sums of pieces, or those with a number of tiles that four does not divide were another kernel.
+    let order = if whole { GlobalOrder::SwizzleRow(4) } else { GlobalOrder::RowMajor };
+    let blueprint = blueprint([m, n, k / pieces], order, processors);
+    multiply(a, b, out.clone(), Some(blueprint));
+    if whole {
+        return out;
+    }
+    cast(sum_pieces(out, [m, n]), dtype)
+}
+
+/// Whether not rows, but columns lie in one run each.
+fn is_turned<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
+}
+
+/// A matrix `[rows, k]` in `dtype` as `[pieces, rows, k / pieces]`, each row of each piece in one run. Only in a product
+/// that is `whole` may there be gaps between rows: `cubek` takes pieces with gaps for something else.
+fn inner_first<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
+    if is_turned(&x) {
+        return transpose(transposed(x), dtype, pieces);
+    }
+    let x = cast(x, dtype);
+    let (k, row, column) = (x.meta.shape()[1], x.meta.strides()[0], x.meta.strides()[1]);
+    let begin = x.handle.offset_start.unwrap_or(0) as usize;
+    let gaps = row > k && whole && (row * dtype.size()).is_multiple_of(16);
+    let lies_well = column == 1 && (row == k || gaps) && begin.is_multiple_of(16);
+    cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
+}
+
+/// The number of pieces that takes the least time: the tiles of all of them should fill the multiprocessors a whole
+/// number of times, or nearly so, and their sums want to be written and read. In numbers of an H200, of which a
+/// multiprocessor multiplies 1e12 times and adds as often in a second, and the memory moves 3.3e12 bytes.
+fn bulk_pieces([m, n, k]: [usize; 3], processors: usize) -> usize {
+    let [rows, columns] = BULK_TILE;
+    let tiles = m.div_ceil(rows) * n.div_ceil(columns);
+    let seconds = |pieces: usize| {
+        let turns = (tiles * pieces).div_ceil(processors);
+        let sums = if pieces == 1 { 0 } else { 8 * (pieces + 1) * m * n };
+        (turns * rows * columns) as f64 * (k / pieces) as f64 / 1e12 + sums as f64 / 3.3e12
+    };
+    let allowed = |pieces: &usize| *pieces == 1 || k.is_multiple_of(pieces * 8) && k / pieces >= MIN_PIECE;
+    let options = (0..).map(|power| 1 << power).take_while(|pieces| *pieces <= MAX_PIECES).filter(allowed);
+    options.min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(1)
+}
+
+/// How that kernel does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
+/// inner dimension at a time.
+fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
+    let [rows, columns] = BULK_TILE;
+    let inner = 64;
+    let scheme = TilingScheme::builder()
+        .with_tile_size((16, 8, 16).into())
+        .with_partition_size((2, columns as u32 / 8, inner / 16).into())
+        .with_stage_size((rows as u32 / 32, 1, 1).into())
+        .build()
+        .expect("every size is given");
+    let cube_count_strategy =
+        CubeCountStrategy::Sm { num_sms: processors, sm_usage: SmAllocation::Exact, cubes_first: true };
+    TilingBlueprint {
+        plane_dim: 32,
+        tile_matmul: TileMatmulKind::Mma,
+        tiling_scheme: scheme,
+        swizzle_modes: SwizzleModes { lhs: SwizzleMode::B128, rhs: SwizzleMode::B128, ..Default::default() },
+        partition_buffering: PartitionBuffering::Double,
+        loading_precompute_strategy: LoadingPrecomputeStrategy::Never,
+        reader_mode: ReaderMode::Relaxed,
+        load_flows: LoadFlows { lhs: InputLoadFlow::LoadOnly, rhs: InputLoadFlow::LoadOnly },
+        hypercube_blueprint: HypercubeBlueprint { global_order, cube_count_strategy },
+        lhs_layout: MatrixLayout::RowMajor,
+        rhs_layout: MatrixLayout::ColMajor,
+        check_m_bounds: !m.is_multiple_of(rows),
+        check_n_bounds: !n.is_multiple_of(columns),
+        check_k_bounds: !k.is_multiple_of(inner as usize),
+    }
+}
+
+/// Rows as columns.
+pub(crate) fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
+    x.meta.swap(0, 1);
+    x
+}
+
+/// The matrix in another dtype, its columns still in one run each where they are.
+fn cast_as_it_lies<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    if x.meta.strides()[1] == 1 { cast(x, dtype) } else { transposed(cast(transposed(x), dtype)) }
+}
+
+/// How many pieces the inner dimension is cut into.
+fn pieces<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
+    let processors = multiprocessors(a);
+    let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
+    let mut pieces = 1;
+    while pieces < MAX_PIECES
+        && tiles * pieces < processors as usize
+        && k.is_multiple_of(pieces * 2)
+        && k / (pieces * 2) >= MIN_PIECE
+    {
+        pieces *= 2;
+    }
+    if pieces < MIN_PIECES { 1 } else { pieces }
+}
+
+/// A matrix as a batch of `pieces` matrices, cut along `axis`.
+fn cut<R: CubeRuntime>(mut x: CubeTensor<R>, axis: usize, pieces: usize) -> CubeTensor<R> {
+    let length = x.meta.shape()[axis] / pieces;
+    let stride = x.meta.strides()[axis];
+    x.meta.remove(axis);
+    x.meta.insert(axis, length, stride);
+    x.meta.insert(0, pieces, length * stride);
+    x
+}
+
+/// The matrix with one of its strides one, as the kernels need it: copied only if neither is.
+fn aligned<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    if x.meta.strides().contains(&1) { x } else { contiguous(x) }
+}
+
+fn multiply<R: CubeRuntime>(
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    out: CubeTensor<R>,
+    blueprint: Option<TilingBlueprint>,
+) {
+    let client = out.client.clone();
+    let bulk = blueprint.map(|blueprint| Strategy::SpecializedTmaMma(Forced(blueprint)));
+    let mut refusal = None;
+    for strategy in bulk.into_iter().chain(strategies(&a, &out)) {
+        let types = MatmulGlobalElems { lhs: a.dtype.into(), rhs: b.dtype.into(), out: out.dtype.into() };
+        let lhs = InputBinding::new(a.clone().binding(), a.dtype.into());
+        let rhs = InputBinding::new(b.clone().binding(), b.dtype.into());
+        let binding = out.clone().binding();
+        match launch_ref(&strategy, &client, lhs, rhs, binding, &mut MatmulElems::from_globals(&types)) {
+            Ok(()) => return,
+            Err(error) => refusal = Some(error),
+        }
+    }
+    panic!("no kernel multiplies {:?} by {:?}: {refusal:?}", a.meta.shape(), b.meta.shape());
+}
+
+/// The kernels to try where the copy engine is not used, the best first; the last takes anything.
+fn strategies<R: CubeRuntime>(a: &CubeTensor<R>, out: &CubeTensor<R>) -> Vec<Strategy> {
+    let [m, n] = [out.meta.shape()[out.meta.num_dims() - 2], out.meta.shape()[out.meta.num_dims() - 1]];
+    let mut strategies = Vec::new();
+    if a.dtype.size() == 2 {
+        let cmma = SimpleArgs { multi_rows: is_large(m, n), tile_matmul: TileMatmulKind::Cmma };
+        strategies.push(Strategy::SimpleCyclicCmma(Inferred(cmma)));
+    }
+    strategies.push(Strategy::Auto);
+    strategies
+}

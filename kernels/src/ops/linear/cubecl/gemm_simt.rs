@@ -1,0 +1,333 @@
+//! Products of f32 matrices on a device without matrix units for them, as under Vulkan and WebGPU.
+//!
+//! A cube has a tile of the result, and a unit eight rows of it by eight columns in registers. Both sides pass through
+//! shared memory with the inner dimension going down: what the next step multiplies is read from memory while this one
+//! multiplies, and written to the other half.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::cubecl::{array, cast, empty, grid, launch, sum_pieces};
+
+/// Edge of a cube's tile of the result.
+const EDGE: usize = 128;
+/// How far a step goes along the inner dimension.
+const DEPTH: usize = 16;
+const UNITS: usize = 256;
+/// Vectors of four across a tile, and in a side's part of a step.
+const QUADS: usize = EDGE / 4;
+const PART: usize = DEPTH * QUADS;
+/// Shared memory: two steps of two sides.
+const SHARED_BYTES: usize = 2 * 2 * PART * 16;
+/// The fewest cubes: smaller products, and those of which a tile would be more than half empty, are left to kernels with
+/// smaller tiles.
+const FEWEST: usize = 16;
+/// The inner dimension is cut until there are so many cubes, into whole steps, as far as a piece keeps this length, and into
+/// at most so many pieces.
+const ENOUGH: usize = 256;
+const MIN_PIECE: usize = 512;
+const MAX_PIECES: usize = 32;
+
+/// Four elements side by side.
+type Quad = Vector<f32, Const<4>>;
+
+/// How a side lies in memory.
+#[derive(Clone, Copy, Debug)]
+struct Side {
+    /// Whether the inner dimension is not the inner one in memory.
+    turned: bool,
+    /// Elements from one run to the next.
+    stride: usize,
+    /// Elements that are read at once.
+    width: usize,
+}
+
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Plan {
+    a_turned: bool,
+    b_turned: bool,
+    /// Whether the inner dimension is a whole number of steps.
+    whole: bool,
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    m: u32,
+    n: u32,
+    /// Of a piece of the inner dimension.
+    k: u32,
+    pieces: u32,
+    a_stride: u32,
+    b_stride: u32,
+}
+
+/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of one, as `[m, n]` of `dtype`. `None` where the
+/// device or the sizes are not for it.
+pub(super) fn unit_product<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    dtype: DType,
+) -> Option<CubeTensor<R>> {
+    if a.dtype != DType::F32 || b.dtype != DType::F32 || !is_for(&a.client) {
+        return None;
+    }
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    let tiles = m.div_ceil(EDGE) * n.div_ceil(EDGE);
+    let pieces = pieces(tiles, k);
+    if m.min(n) < EDGE / 2 || k == 0 || tiles * pieces < FEWEST {
+        return None;
+    }
+    let piece = k / pieces;
+    let (a_side, b_side) = (side(a, 1, piece), side(b, 0, piece));
+    let out = empty(a, [pieces, m, n], DType::F32);
+    let written = if n.is_multiple_of(4) { 4 } else { 1 };
+    let sizes = [m, n, piece, pieces, a_side.stride, b_side.stride].map(|size| size as u32);
+    let [rows, columns, inner, count, a_stride, b_stride] = sizes;
+    let plan = Plan { a_turned: a_side.turned, b_turned: b_side.turned, whole: piece.is_multiple_of(DEPTH) };
+    // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the sides: outputs are no
+    // more than the last one, the inner dimension is guarded where it is not whole steps, and no vector passes the end of
+    // either, since vectors are wide only where runs, strides and beginnings are multiples of them.
+    unsafe {
+        launch!(
+            unit_product_kernel::UnitProductKernel,
+            &a.client,
+            grid(tiles * pieces),
+            CubeDim::new_1d(UNITS as u32),
+            [NA = a_side.width, NB = b_side.width, NO = written],
+            [],
+            [
+                a: Array<Vector<f32, unit_product_kernel::NA>> = array(a),
+                b: Array<Vector<f32, unit_product_kernel::NB>> = array(b),
+                out: Array<Vector<f32, unit_product_kernel::NO>> = array(&out),
+                sizes: Sizes = SizesLaunch::new(rows, columns, inner, count, a_stride, b_stride),
+            ],
+            [plan: Plan = plan]
+        );
+    }
+    Some(cast(sum_pieces(out, [m, n]), dtype))
+}
+
+/// Whether the device has room for the kernel, and nothing faster.
+fn is_for<R: CubeRuntime>(client: &ComputeClient<R>) -> bool {
+    let properties = client.properties();
+    let floats = [f32::as_type_native_unchecked(), cubecl::tf32::as_type_native_unchecked()].map(|x| x.storage_type());
+    let matrix_units = properties.features.matmul.cmma.iter().any(|product| floats.contains(&product.a_type));
+    !matrix_units && properties.hardware.max_shared_memory_size >= SHARED_BYTES
+}
+
+/// How many pieces the inner dimension is cut into where there are so few `tiles` that the device has units to spare.
+fn pieces(tiles: usize, k: usize) -> usize {
+    let mut pieces = 1;
+    while pieces < MAX_PIECES
+        && tiles * pieces < ENOUGH
+        && k.is_multiple_of(pieces * 2 * DEPTH)
+        && k / (pieces * 2) >= MIN_PIECE
+    {
+        pieces *= 2;
+    }
+    pieces
+}
+
+/// How a matrix lies of which `inner` is the inner axis of the product, which goes in pieces of `piece`.
+fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
+    let (shape, strides) = (x.meta.shape(), x.meta.strides());
+    let run = if strides[inner] == 1 { inner } else { 1 - inner };
+    // The stride of an axis of one may be anything.
+    let stride = if shape[1 - run] == 1 { shape[run] } else { strides[1 - run] };
+    let length = if run == inner { piece } else { shape[run] };
+    let begin = x.handle.offset_start.unwrap_or(0);
+    let whole = length.is_multiple_of(4) && stride.is_multiple_of(4) && begin.is_multiple_of(16);
+    Side { turned: run != inner, stride, width: if whole { 4 } else { 1 } }
+}
+
+#[cube(launch_unchecked)]
+fn unit_product_kernel<NA: Size, NB: Size, NO: Size>(
+    a: &Array<Vector<f32, NA>>,
+    b: &Array<Vector<f32, NB>>,
+    out: &mut Array<Vector<f32, NO>>,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+) {
+    let edge = comptime!(EDGE as u32);
+    let across = sizes.n.div_ceil(edge);
+    let tiles = across * sizes.m.div_ceil(edge);
+    let tile = CUBE_POS as u32 % tiles;
+    let piece = CUBE_POS as u32 / tiles;
+    if piece >= sizes.pieces {
+        terminate!();
+    }
+    let first_row = tile / across * edge;
+    let first_column = tile % across * edge;
+    let begin = piece * sizes.k;
+    let end = begin + sizes.k;
+
+    let mut a_tile = SharedMemory::<Quad>::new(comptime!(2 * PART));
+    let mut b_tile = SharedMemory::<Quad>::new(comptime!(2 * PART));
+    let mut part = Array::<Quad>::new(4usize);
+    let mut sums = Array::<Quad>::new(16usize);
+    #[unroll]
+    for at in 0..16usize {
+        sums[at] = Quad::new(0.0f32);
+    }
+    // A plane has 32 rows and 64 columns of the tile, a unit two quads of both.
+    let lane = UNIT_POS % 32;
+    let plane = UNIT_POS / 32;
+    let row = plane / 2 * 8 + lane / 8;
+    let column = plane % 2 * 16 + lane % 8;
+    let brings_a = UNIT_POS < comptime!(UNITS as u32 / 2);
+
+    let steps = sizes.k.div_ceil(comptime!(DEPTH as u32));
+    for step in 0..steps + 1 {
+        // Before the first step nothing is multiplied, and after the last nothing brought.
+        let next = begin + step * comptime!(DEPTH as u32);
+        let half = step % 2 * comptime!(PART as u32);
+        if next < end {
+            if brings_a {
+                fetch::<NA>(a, &mut part, first_row, sizes.m, next, end, sizes.a_stride, plan.a_turned, plan.whole);
+            } else {
+                fetch::<NB>(b, &mut part, first_column, sizes.n, next, end, sizes.b_stride, plan.b_turned, plan.whole);
+            }
+        }
+        if step > 0 {
+            multiply(&a_tile, &b_tile, &mut sums, comptime!(PART as u32) - half, row, column);
+        }
+        if next < end {
+            if brings_a {
+                put(&part, &mut a_tile, half, plan.a_turned);
+            } else {
+                put(&part, &mut b_tile, half, plan.b_turned);
+            }
+        }
+        sync_cube();
+    }
+
+    let width = NO::value();
+    #[unroll]
+    for i in 0..8u32 {
+        let row = first_row + 4 * row + comptime!(i / 4 * 16 + i % 4);
+        if row < sizes.m {
+            let line = (piece * sizes.m + row) * sizes.n;
+            #[unroll]
+            for block in 0..2u32 {
+                let quad = sums[comptime!((2 * i + block) as usize)];
+                let column = first_column + 4 * column + comptime!(32 * block);
+                #[unroll]
+                for group in 0..comptime!(4 / width) {
+                    let column = column + comptime!((group * width) as u32);
+                    if column < sizes.n {
+                        let mut vector = Vector::<f32, NO>::empty();
+                        #[unroll]
+                        for element in 0..width {
+                            vector[element] = quad[comptime!(group * width + element)];
+                        }
+                        out[((line + column) / comptime!(width as u32)) as usize] = vector;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where four elements of a side lie in shared memory, `quad` of them across the tile, `depth` along the inner dimension.
+/// Neighbours along the inner dimension are sent to different banks.
+#[cube]
+fn slot(depth: u32, quad: u32) -> u32 {
+    depth * comptime!(QUADS as u32) + (quad ^ (depth / 4 * 2))
+}
+
+/// Reads a unit's share of a side's part of a step: four runs of four elements. `first` of `outputs` is where the tile
+/// begins, `begin` where the step does, on a dimension of which what is behind `end` counts as zero. Behind the last output
+/// the last is read again, for sums that nobody asks for.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn fetch<N: Size>(
+    from: &Array<Vector<f32, N>>,
+    part: &mut Array<Quad>,
+    first: u32,
+    outputs: u32,
+    begin: u32,
+    end: u32,
+    stride: u32,
+    #[comptime] turned: bool,
+    #[comptime] whole: bool,
+) {
+    let width = N::value();
+    let at = UNIT_POS % comptime!(UNITS as u32 / 2);
+    #[unroll]
+    for run in 0..4u32 {
+        let mut quad = Quad::new(0.0f32);
+        #[unroll]
+        for group in 0..comptime!(4 / width) {
+            let element = comptime!((group * width) as u32);
+            let (inner, output) = if comptime!(turned) {
+                (begin + at / 32 * 4 + run, first + at % 32 * 4 + element)
+            } else {
+                (begin + at % 4 * 4 + element, first + at / 4 * 4 + run)
+            };
+            if comptime!(whole) || inner < end {
+                let index = if comptime!(turned) {
+                    inner * stride + min(output, outputs - comptime!(width as u32))
+                } else {
+                    min(output, outputs - 1) * stride + inner
+                };
+                let vector = from[(index / comptime!(width as u32)) as usize];
+                #[unroll]
+                for lane in 0..width {
+                    quad[comptime!(group * width + lane)] = vector[lane];
+                }
+            }
+        }
+        part[run as usize] = quad;
+    }
+}
+
+/// Writes a unit's share to shared memory, as quads across the tile.
+#[cube]
+fn put(part: &Array<Quad>, tile: &mut SharedMemory<Quad>, half: u32, #[comptime] turned: bool) {
+    let at = UNIT_POS % comptime!(UNITS as u32 / 2);
+    #[unroll]
+    for i in 0..4u32 {
+        if comptime!(turned) {
+            tile[(half + slot(at / 32 * 4 + i, at % 32)) as usize] = part[i as usize];
+        } else {
+            let mut quad = Quad::new(0.0f32);
+            #[unroll]
+            for run in 0..4usize {
+                let elements = part[run];
+                quad[run] = elements[i as usize];
+            }
+            tile[(half + slot(at % 4 * 4 + i, at / 4)) as usize] = quad;
+        }
+    }
+}
+
+/// Adds to a unit's sums the products of its rows and columns over a step.
+#[cube]
+fn multiply(
+    a_tile: &SharedMemory<Quad>,
+    b_tile: &SharedMemory<Quad>,
+    sums: &mut Array<Quad>,
+    half: u32,
+    row: u32,
+    column: u32,
+) {
+    #[unroll]
+    for depth in 0..comptime!(DEPTH as u32) {
+        let near = b_tile[(half + slot(depth, column)) as usize];
+        let far = b_tile[(half + slot(depth, column + 8)) as usize];
+        #[unroll]
+        for band in 0..2u32 {
+            let rows = a_tile[(half + slot(depth, row + comptime!(4 * band))) as usize];
+            #[unroll]
+            for i in 0..4usize {
+                let factor = Quad::new(rows[i]);
+                let at = comptime!(8 * band as usize + 2 * i);
+                sums[at] = fma(factor, near, sums[at]);
+                sums[comptime!(at + 1)] = fma(factor, far, sums[comptime!(at + 1)]);
+            }
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Products of small half-precision matrices. In a small model they are most of a step's launches, and what bounds them is
+//! the thread that launches: this kernel is put together only to be compiled, where `cubek`'s are each time.
+//!
+//! For the same reason a bias and a residual are added in the same launch.
+//!
+//! A cube has a tile of the result and four planes, each 16 rows of it. Either side may lie with its rows or with its
+//! columns in one run: matrix units read both from shared memory.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::cubecl::tensor_cores::{
+    Half, Pair, Wide, has_matrix_units, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
+};
+use crate::cubecl::{array, cast, contiguous, dtype_of, empty, grid, launch, optional, rows, sum_pieces};
+
+/// Edge of a cube's tile of the result, and of the tiles of both sides.
+const EDGE: usize = 64;
+const PLANES: usize = 4;
+const UNITS: usize = 32 * PLANES;
+/// Vectors of sixteen bytes in a row of a tile, and from one row to the next.
+const WIDE: usize = EDGE / 8;
+const STRIDE: usize = WIDE + 1;
+/// Vectors of a tile that a unit carries.
+const SHARE: usize = EDGE * WIDE / UNITS;
+/// The most multiplications: larger products have better kernels.
+const MOST: usize = 1 << 28;
+
+/// How a side lies in memory.
+#[derive(Clone, Copy, Debug)]
+struct Side {
+    /// Whether the inner dimension is not the inner one in memory.
+    turned: bool,
+    /// Vectors from one run to the next.
+    stride: usize,
+}
+
+/// What the kernel is compiled for, beside its dtypes: which sides are turned, and what is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Plan {
+    a_turned: bool,
+    b_turned: bool,
+    biased: bool,
+    adds: bool,
+}
+
+/// What is added to a product `[m, n]`, in f32.
+pub(crate) struct Added<R: CubeRuntime> {
+    /// `[n]`.
+    pub(crate) bias: Option<CubeTensor<R>>,
+    /// `[m, n]`.
+    pub(crate) residual: Option<CubeTensor<R>>,
+}
+
+impl<R: CubeRuntime> Added<R> {
+    /// Nothing.
+    pub(super) fn none() -> Self {
+        Self { bias: None, residual: None }
+    }
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    m: u32,
+    n: u32,
+    /// Of a piece of the inner dimension.
+    k: u32,
+    pieces: u32,
+    a_stride: u32,
+    b_stride: u32,
+    residual_stride: u32,
+}
+
+/// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` of one half-precision dtype, the inner dimension in as
+/// many `pieces`, as `[m, n]` of `dtype`. `None` where the device or the sizes are not for it, and where something is to be
+/// added to several pieces.
+pub(super) fn small_product<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    added: Added<R>,
+    pieces: usize,
+    dtype: DType,
+) -> Option<CubeTensor<R>> {
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    let whole = k > 0 && n.is_multiple_of(2) && (pieces == 1 || (k / pieces).is_multiple_of(EDGE));
+    let addable = pieces == 1 || (added.bias.is_none() && added.residual.is_none());
+    if m * n == 0 || m * n * k > MOST || !whole || !addable || !has_matrix_units(a) {
+        return None;
+    }
+    let (a_side, b_side) = (side(a, 1)?, side(b, 0)?);
+    assert!(
+        added.bias.as_ref().is_none_or(|bias| bias.meta.num_elements() == n),
+        "a bias has an element for each column"
+    );
+    assert!(
+        added.residual.as_ref().is_none_or(|residual| residual.meta.shape()[..] == [m, n]),
+        "a residual is as large"
+    );
+    let (residual, residual_stride) = added.residual.map(rows).unzip();
+    let residual_stride = residual_stride.unwrap_or(n);
+    let bias = added.bias.map(contiguous);
+    let begins_at_pair =
+        |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
+    if !residual_stride.is_multiple_of(2) || !bias.iter().chain(&residual).all(begins_at_pair) {
+        return None;
+    }
+    let plan =
+        Plan { a_turned: a_side.turned, b_turned: b_side.turned, biased: bias.is_some(), adds: residual.is_some() };
+    let sums = if pieces == 1 { dtype } else { DType::F32 };
+    let out = empty(a, [pieces, m, n], sums);
+    let sizes = [m, n, k / pieces, pieces, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
+    let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
+    // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile;
+    // a bias has its columns, and a residual its shape.
+    unsafe {
+        launch!(
+            small_product_kernel::SmallProductKernel,
+            &a.client,
+            grid(m.div_ceil(EDGE) * n.div_ceil(EDGE) * pieces as usize),
+            CubeDim::new_1d(UNITS as u32),
+            [],
+            [F = a.dtype, V = dtype_of(&bias, a), S = dtype_of(&residual, a), O = sums],
+            [
+                a: Array<Wide<small_product_kernel::F>> = array(a),
+                b: Array<Wide<small_product_kernel::F>> = array(b),
+                bias: ComptimeOption<Array<Half<small_product_kernel::V>>> = optional(&bias),
+                residual: ComptimeOption<Array<Half<small_product_kernel::S>>> = optional(&residual),
+                out: Array<Half<small_product_kernel::O>> = array(&out),
+                sizes: Sizes = SizesLaunch::new(rows, columns, inner, pieces, a_stride, b_stride, residual_stride),
+            ],
+            [plan: Plan = plan]
+        );
+    }
+    let out = sum_pieces(out, [m, n]);
+    Some(cast(out, dtype))
+}
+
+/// How a matrix lies of which `inner` is the inner axis of the product, if its runs are whole vectors.
+fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
+    let strides = x.meta.strides();
+    let begin = x.handle.offset_start.unwrap_or(0);
+    let run = if strides[inner] == 1 { inner } else { 1 - inner };
+    // The stride of an axis of one may be anything.
+    let stride = if x.meta.shape()[1 - run] == 1 { x.meta.shape()[run] } else { strides[1 - run] };
+    let whole = [x.meta.shape()[run], stride].iter().all(|length| length.is_multiple_of(8));
+    (strides[run] == 1 && whole && begin.is_multiple_of(16))
+        .then_some(Side { turned: run != inner, stride: stride / 8 })
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
+    a: &Array<Wide<F>>,
+    b: &Array<Wide<F>>,
+    bias: &ComptimeOption<Array<Half<V>>>,
+    residual: &ComptimeOption<Array<Half<S>>>,
+    out: &mut Array<Half<O>>,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+    #[define(F)] _dtype: StorageType,
+    #[define(V)] _bias_dtype: StorageType,
+    #[define(S)] _residual_dtype: StorageType,
+    #[define(O)] _out_dtype: StorageType,
+) {
+    let edge = comptime!(EDGE as u32);
+    let across = sizes.n.div_ceil(edge);
+    let tiles = across * sizes.m.div_ceil(edge);
+    let tile = CUBE_POS as u32 % tiles;
+    let piece = CUBE_POS as u32 / tiles;
+    if piece >= sizes.pieces {
+        terminate!();
+    }
+    let first_row = tile / across * edge;
+    let first_column = tile % across * edge;
+    let begin = piece * sizes.k;
+    let end = begin + sizes.k;
+
+    let mut a_tile = SharedMemory::<Wide<F>>::new(comptime!(EDGE * STRIDE));
+    let mut b_tile = SharedMemory::<Wide<F>>::new(comptime!(EDGE * STRIDE));
+    let mut a_part = Array::<Wide<F>>::new(SHARE);
+    let mut b_part = Array::<Wide<F>>::new(SHARE);
+    let mut sums = zeroed(comptime!(EDGE / 8 * 2));
+    let plane = UNIT_POS / 32;
+
+    fetch::<F>(a, &mut a_part, first_row, sizes.m, begin, end, sizes.a_stride, plan.a_turned);
+    fetch::<F>(b, &mut b_part, first_column, sizes.n, begin, end, sizes.b_stride, plan.b_turned);
+    for step in 0..sizes.k.div_ceil(edge) {
+        put::<F>(&a_part, &mut a_tile);
+        put::<F>(&b_part, &mut b_tile);
+        sync_cube();
+        // The next tiles are under way while these are multiplied; behind the last there are zeros.
+        let next = begin + (step + 1) * edge;
+        fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, plan.a_turned);
+        fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, plan.b_turned);
+        #[unroll]
+        for block in 0..comptime!(EDGE / 16) {
+            let left = if comptime!(plan.a_turned) {
+                left_columns::<F>(&a_tile, comptime!(16 * block), plane, STRIDE)
+            } else {
+                left_rows::<F>(&a_tile, 16 * plane, block, STRIDE)
+            };
+            #[unroll]
+            for column in 0..comptime!(EDGE / 16) {
+                let right = if comptime!(plan.b_turned) {
+                    right_columns::<F>(&b_tile, comptime!(16 * block), comptime!(column as u32).runtime(), STRIDE)
+                } else {
+                    right_rows::<F>(&b_tile, comptime!(16 * column), block, STRIDE)
+                };
+                multiply::<F>(&left, &right, &mut sums, 0usize, comptime!(4 * column));
+            }
+        }
+        sync_cube();
+    }
+
+    let lane = UNIT_POS % 32;
+    #[unroll]
+    for half in 0..2usize {
+        let row = first_row + 16 * plane + lane / 4 + comptime!(8 * half as u32);
+        #[unroll]
+        for block in 0..comptime!(EDGE / 8) {
+            let column = first_column + comptime!(8 * block as u32) + lane % 4 * 2;
+            if row < sizes.m && column < sizes.n {
+                let mut pair = sums[comptime!(2 * block + half)];
+                if comptime!(plan.biased) {
+                    pair += Pair::cast_from(bias.as_ref().unwrap()[(column / 2) as usize]);
+                }
+                if comptime!(plan.adds) {
+                    let at = (row * sizes.residual_stride + column) / 2;
+                    pair += Pair::cast_from(residual.as_ref().unwrap()[at as usize]);
+                }
+                let at = ((piece * sizes.m + row) * sizes.n + column) / 2;
+                out[at as usize] = Half::<O>::cast_from(pair);
+            }
+        }
+    }
+}
+
+/// Reads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner dimension from `begin` to `end`.
+/// Zeros stand for what lies outside.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn fetch<F: Float>(
+    from: &Array<Wide<F>>,
+    part: &mut Array<Wide<F>>,
+    first: u32,
+    outputs: u32,
+    begin: u32,
+    end: u32,
+    stride: u32,
+    #[comptime] turned: bool,
+) {
+    let (first_run, runs) = if comptime!(turned) { (begin, end) } else { (first, outputs) };
+    let (first_element, elements) = if comptime!(turned) { (first, outputs) } else { (begin, end) };
+    #[unroll]
+    for step in 0..SHARE {
+        let at = UNIT_POS + comptime!((step * UNITS) as u32);
+        let run = first_run + at / comptime!(WIDE as u32);
+        let vector = first_element / 8 + at % comptime!(WIDE as u32);
+        part[step] = Wide::<F>::cast_from(0.0f32);
+        if run < runs && vector < elements / 8 {
+            part[step] = from[(run * stride + vector) as usize];
+        }
+    }
+}
+
+/// Writes a unit's share of a tile to shared memory.
+#[cube]
+fn put<F: Float>(part: &Array<Wide<F>>, tile: &mut SharedMemory<Wide<F>>) {
+    #[unroll]
+    for step in 0..SHARE {
+        let at = UNIT_POS + comptime!((step * UNITS) as u32);
+        tile[(at / comptime!(WIDE as u32) * comptime!(STRIDE as u32) + at % comptime!(WIDE as u32)) as usize] =
+            part[step];
+    }
+}

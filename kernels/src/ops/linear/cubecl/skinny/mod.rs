@@ -1,0 +1,253 @@
+//! Projections of few rows in CubeCL, as decoding has them: all time goes into reading the weight, so it is read once,
+//! and what stands before and after the product is done in the same pass. On NVIDIA's matrix units where they take the
+//! dtypes; elsewhere teams of units have an output each.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use self::simt::by_teams;
+use self::tensor_cores::by_matrix_units;
+pub(crate) use self::tensor_cores::{floats_on_matrix_units, on_matrix_units};
+use crate::cubecl::{array, contiguous, rows, spare};
+use crate::ops::activation::cubecl::value;
+use crate::ops::norm::cubecl::CubeNorm;
+use crate::ops::weight::PACKED;
+use crate::ops::weight::cubecl::CubeInt8;
+use crate::{Activation, ActivationKind};
+
+mod simt;
+mod stream;
+mod tensor_cores;
+
+/// More rows than this are a product like any other.
+pub(crate) const FEW_ROWS: usize = 32;
+
+/// A weight that is read once.
+#[expect(clippy::large_enum_variant, reason = "made and taken apart within one call")]
+pub(crate) enum CubeWeight<R: CubeRuntime> {
+    /// Floats, `[d_output, d_input]`.
+    Float(CubeTensor<R>),
+    /// Bytes.
+    Int8(CubeInt8<R>),
+}
+
+/// A weight's words as a kernel takes them: floats, or bytes and their scales.
+struct Stored<R: CubeRuntime> {
+    floats: Option<CubeTensor<R>>,
+    packed: Option<CubeTensor<R>>,
+    scales: Option<CubeTensor<R>>,
+    /// Elements from one row to the next.
+    stride: usize,
+    d_output: usize,
+}
+
+impl<R: CubeRuntime> CubeWeight<R> {
+    fn stored(self) -> Stored<R> {
+        match self {
+            Self::Float(weight) => {
+                let d_output = weight.meta.shape()[0];
+                let (floats, stride) = rows(weight);
+                Stored { floats: Some(floats), packed: None, scales: None, stride, d_output }
+            }
+            Self::Int8(CubeInt8 { packed, scales }) => {
+                let [d_output, words] = [packed.meta.shape()[0], packed.meta.shape()[1]];
+                let (packed, scales) = (Some(contiguous(packed)), Some(contiguous(scales)));
+                Stored { floats: None, packed, scales, stride: words * PACKED, d_output }
+            }
+        }
+    }
+}
+
+/// What follows the product.
+pub(crate) struct Ending<R: CubeRuntime> {
+    /// `[d_output]`.
+    pub(crate) bias: Option<CubeTensor<R>>,
+    /// A nonlinearity, which may gate: then the first half of the outputs is the gate, and there are half as many.
+    pub(crate) activation: Option<Activation>,
+    /// Added at the end, `[rows, outputs]`.
+    pub(crate) residual: Option<CubeTensor<R>>,
+    /// Dtype of the result.
+    pub(crate) dtype: DType,
+}
+
+impl<R: CubeRuntime> Ending<R> {
+    /// The product alone, in `dtype`.
+    pub(crate) fn none(dtype: DType) -> Self {
+        Self { bias: None, activation: None, residual: None, dtype }
+    }
+
+    /// Whether nothing follows.
+    fn is_plain(&self) -> bool {
+        self.bias.is_none() && self.activation.is_none() && self.residual.is_none()
+    }
+}
+
+/// What a kernel is compiled for, beside its dtypes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Parts {
+    biased: bool,
+    activation: Option<ActivationKind>,
+    gated: bool,
+    adds: bool,
+    normed: Option<Normed>,
+    int8: bool,
+}
+
+impl Parts {
+    /// Whether there is a norm that divides at the end.
+    fn late(&self) -> bool {
+        self.normed.is_some_and(|normed| normed.late)
+    }
+}
+
+/// The norm before the product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Normed {
+    layer: bool,
+    shifted: bool,
+    /// Whether a row's deviation divides the sums of the product rather than what goes into it.
+    late: bool,
+}
+
+/// The sizes that may differ from launch to launch, in elements.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    rows: u32,
+    d_input: u32,
+    outputs: u32,
+    x_stride: u32,
+    weight_stride: u32,
+    residual_stride: u32,
+    share: f32,
+    epsilon: f32,
+}
+
+/// `x` times `weight^T`, and what follows: `x` `[rows, d_input]` of at most [`FEW_ROWS`] rows, `weight`
+/// `[d_output, d_input]` of any float dtype, or bytes.
+pub(crate) fn project_few<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeWeight<R>, ending: Ending<R>) -> CubeTensor<R> {
+    if on_matrix_units(&x, &weight) {
+        return by_matrix_units(x, None, weight, ending);
+    }
+    by_teams(rows(x), weight, ending)
+}
+
+/// [`project_few`] of `x` normalised. Only for what [`on_matrix_units`] has: elsewhere, a norm for each output again
+/// would cost more than a launch of its own.
+pub(crate) fn norm_project_few<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    norm: CubeNorm<R>,
+    weight: CubeWeight<R>,
+    ending: Ending<R>,
+) -> CubeTensor<R> {
+    by_matrix_units(x, Some(norm), weight, ending)
+}
+
+struct Bound<R: CubeRuntime> {
+    parts: Parts,
+    outputs: usize,
+    bias: Option<CubeTensor<R>>,
+    residual: Option<CubeTensor<R>>,
+    residual_stride: usize,
+    out: CubeTensor<R>,
+    /// Whether the result takes the residual's place.
+    in_place: bool,
+}
+
+impl<R: CubeRuntime> Bound<R> {
+    /// The result as an argument, behind as many other tensors as `before` has, bias and residual.
+    fn out_array(&self, before: &[&Option<CubeTensor<R>>]) -> ArrayArg<R> {
+        // `x` comes first.
+        let input_pos = 1 + before.iter().filter(|x| x.is_some()).count() + usize::from(self.bias.is_some());
+        match self.in_place {
+            true => ArrayArg::Alias { input_pos, length: [self.out.meta.num_elements()] },
+            false => array(&self.out),
+        }
+    }
+}
+
+/// The ending's tensors, and what the kernel is to do.
+fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, ending: Ending<R>) -> Bound<R> {
+    let d_output = weight.d_output;
+    let n_rows = x.meta.shape()[0];
+    let outputs = ending.activation.map_or(d_output, |activation| activation.output_width(d_output));
+    let parts = Parts {
+        biased: ending.bias.is_some(),
+        activation: ending.activation.map(|activation| activation.kind),
+        gated: ending.activation.is_some_and(|activation| activation.gated),
+        adds: ending.residual.is_some(),
+        normed: None,
+        int8: weight.packed.is_some(),
+    };
+    // What nobody else holds is written where it lies: each element is read by the unit that writes it.
+    let free = |residual: &&CubeTensor<R>| {
+        residual.can_mut()
+            && residual.dtype == ending.dtype
+            && residual.is_contiguous()
+            && residual.meta.shape()[1] == outputs
+    };
+    let free = ending.residual.as_ref().filter(free).cloned();
+    let in_place = free.is_some();
+    let out = free.unwrap_or_else(|| spare(x, [n_rows, outputs], ending.dtype));
+    let (residual, residual_stride) = match ending.residual.map(rows) {
+        Some((residual, stride)) => (Some(residual), stride),
+        None => (None, outputs),
+    };
+    Bound { parts, outputs, bias: ending.bias.map(contiguous), residual, residual_stride, out, in_place }
+}
+
+/// Scale, bias and activation of a product, and what is added to that.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn finished<V: Float>(
+    gate: f32,
+    other: f32,
+    added: f32,
+    output: u32,
+    scales: &ComptimeOption<Array<f32>>,
+    bias: &ComptimeOption<Array<V>>,
+    sizes: &Sizes,
+    #[comptime] parts: Parts,
+) -> f32 {
+    let mut gate = gate;
+    let mut other = other;
+    if comptime!(parts.int8) {
+        gate *= scales.as_ref().unwrap()[output as usize];
+        if comptime!(parts.gated) {
+            other *= scales.as_ref().unwrap()[(output + sizes.outputs) as usize];
+        }
+    }
+    if comptime!(parts.biased) {
+        gate += f32::cast_from(bias.as_ref().unwrap()[output as usize]);
+        if comptime!(parts.gated) {
+            other += f32::cast_from(bias.as_ref().unwrap()[(output + sizes.outputs) as usize]);
+        }
+    }
+    if let Some(kind) = comptime!(parts.activation) {
+        gate = value::<Const<1>>(Vector::<f32, Const<1>>::new(gate), kind)[0usize];
+        if comptime!(parts.gated) {
+            gate *= other;
+        }
+    }
+    gate + added
+}
+
+/// What is added to an output of a row.
+#[cube]
+fn residual_of<S: Float>(
+    residual: &ComptimeOption<Array<S>>,
+    row: u32,
+    output: u32,
+    sizes: &Sizes,
+    #[comptime] parts: Parts,
+) -> f32 {
+    let mut value = 0.0f32;
+    if comptime!(parts.adds) {
+        let there = row < sizes.rows && output < sizes.outputs;
+        if there {
+            value = f32::cast_from(residual.as_ref().unwrap()[(row * sizes.residual_stride + output) as usize]);
+        }
+    }
+    value
+}

@@ -1,0 +1,372 @@
+//! Norms in CubeCL: a row is read once and stays in the registers of a team of units.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::cubecl::reduce::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, within};
+use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
+
+/// Elements of a row that a unit holds without spilling them.
+const HELD: usize = 32;
+/// Units of a cube of the backward pass, which takes many registers.
+const UNITS: u32 = 128;
+/// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
+/// gradients once.
+const MOST_UNITS: usize = 1 << 17;
+/// With so few rows for a team, a single cube does them all where there is no shift and the scale is f32: its sums are the
+/// scale's gradient, and the launch that would add those of several cubes costs more than it saves.
+const FEW_STEPS: usize = 16;
+
+/// The numbers of a norm, and its weights.
+pub(crate) struct CubeNorm<R: CubeRuntime> {
+    pub(crate) layer: bool,
+    pub(crate) gamma: CubeTensor<R>,
+    pub(crate) beta: Option<CubeTensor<R>>,
+    pub(crate) epsilon: f64,
+}
+
+/// Output, mean (of layer norms) and inverse deviation.
+pub(crate) type Normed<R> = (CubeTensor<R>, Option<CubeTensor<R>>, CubeTensor<R>);
+
+/// Gradients of input, scale and shift.
+pub(crate) type Gradients<R> = (CubeTensor<R>, CubeTensor<R>, Option<CubeTensor<R>>);
+
+/// The norm of `x` `[rows, d_model]`, or nothing where a row is too long for the registers.
+pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Option<Normed<R>> {
+    let (x, stride) = rows(x);
+    let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
+    let out = empty(&x, [n_rows, columns], x.dtype);
+    let gamma = contiguous(norm.gamma);
+    let shifted = norm.beta.is_some();
+    let beta = norm.beta.map_or_else(|| gamma.clone(), contiguous);
+    let vector = row_vector(&[&x, &out, &gamma, &beta], &[columns, stride]);
+    let team = team(&x, columns / vector, HELD / vector)?;
+    let inverse = empty(&x, [n_rows, 1], DType::F32);
+    let mean = norm.layer.then(|| empty(&x, [n_rows, 1], DType::F32));
+    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
+    // are as wide.
+    unsafe {
+        launch!(
+            norm_kernel::NormKernel,
+            &x.client,
+            grid(n_rows.div_ceil(team.rows as usize)),
+            team.cube_dim(),
+            [N = vector],
+            [F = x.dtype, W = gamma.dtype, V = beta.dtype],
+            [
+                x: Array<Vector<norm_kernel::F, norm_kernel::N>> = array(&x),
+                gamma: Array<Vector<norm_kernel::W, norm_kernel::N>> = array(&gamma),
+                beta: Array<Vector<norm_kernel::V, norm_kernel::N>> = array(&beta),
+                out: Array<Vector<norm_kernel::F, norm_kernel::N>> = array(&out),
+                mean: Array<f32> = array(mean.as_ref().unwrap_or(&inverse)),
+                inverse: Array<f32> = array(&inverse),
+                rows: u32 = n_rows as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                share: f32 = 1.0 / columns as f32,
+                epsilon: f32 = norm.epsilon as f32,
+            ],
+            [team: Team = team, layer: bool = norm.layer, shifted: bool = shifted]
+        );
+    }
+    Some((out, mean, inverse))
+}
+
+/// The gradients of input, scale and shift, or nothing where a row is too long for the registers. All but the weights
+/// have the dtype of `x`.
+pub(crate) fn norm_backward<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    x: CubeTensor<R>,
+    mean: Option<CubeTensor<R>>,
+    inverse: CubeTensor<R>,
+    norm: CubeNorm<R>,
+    residual: Option<CubeTensor<R>>,
+) -> Option<Gradients<R>> {
+    let (x, stride) = rows(x);
+    let (grad, grad_stride) = rows(grad);
+    let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
+    let adds = residual.is_some();
+    let (residual, residual_stride) = residual.map_or_else(|| (grad.clone(), grad_stride), rows);
+    let d_x = empty(&x, [n_rows, columns], x.dtype);
+    let gamma = contiguous(norm.gamma);
+    let inverse = contiguous(inverse);
+    let mean = mean.map_or_else(|| inverse.clone(), contiguous);
+    let strides = [columns, stride, grad_stride, residual_stride];
+    let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
+    let parts = 1 + usize::from(norm.beta.is_some());
+    // The sums of each weight's gradient take as many registers as a row and its gradient of half precision.
+    let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / parts / vector)?;
+    let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
+
+    let mut steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
+    let turns = n_rows.div_ceil(team.rows as usize).max(1);
+    let alone = turns <= FEW_STEPS && parts == 1 && gamma.dtype == DType::F32;
+    if alone {
+        steps = turns;
+    }
+    let pieces = turns.div_ceil(steps);
+    let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
+    // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
+    // own row of `partial`, as wide as the weights together.
+    unsafe {
+        launch!(
+            norm_backward_kernel::NormBackwardKernel,
+            &x.client,
+            grid(pieces),
+            team.cube_dim(),
+            [N = vector],
+            [F = x.dtype, W = gamma.dtype],
+            [
+                grad: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&grad),
+                x: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&x),
+                gamma: Array<Vector<norm_backward_kernel::W, norm_backward_kernel::N>> = array(&gamma),
+                mean: Array<f32> = array(&mean),
+                inverse: Array<f32> = array(&inverse),
+                residual: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&residual),
+                d_x: Array<Vector<norm_backward_kernel::F, norm_backward_kernel::N>> = array(&d_x),
+                partial: Array<Vector<f32, norm_backward_kernel::N>> = array(&partial),
+                rows: u32 = n_rows as u32,
+                columns: u32 = (columns / vector) as u32,
+                stride: u32 = (stride / vector) as u32,
+                grad_stride: u32 = (grad_stride / vector) as u32,
+                residual_stride: u32 = (residual_stride / vector) as u32,
+                steps: u32 = steps as u32,
+                pieces: u32 = pieces as u32,
+                share: f32 = 1.0 / columns as f32,
+            ],
+            [team: Team = team, layer: bool = norm.layer, shifted: bool = parts == 2, adds: bool = adds]
+        );
+    }
+    if alone {
+        partial.meta.remove(0);
+        return Some((d_x, partial, None));
+    }
+    let d_gamma = empty(&x, [columns], gamma.dtype);
+    let d_beta = norm.beta.map(|_| empty(&x, [columns], gamma.dtype));
+    sum_over_row_pairs(partial, &d_gamma, d_beta.as_ref().unwrap_or(&d_gamma));
+    Some((d_x, d_gamma, d_beta))
+}
+
+/// The team for rows of `vectors`; a unit may have up to four times as many as it should before rows are too long.
+fn team<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> Option<Team> {
+    let most = most.max(1);
+    let team = Team::new(&x.client, vectors, most, 1024);
+    (team.count as usize <= 4 * most).then_some(team)
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    gamma: &Array<Vector<W, N>>,
+    beta: &Array<Vector<V, N>>,
+    out: &mut Array<Vector<F, N>>,
+    mean: &mut Array<f32>,
+    inverse: &mut Array<f32>,
+    rows: u32,
+    columns: u32,
+    stride: u32,
+    share: f32,
+    epsilon: f32,
+    #[comptime] team: Team,
+    #[comptime] layer: bool,
+    #[comptime] shifted: bool,
+    #[define(F)] _dtype: StorageType,
+    #[define(W)] _gamma_dtype: StorageType,
+    #[define(V)] _beta_dtype: StorageType,
+) {
+    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
+    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
+    let row = min(own, rows - 1);
+    let start = row * stride;
+    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
+    let mut sums = Vector::<f32, N>::new(0.0);
+    #[unroll]
+    for i in 0..team.count {
+        let column = i * team.units + UNIT_POS_X;
+        if within(column, columns, team) {
+            let value = x[(start + column) as usize];
+            held[i as usize] = value;
+            sums += Vector::cast_from(value);
+        }
+    }
+    let mut centre = 0.0f32;
+    if layer {
+        centre = team_sum(lanes_sum::<N>(sums), team) * share;
+    }
+    let mut squares = Vector::<f32, N>::new(0.0);
+    #[unroll]
+    for i in 0..team.count {
+        if within(i * team.units + UNIT_POS_X, columns, team) {
+            let value = Vector::<f32, N>::cast_from(held[i as usize]) - Vector::new(centre);
+            squares += value * value;
+        }
+    }
+    let variance = team_sum(lanes_sum::<N>(squares), team) * share;
+    let scale = 1.0f32 / (variance + epsilon).sqrt();
+    if own < rows {
+        #[unroll]
+        for i in 0..team.count {
+            let column = i * team.units + UNIT_POS_X;
+            if within(column, columns, team) {
+                let value = Vector::<f32, N>::cast_from(held[i as usize]) - Vector::new(centre);
+                let mut value = value * Vector::new(scale) * Vector::cast_from(gamma[column as usize]);
+                if shifted {
+                    value += Vector::cast_from(beta[column as usize]);
+                }
+                out[(row * columns + column) as usize] = Vector::cast_from(value);
+            }
+        }
+        if UNIT_POS_X == 0 {
+            inverse[row as usize] = scale;
+            if layer {
+                mean[row as usize] = centre;
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn norm_backward_kernel<F: Float, W: Float, N: Size>(
+    grad: &Array<Vector<F, N>>,
+    x: &Array<Vector<F, N>>,
+    gamma: &Array<Vector<W, N>>,
+    mean: &Array<f32>,
+    inverse: &Array<f32>,
+    residual: &Array<Vector<F, N>>,
+    d_x: &mut Array<Vector<F, N>>,
+    partial: &mut Array<Vector<f32, N>>,
+    rows: u32,
+    columns: u32,
+    stride: u32,
+    grad_stride: u32,
+    residual_stride: u32,
+    steps: u32,
+    pieces: u32,
+    share: f32,
+    #[comptime] team: Team,
+    #[comptime] layer: bool,
+    #[comptime] shifted: bool,
+    #[comptime] adds: bool,
+    #[define(F)] _dtype: StorageType,
+    #[define(W)] _gamma_dtype: StorageType,
+) {
+    let count = comptime!(team.count as usize);
+    let mut x_held = Array::<Vector<F, N>>::new(count);
+    let mut grad_held = Array::<Vector<F, N>>::new(count);
+    let mut d_gamma = Array::<Vector<f32, N>>::new(count);
+    let mut d_beta = Array::<Vector<f32, N>>::new(count);
+    #[unroll]
+    for i in 0..count {
+        d_gamma[i] = Vector::new(0.0);
+        if shifted {
+            d_beta[i] = Vector::new(0.0);
+        }
+    }
+    for step in 0..steps {
+        let own = (CUBE_POS as u32 * steps + step) * team.rows + UNIT_POS_Y;
+        // As in the forward pass, teams beyond the end do the last row again.
+        let row = min(own, rows - 1);
+        #[unroll]
+        for i in 0..team.count {
+            let column = i * team.units + UNIT_POS_X;
+            if within(column, columns, team) {
+                x_held[i as usize] = x[(row * stride + column) as usize];
+                grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
+            }
+        }
+        let scale = inverse[row as usize];
+        let mut centre = 0.0f32;
+        if layer {
+            centre = mean[row as usize];
+        }
+        let mut along = Vector::<f32, N>::new(0.0);
+        let mut across = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for i in 0..team.count {
+            let column = i * team.units + UNIT_POS_X;
+            if within(column, columns, team) {
+                let normed = normed::<F, N>(x_held[i as usize], centre, scale);
+                let scaled =
+                    Vector::<f32, N>::cast_from(grad_held[i as usize]) * Vector::cast_from(gamma[column as usize]);
+                along += scaled * normed;
+                if layer {
+                    across += scaled;
+                }
+            }
+        }
+        let along = team_sum(lanes_sum::<N>(along), team) * share;
+        let mut shift = 0.0f32;
+        if layer {
+            shift = team_sum(lanes_sum::<N>(across), team) * share;
+        }
+        if own < rows {
+            #[unroll]
+            for i in 0..team.count {
+                let column = i * team.units + UNIT_POS_X;
+                if within(column, columns, team) {
+                    let normed = normed::<F, N>(x_held[i as usize], centre, scale);
+                    let grad = Vector::<f32, N>::cast_from(grad_held[i as usize]);
+                    let scaled = grad * Vector::cast_from(gamma[column as usize]);
+                    let mut value = (scaled - normed * Vector::new(along) - Vector::new(shift)) * Vector::new(scale);
+                    if adds {
+                        value += Vector::cast_from(residual[(row * residual_stride + column) as usize]);
+                    }
+                    d_x[(row * columns + column) as usize] = Vector::cast_from(value);
+                    d_gamma[i as usize] += grad * normed;
+                    if shifted {
+                        d_beta[i as usize] += grad;
+                    }
+                }
+            }
+        }
+    }
+
+    // One team of the cube after the other adds its sums to those before it, and the last one has them all.
+    let parts = comptime!(1 + shifted as u32);
+    if comptime!(team.rows > 1) {
+        sync_cube();
+        let width = comptime!(team.count * team.units);
+        let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!((parts * width) as usize));
+        for turn in 0..team.rows {
+            if UNIT_POS_Y == turn {
+                #[unroll]
+                for i in 0..team.count {
+                    let place = i * team.units + UNIT_POS_X;
+                    if turn > 0 {
+                        d_gamma[i as usize] += shared[place as usize];
+                        if shifted {
+                            d_beta[i as usize] += shared[(place + width) as usize];
+                        }
+                    }
+                    shared[place as usize] = d_gamma[i as usize];
+                    if shifted {
+                        shared[(place + width) as usize] = d_beta[i as usize];
+                    }
+                }
+            }
+            sync_cube();
+        }
+    }
+    if UNIT_POS_Y == team.rows - 1 && (CUBE_POS as u32) < pieces {
+        #[unroll]
+        for i in 0..team.count {
+            let column = i * team.units + UNIT_POS_X;
+            if within(column, columns, team) {
+                let at = CUBE_POS as u32 * parts * columns + column;
+                partial[at as usize] = d_gamma[i as usize];
+                if shifted {
+                    partial[(at + columns) as usize] = d_beta[i as usize];
+                }
+            }
+        }
+    }
+}
+
+#[cube]
+fn normed<F: Float, N: Size>(x: Vector<F, N>, centre: f32, scale: f32) -> Vector<f32, N> {
+    (Vector::<f32, N>::cast_from(x) - Vector::new(centre)) * Vector::new(scale)
+}

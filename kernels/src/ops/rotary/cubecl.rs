@@ -1,0 +1,244 @@
+//! The rotation in CubeCL: over heads as attention sees them, or where a projection left them, in place if it can be.
+
+use burn::tensor::{self, Tensor};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use super::{PackedHeads, RotaryTable};
+use crate::Backend;
+use crate::autodiff::primitive;
+use crate::cubecl::{array, contiguous, empty, grid, launch, rows, vector_width};
+
+const UNITS: u32 = 256;
+
+/// The most heads that a unit rotates, by one load of the cosines and sines.
+const MAX_HEADS: usize = 4;
+
+/// A table's cosines and sines, their positions, and which way to turn.
+pub(crate) struct Turn<R: CubeRuntime> {
+    cos: CubeTensor<R>,
+    sin: CubeTensor<R>,
+    positions: CubeTensor<R>,
+    inverse: bool,
+}
+
+impl<R: CubeRuntime> Turn<R> {
+    pub(crate) fn new<B>(table: &RotaryTable<B>, positions: Tensor<B, 2, tensor::Int>, inverse: bool) -> Self
+    where
+        B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let (cos, sin) = (primitive(table.cos.clone()), primitive(table.sin.clone()));
+        Self { cos, sin, positions: positions.into_primitive(), inverse }
+    }
+}
+
+/// Steps from one element to the next, in elements on the host and in vectors on the device.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Strides {
+    batch: u32,
+    head: u32,
+    token: u32,
+}
+
+/// Rotates `[batch_size, heads, seq_length, head_dim]`; the result lies as the input does, tokens or heads outside.
+pub(crate) fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTensor<R> {
+    let x = if x.meta.shape()[3] == 1 || x.meta.strides()[3] == 1 { x } else { contiguous(x) };
+    let [batch_size, heads, seq_length, head_dim] = dims(&x);
+    let strides = [x.meta.strides()[0], x.meta.strides()[1], x.meta.strides()[2]];
+    let out = if strides[1] < strides[2] {
+        let mut out = empty(&x, [batch_size, seq_length, heads, head_dim], x.dtype);
+        out.meta.swap(1, 2);
+        out
+    } else {
+        empty(&x, [batch_size, heads, seq_length, head_dim], x.dtype)
+    };
+    let out_strides = [out.meta.strides()[0], out.meta.strides()[1], out.meta.strides()[2]];
+    let sizes = [batch_size, seq_length, heads, head_dim];
+    launch(&x, &out, array(&out), sizes, heads, strides, out_strides, turn);
+    out
+}
+
+/// Rotates the query and key heads of `[batch_size, seq_length, width]`, and leaves the value heads as they are.
+pub(crate) fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads, turn: Turn<R>) -> CubeTensor<R> {
+    let qkv = if qkv.meta.strides()[2] == 1 { qkv } else { contiguous(qkv) };
+    let [batch_size, seq_length, width] = dims(&qkv);
+    let strides = [qkv.meta.strides()[0], heads.head_dim, qkv.meta.strides()[1]];
+    let rotated = heads.n_heads + heads.n_kv_heads;
+    if qkv.can_mut() && qkv.is_nonoverlapping() {
+        let sizes = [batch_size, seq_length, rotated, heads.head_dim];
+        let out = ArrayArg::Alias { input_pos: 0, length: [qkv.meta.num_elements()] };
+        launch(&qkv, &qkv, out, sizes, rotated, strides, strides, turn);
+        return qkv;
+    }
+    let out = empty(&qkv, [batch_size, seq_length, width], qkv.dtype);
+    let out_strides = [seq_length * width, heads.head_dim, width];
+    let sizes = [batch_size, seq_length, rotated + heads.n_kv_heads, heads.head_dim];
+    launch(&qkv, &out, array(&out), sizes, rotated, strides, out_strides, turn);
+    out
+}
+
+/// One more than each of `positions`, but none beyond `last`.
+pub(crate) fn next_positions<R: CubeRuntime>(positions: CubeTensor<R>, last: usize) -> CubeTensor<R> {
+    let positions = contiguous(positions);
+    let out = empty(&positions, positions.meta.shape().clone(), positions.dtype);
+    let size = positions.meta.num_elements();
+    // SAFETY: each unit below `size` reads and writes its own element.
+    unsafe {
+        next_positions_kernel::launch_unchecked(
+            &out.client,
+            grid(size.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            array(&positions),
+            array(&out),
+            size as u32,
+            last as i32,
+            out.dtype.into(),
+        );
+    }
+    out
+}
+
+#[cube(launch_unchecked)]
+fn next_positions_kernel<I: Int>(
+    positions: &Array<I>,
+    out: &mut Array<I>,
+    size: u32,
+    last: i32,
+    #[define(I)] _dtype: StorageType,
+) {
+    if (ABSOLUTE_POS as u32) < size {
+        out[ABSOLUTE_POS] = I::cast_from(min(i32::cast_from(positions[ABSOLUTE_POS]) + 1, last));
+    }
+}
+
+fn dims<R: CubeRuntime, const D: usize>(x: &CubeTensor<R>) -> [usize; D] {
+    std::array::from_fn(|axis| x.meta.shape()[axis])
+}
+
+/// Rotates the first `rotated` of a token's heads and copies the others. Strides are of batch, head and token.
+#[allow(clippy::too_many_arguments)]
+fn launch<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    out: &CubeTensor<R>,
+    out_array: ArrayArg<R>,
+    [batch_size, seq_length, heads, head_dim]: [usize; 4],
+    rotated: usize,
+    strides: [usize; 3],
+    out_strides: [usize; 3],
+    turn: Turn<R>,
+) {
+    let half = head_dim / 2;
+    let (cos, cos_stride) = rows(turn.cos);
+    let (sin, sin_stride) = rows(turn.sin);
+    let positions = turn.positions;
+    let [batch_step, token_step] = [positions.meta.strides()[0], positions.meta.strides()[1]];
+    let mut lengths = vec![half, cos_stride, sin_stride];
+    lengths.extend(strides.iter().chain(&out_strides));
+    let vector = vector_width(&[x, out, &cos, &sin], &lengths);
+    let at_once = (1..=MAX_HEADS).rev().find(|at_once| heads.is_multiple_of(*at_once)).unwrap_or(1);
+    let units = batch_size * seq_length * (heads / at_once) * (half / vector);
+    let steps = |strides: [usize; 3]| {
+        let [batch, head, token] = strides.map(|stride| (stride / vector) as u32);
+        StridesLaunch::new(batch, head, token)
+    };
+    // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and positions are held
+    // within the table.
+    unsafe {
+        launch!(
+            rotary_kernel::RotaryKernel,
+            &x.client,
+            grid(units.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            [N = vector],
+            [F = x.dtype, T = cos.dtype, I = positions.dtype],
+            [
+                x: Array<Vector<rotary_kernel::F, rotary_kernel::N>> = array(x),
+                cos: Array<Vector<rotary_kernel::T, rotary_kernel::N>> = array(&cos),
+                sin: Array<Vector<rotary_kernel::T, rotary_kernel::N>> = array(&sin),
+                positions: Array<rotary_kernel::I> = array(&positions),
+                out: Array<Vector<rotary_kernel::F, rotary_kernel::N>> = out_array,
+                units: u32 = units as u32,
+                half: u32 = (half / vector) as u32,
+                groups: u32 = (heads / at_once) as u32,
+                seq_length: u32 = seq_length as u32,
+                rotated: u32 = rotated as u32,
+                strides: Strides = steps(strides),
+                out_strides: Strides = steps(out_strides),
+                cos_stride: u32 = (cos_stride / vector) as u32,
+                sin_stride: u32 = (sin_stride / vector) as u32,
+                batch_step: u32 = batch_step as u32,
+                token_step: u32 = token_step as u32,
+                last: u32 = cos.meta.shape()[0] as u32 - 1,
+                sign: f32 = if turn.inverse { -1.0 } else { 1.0 },
+            ],
+            [at_once: usize = at_once]
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
+    x: &Array<Vector<F, N>>,
+    cos: &Array<Vector<T, N>>,
+    sin: &Array<Vector<T, N>>,
+    positions: &Array<I>,
+    out: &mut Array<Vector<F, N>>,
+    units: u32,
+    half: u32,
+    groups: u32,
+    seq_length: u32,
+    rotated: u32,
+    strides: &Strides,
+    out_strides: &Strides,
+    cos_stride: u32,
+    sin_stride: u32,
+    batch_step: u32,
+    token_step: u32,
+    last: u32,
+    sign: f32,
+    #[comptime] at_once: usize,
+    #[define(F)] _dtype: StorageType,
+    #[define(T)] _table_dtype: StorageType,
+    #[define(I)] _position_dtype: StorageType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at >= units {
+        terminate!();
+    }
+    let pair = at % half;
+    let head = (at / half) % groups * comptime!(at_once as u32);
+    let row = at / half / groups;
+    let token = row % seq_length;
+    let batch = row / seq_length;
+    let x_at = batch * strides.batch + head * strides.head + token * strides.token + pair;
+    let out_at = batch * out_strides.batch + head * out_strides.head + token * out_strides.token + pair;
+
+    // All loads come before the first store: in place, the compiler could not move them there.
+    let mut first = Array::<Vector<F, N>>::new(at_once);
+    let mut second = Array::<Vector<F, N>>::new(at_once);
+    #[unroll]
+    for i in 0..at_once {
+        let x_at = x_at + i as u32 * strides.head;
+        first[i] = x[x_at as usize];
+        second[i] = x[(x_at + half) as usize];
+    }
+    let position = min(u32::cast_from(positions[(batch * batch_step + token * token_step) as usize]), last);
+    let cos = Vector::<f32, N>::cast_from(cos[(position * cos_stride + pair) as usize]);
+    let sin = Vector::<f32, N>::cast_from(sin[(position * sin_stride + pair) as usize]) * Vector::new(sign);
+    #[unroll]
+    for i in 0..at_once {
+        let a = Vector::<f32, N>::cast_from(first[i]);
+        let b = Vector::<f32, N>::cast_from(second[i]);
+        let mut turned_first = Vector::<F, N>::cast_from(a * cos - b * sin);
+        let mut turned_second = Vector::<F, N>::cast_from(b * cos + a * sin);
+        if head + i as u32 >= rotated {
+            turned_first = first[i];
+            turned_second = second[i];
+        }
+        let out_at = out_at + i as u32 * out_strides.head;
+        out[out_at as usize] = turned_first;
+        out[(out_at + half) as usize] = turned_second;
+    }
+}

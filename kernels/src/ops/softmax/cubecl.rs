@@ -1,0 +1,372 @@
+//! Softmax in CubeCL: a row stays in registers where it fits. Longer ones are worked through a block at a time with a
+//! running maximum, and read again from shared memory, as far as they fit there, or through the cache.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::cubecl::reduce::{Team, lanes_max, lanes_sum, row_vector, team_max, team_sum, within};
+use crate::cubecl::{array, empty, grid, rows};
+
+/// Elements of a row that a unit holds where the whole row stays in registers.
+const HELD: usize = 32;
+/// Bytes of a row that a unit holds at a time where it does not.
+const BLOCK: usize = 32;
+/// Units of a team: with more, too few cubes share a processor to read while others compute.
+const UNITS: u32 = 512;
+/// Cubes that share a processor, and its memory.
+const CUBES: usize = 3;
+/// Devices with less shared memory than this do not keep rows in it.
+const SHARED: usize = 96 << 10;
+
+/// How a team goes over a row: in blocks, of each of which a unit has as many vectors as the team says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Passes {
+    pub(crate) team: Team,
+    /// With a single block, the row stays in registers.
+    pub(crate) blocks: u32,
+    /// Blocks, from the first on, that stay in shared memory.
+    pub(crate) kept: u32,
+    /// Vectors of those blocks.
+    pub(crate) shared: u32,
+    /// Whether the device has a faster exponential, good to some units in the last place.
+    pub(crate) fast: bool,
+    /// Whether the last vector has lanes beyond the row's end.
+    pub(crate) padded: bool,
+}
+
+impl Passes {
+    /// The passes over rows of `x`, of `columns` elements in vectors of `width`.
+    pub(crate) fn new<R: CubeRuntime>(x: &CubeTensor<R>, columns: usize, width: usize) -> Self {
+        let vectors = columns.div_ceil(width);
+        let padded = !columns.is_multiple_of(width);
+        // Only CUDA has one that is right for infinities.
+        let fast = R::name(&x.client) == "cuda";
+        let most = HELD / width;
+        let team = Team::new(&x.client, vectors, most, UNITS);
+        if team.count as usize <= most {
+            return Self { team, blocks: 1, kept: 0, shared: 0, fast, padded };
+        }
+        let blocks = team.count.div_ceil((BLOCK / x.dtype.size() / width) as u32);
+        let count = team.count.div_ceil(blocks);
+        let block = count * team.units;
+        let team = Team { count, exact: vectors == (blocks * block) as usize, ..team };
+        let memory = x.client.properties().hardware.max_shared_memory_size;
+        let room = if memory >= SHARED { (memory / CUBES - 4096) / (width * x.dtype.size()) } else { 0 };
+        let kept = if vectors <= room { blocks } else { (room as u32) / block };
+        let shared = (kept * block).min(vectors as u32);
+        Self { team, blocks, kept, shared, fast, padded }
+    }
+}
+
+/// Softmax over the rows of `x` `[rows, columns]`.
+pub(crate) fn softmax<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let (x, stride) = rows(x);
+    let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
+    let out = empty(&x, [n_rows, columns], x.dtype);
+    let vector = row_vector(&[&x, &out], &[columns, stride]);
+    let passes = Passes::new(&x, columns, vector);
+    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
+    unsafe {
+        softmax_kernel::launch_unchecked(
+            &x.client,
+            grid(n_rows.div_ceil(passes.team.rows as usize)),
+            passes.team.cube_dim(),
+            vector,
+            array(&x),
+            array(&out),
+            n_rows as u32,
+            (columns / vector) as u32,
+            (stride / vector) as u32,
+            passes,
+            x.dtype.into(),
+        );
+    }
+    out
+}
+
+/// The gradient of softmax's input, from its output.
+pub(crate) fn softmax_backward<R: CubeRuntime>(grad: CubeTensor<R>, output: CubeTensor<R>) -> CubeTensor<R> {
+    let (grad, grad_stride) = rows(grad);
+    let (output, stride) = rows(output);
+    let [n_rows, columns] = [output.meta.shape()[0], output.meta.shape()[1]];
+    let d_x = empty(&output, [n_rows, columns], output.dtype);
+    let vector = row_vector(&[&output, &grad, &d_x], &[columns, stride, grad_stride]);
+    let passes = Passes::new(&output, columns, vector);
+    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
+    unsafe {
+        softmax_backward_kernel::launch_unchecked(
+            &output.client,
+            grid(n_rows.div_ceil(passes.team.rows as usize)),
+            passes.team.cube_dim(),
+            vector,
+            array(&grad),
+            array(&output),
+            array(&d_x),
+            n_rows as u32,
+            (columns / vector) as u32,
+            (grad_stride / vector) as u32,
+            (stride / vector) as u32,
+            passes,
+            output.dtype.into(),
+        );
+    }
+    d_x
+}
+
+/// What the first pass finds out about a row.
+#[derive(CubeType)]
+pub(crate) struct Statistics {
+    /// The largest element.
+    pub(crate) max: f32,
+    /// The sum of `exp(x - max)`.
+    pub(crate) sum: f32,
+    /// The sum of the elements, by `weight`, and the one at `target`, by `target_weight`, where asked for.
+    pub(crate) weighed: f32,
+}
+
+/// What the first pass sums up besides the exponentials.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Weights {
+    pub(crate) target: u32,
+    pub(crate) target_weight: f32,
+    pub(crate) weight: f32,
+    /// Whether the sum over all elements is wanted.
+    #[cube(comptime)]
+    pub(crate) all: bool,
+    /// Whether any of it is.
+    #[cube(comptime)]
+    pub(crate) any: bool,
+}
+
+/// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
+/// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end have to be zeros.
+#[cube]
+#[allow(clippy::collapsible_if, clippy::too_many_arguments)]
+pub(crate) fn first_pass<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    start: u32,
+    columns: u32,
+    length: u32,
+    held: &mut Array<Vector<F, N>>,
+    kept: &mut SharedMemory<Vector<F, N>>,
+    weights: Weights,
+    #[comptime] passes: Passes,
+) -> Statistics {
+    let team = comptime!(passes.team);
+    let mut max = f32::min_value();
+    let mut sum = 0.0f32;
+    let mut weighed = 0.0f32;
+    for block in 0..passes.blocks {
+        let first = block * (team.count * team.units) + UNIT_POS_X;
+        let mut largest = Vector::<f32, N>::new(max);
+        #[unroll]
+        for i in 0..team.count {
+            let column = first + i * team.units;
+            if within(column, columns, team) {
+                let value = x[(start + column) as usize];
+                held[i as usize] = value;
+                let value = within_row::<N>(Vector::cast_from(value), column, length, f32::min_value(), passes.padded);
+                largest = cubecl::prelude::max(largest, value);
+            }
+        }
+        if comptime!(passes.kept > 0) {
+            if block < passes.kept {
+                #[unroll]
+                for i in 0..team.count {
+                    let column = first + i * team.units;
+                    if within(column, columns, team) {
+                        kept[column as usize] = held[i as usize];
+                    }
+                }
+            }
+        }
+        let new_max = lanes_max::<N>(largest);
+        let mut sums = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for i in 0..team.count {
+            let column = first + i * team.units;
+            if within(column, columns, team) {
+                let value = Vector::<f32, N>::cast_from(held[i as usize]);
+                let weight = exponential::<N>(value - Vector::new(new_max), passes.fast);
+                sums += within_row::<N>(weight, column, length, 0.0f32, passes.padded);
+                if weights.any {
+                    if weights.all {
+                        weighed += lanes_sum::<N>(value) * weights.weight;
+                    }
+                    if weights.target / N::value() as u32 == column {
+                        weighed += lane_of::<N>(value, weights.target % N::value() as u32) * weights.target_weight;
+                    }
+                }
+            }
+        }
+        sum = sum * (max - new_max).exp() + lanes_sum::<N>(sums);
+        max = new_max;
+    }
+    let top = team_max(max, team);
+    let sum = team_sum(sum * (max - top).exp(), team);
+    if weights.any {
+        weighed = team_sum(weighed, team);
+    }
+    Statistics { max: top, sum, weighed }
+}
+
+/// A vector of the row once more, after [`first_pass`].
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn read_again<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    start: u32,
+    column: u32,
+    block: u32,
+    i: u32,
+    held: &Array<Vector<F, N>>,
+    kept: &SharedMemory<Vector<F, N>>,
+    #[comptime] passes: Passes,
+) -> Vector<f32, N> {
+    if comptime!(passes.blocks == 1) {
+        Vector::cast_from(held[i as usize])
+    } else if comptime!(passes.kept == passes.blocks) {
+        Vector::cast_from(kept[column as usize])
+    } else if comptime!(passes.kept == 0) {
+        Vector::cast_from(x[(start + column) as usize])
+    } else {
+        let value = if block < passes.kept { kept[column as usize] } else { x[(start + column) as usize] };
+        Vector::cast_from(value)
+    }
+}
+
+/// `e^x` of what is at most zero.
+#[cube]
+pub(crate) fn exponential<N: Size>(x: Vector<f32, N>, #[comptime] fast: bool) -> Vector<f32, N> {
+    if fast { fast_exponential::<N>(x) } else { x.exp() }
+}
+
+#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
+fn fast_exponential<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    x.exp()
+}
+
+/// The vector with `other` in the lanes beyond the row's end.
+#[cube]
+pub(crate) fn within_row<N: Size>(
+    value: Vector<f32, N>,
+    column: u32,
+    length: u32,
+    other: f32,
+    #[comptime] padded: bool,
+) -> Vector<f32, N> {
+    let mut value = value;
+    if comptime!(padded) {
+        let first = column * N::value() as u32;
+        if first + N::value() as u32 > length {
+            #[unroll]
+            for lane in 0..N::value() {
+                value[lane] = select(first + (lane as u32) < length, value[lane], other);
+            }
+        }
+    }
+    value
+}
+
+/// The element at `lane`.
+#[cube]
+fn lane_of<N: Size>(vector: Vector<f32, N>, lane: u32) -> f32 {
+    let mut value = vector[0];
+    #[unroll]
+    for other in 1..N::value() {
+        value = select(lane == other as u32, vector[other], value);
+    }
+    value
+}
+
+#[cube(launch_unchecked)]
+fn softmax_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<Vector<F, N>>,
+    rows: u32,
+    columns: u32,
+    stride: u32,
+    #[comptime] passes: Passes,
+    #[define(F)] _dtype: StorageType,
+) {
+    let team = comptime!(passes.team);
+    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
+    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
+    let row = min(own, rows - 1);
+    let start = row * stride;
+    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
+    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
+    let none = Weights { target: 0, target_weight: 0.0, weight: 0.0, all: false, any: false };
+    let found = first_pass::<F, N>(x, start, columns, columns * N::value() as u32, &mut held, &mut kept, none, passes);
+    let scale = 1.0f32 / found.sum;
+    if own < rows {
+        for block in 0..passes.blocks {
+            let first = block * (team.count * team.units) + UNIT_POS_X;
+            #[unroll]
+            for i in 0..team.count {
+                let column = first + i * team.units;
+                if within(column, columns, team) {
+                    let value = read_again::<F, N>(x, start, column, block, i, &held, &kept, passes);
+                    let value = exponential::<N>(value - Vector::new(found.max), passes.fast) * Vector::new(scale);
+                    out[(row * columns + column) as usize] = Vector::cast_from(value);
+                }
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn softmax_backward_kernel<F: Float, N: Size>(
+    grad: &Array<Vector<F, N>>,
+    output: &Array<Vector<F, N>>,
+    d_x: &mut Array<Vector<F, N>>,
+    rows: u32,
+    columns: u32,
+    grad_stride: u32,
+    stride: u32,
+    #[comptime] passes: Passes,
+    #[define(F)] _dtype: StorageType,
+) {
+    let team = comptime!(passes.team);
+    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
+    let row = min(own, rows - 1);
+    let count = comptime!(team.count as usize);
+    let mut grad_held = Array::<Vector<F, N>>::new(count);
+    let mut held = Array::<Vector<F, N>>::new(count);
+    let mut along = 0.0f32;
+    for block in 0..passes.blocks {
+        let first = block * (team.count * team.units) + UNIT_POS_X;
+        let mut sums = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for i in 0..team.count {
+            let column = first + i * team.units;
+            if within(column, columns, team) {
+                grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
+                held[i as usize] = output[(row * stride + column) as usize];
+                sums += Vector::<f32, N>::cast_from(grad_held[i as usize]) * Vector::cast_from(held[i as usize]);
+            }
+        }
+        along += lanes_sum::<N>(sums);
+    }
+    let along = team_sum(along, team);
+    if own < rows {
+        for block in 0..passes.blocks {
+            let first = block * (team.count * team.units) + UNIT_POS_X;
+            #[unroll]
+            for i in 0..team.count {
+                let column = first + i * team.units;
+                if within(column, columns, team) {
+                    if comptime!(passes.blocks > 1) {
+                        grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
+                        held[i as usize] = output[(row * stride + column) as usize];
+                    }
+                    let grad = Vector::<f32, N>::cast_from(grad_held[i as usize]) - Vector::new(along);
+                    let value = grad * Vector::cast_from(held[i as usize]);
+                    d_x[(row * columns + column) as usize] = Vector::cast_from(value);
+                }
+            }
+        }
+    }
+}

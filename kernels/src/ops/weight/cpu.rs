@@ -1,0 +1,76 @@
+//! Bytes on the CPU.
+
+use burn::tensor::{Int, Tensor};
+use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
+use ndarray::IxDyn;
+
+use super::{Int8Weight, PACKED};
+use crate::cpu::{Values, integers, new_rows, tensor};
+
+/// The words of a weight on the host, where they are anyway.
+pub(crate) struct Words(SharedArray<i32>);
+
+impl Words {
+    pub(crate) fn of(packed: Tensor<NdArray, 2, Int>) -> Self {
+        let shape = packed.dims();
+        let array = match packed.into_primitive() {
+            NdArrayTensor::I32(storage) => storage.into_shared(),
+            primitive => {
+                let data = Tensor::<NdArray, 2, Int>::from_primitive(primitive).into_data();
+                let words: Vec<i32> = data.iter::<i32>().collect();
+                SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says")
+            }
+        };
+        if array.is_standard_layout() {
+            Self(array)
+        } else {
+            Self(array.as_standard_layout().into_owned().into_shared())
+        }
+    }
+}
+
+impl std::ops::Deref for Words {
+    type Target = [i32];
+
+    fn deref(&self) -> &[i32] {
+        self.0.as_slice().expect("words row after row")
+    }
+}
+
+/// The weight as floats.
+pub(crate) fn int8_to_float(weight: &Int8Weight<NdArray>) -> Tensor<NdArray, 2> {
+    let [d_output, words_each] = weight.packed.dims();
+    let d_input = words_each * PACKED;
+    let (words, scales) = (Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
+    let [out] = new_rows(d_output, [d_input], |first, [out]| {
+        for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
+            spread(&words[row * words_each..][..words_each], scales[row], out);
+        }
+    });
+    tensor(out, [d_output, d_input])
+}
+
+/// The rows that `tokens` `[batch_size, seq_length]` name.
+pub(crate) fn embed(weight: &Int8Weight<NdArray>, tokens: Tensor<NdArray, 2, Int>) -> Tensor<NdArray, 3> {
+    let ([batch_size, seq_length], [_, words_each]) = (tokens.dims(), weight.packed.dims());
+    let (words, scales) = (Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
+    let tokens = integers(tokens);
+    let d_input = words_each * PACKED;
+    let [out] = new_rows(tokens.len(), [d_input], |first, [out]| {
+        for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_input)) {
+            let row = *token as usize;
+            spread(&words[row * words_each..][..words_each], scales[row], out);
+        }
+    });
+    tensor(out, [batch_size, seq_length, d_input])
+}
+
+/// A row's bytes times its scale.
+#[inline(always)]
+pub(crate) fn spread(words: &[i32], scale: f32, out: &mut [f32]) {
+    for (word, out) in words.iter().zip(out.chunks_exact_mut(PACKED)) {
+        for (byte, out) in word.to_le_bytes().into_iter().zip(out) {
+            *out = f32::from(byte as i8) * scale;
+        }
+    }
+}
