@@ -9,9 +9,14 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor};
 use criterion::{BenchmarkGroup, Criterion, Throughput, measurement::WallTime};
+use fireclay_kernels::operands::{
+    ActivateBackward, ActivateForward, Checked, EmbedBackward, HeadLossForward, LinearBackward, LinearForward,
+    NormBackward, NormForward, QkvAttentionBackward, QkvAttentionForward,
+};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, head_sample, recorder,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, dropout, embed, head_sample,
+    linear, linear_add, optimizer_step, qkv_attention, qkv_rotary, recorder,
 };
 
 /// Sizes that fill the device.
@@ -149,7 +154,7 @@ fn ceilings<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let side = (scale.rows / 8).max(1024);
     let (a, b) = (bench.random([side, side]), bench.random([side, side]));
     let flops = 2.0 * (side as f64).powi(3);
-    let product = bench.measure("product", 0, flops, || <B as Backend>::linear(a.clone(), b.clone(), None));
+    let product = bench.measure("product", 0, flops, || linear(a.clone(), b.clone(), None));
     (bench.bytes_per_second, bench.flops_per_second) = (bytes as f64 / copy, flops / product);
     println!("ceilings: {:.0} GB/s, {:.2} TFLOP/s", bench.bytes_per_second / 1e9, bench.flops_per_second / 1e12);
 }
@@ -172,27 +177,34 @@ fn rows<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     for (name, norm) in
         [("rms norm", Norm::rms(gamma.clone(), 1e-6)), ("layer norm", Norm::layer(gamma, Some(beta), 1e-5))]
     {
-        bench.measure(name, 2 * once, 0.0, || B::norm_forward(x.clone(), &norm));
-        let saved = B::norm_forward(x.clone(), &norm);
+        bench.measure(name, 2 * once, 0.0, || {
+            B::norm_forward(Checked::new(NormForward { x: x.clone(), norm: norm.clone() }))
+        });
+        let saved = B::norm_forward(Checked::new(NormForward { x: x.clone(), norm: norm.clone() }));
         bench.measure(&format!("{name} backward"), 3 * once, 0.0, || {
-            B::norm_backward(grad.clone(), x.clone(), saved.clone(), &norm, None)
+            B::norm_backward(Checked::new(NormBackward {
+                grad: grad.clone(),
+                x: x.clone(),
+                saved: saved.clone(),
+                norm: norm.clone(),
+                residual: None,
+            }))
         });
     }
     for (name, activation) in
         [("gelu", Activation::plain(ActivationKind::GeluTanh)), ("swiglu", Activation::gated(ActivationKind::Silu))]
     {
         let out = activation.output_width(2 * once) / 2;
-        bench.measure(name, once + out, 0.0, || B::activate_forward(x.clone(), activation));
+        bench.measure(name, once + out, 0.0, || {
+            B::activate_forward(Checked::new(ActivateForward { x: x.clone(), activation }))
+        });
         let grad = grad.clone().narrow(1, 0, activation.output_width(width));
         bench.measure(&format!("{name} backward"), 2 * once + out, 0.0, || {
-            B::activate_backward(grad.clone(), x.clone(), activation)
+            B::activate_backward(Checked::new(ActivateBackward { grad: grad.clone(), x: x.clone(), activation }))
         });
     }
     let kept = Dropout { probability: 0.1, key: RandomKey::new(1) };
-    bench.measure("dropout", 2 * once, 0.0, || B::dropout(x.clone(), kept));
-    bench.measure("softmax", 2 * once, 0.0, || B::softmax_forward(x.clone()));
-    let output = B::softmax_forward(x.clone());
-    bench.measure("softmax backward", 3 * once, 0.0, || B::softmax_backward(grad.clone(), output.clone()));
+    bench.measure("dropout", 2 * once, 0.0, || dropout(x.clone(), kept));
 }
 
 /// Projections of a feed-forward layer.
@@ -205,17 +217,28 @@ fn projections<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let bias = bench.weights([wide]);
     let flops = 2.0 * (rows * narrow * wide) as f64;
     let bytes = (rows * narrow + rows * wide + wide * narrow) * bench.dtype.size();
-    bench.measure("linear", bytes, flops, || B::linear_forward(x.clone(), weight.clone(), Some(bias.clone())));
+    bench.measure("linear", bytes, flops, || linear(x.clone(), weight.clone(), Some(bias.clone())));
     bench.measure("linear backward", 2 * bytes, 2.0 * flops, || {
-        B::linear_backward(grad.clone(), x.clone(), weight.clone(), true)
+        B::linear_backward(Checked::new(LinearBackward {
+            grad: grad.clone(),
+            x: x.clone(),
+            weight: weight.clone(),
+            bias: Some(bias.clone()),
+            activation: None,
+            dropout: None,
+        }))
     });
     let gelu = Activation::plain(ActivationKind::GeluTanh);
     bench.measure("norm_gate_up", bytes, flops, || {
-        B::linear_activate_forward(x.clone(), weight.clone(), Some(bias.clone()), gelu)
+        B::linear_forward(Checked::new(LinearForward {
+            activation: Some(gelu),
+            keeps: true,
+            ..LinearForward::new(x.clone(), weight.clone(), Some(bias.clone()))
+        }))
     });
     let (down, shift) = (bench.random([narrow, wide]), bench.weights([narrow]));
     bench.measure("linear_add", bytes, flops, || {
-        B::linear_add_forward(grad.clone(), down.clone(), Some(shift.clone()), None, x.clone())
+        linear_add(grad.clone(), down.clone(), Some(shift.clone()), None, x.clone())
     });
 }
 
@@ -232,17 +255,23 @@ fn heads<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let table = RotaryTable::<B>::new(seq_length, &frequencies, 1.0, &bench.device);
     let positions = Tensor::<B, 1, Int>::arange(0..seq_length as i64, &bench.device);
     let positions = positions.reshape([1, seq_length]).expand([sequences, seq_length]);
-    bench.measure("qkv_rotary", 6 * once, 0.0, || B::qkv_rotary(qkv.clone(), packed, &table, positions.clone(), false));
+    bench.measure("qkv_rotary", 6 * once, 0.0, || qkv_rotary(qkv.clone(), packed, &table, positions.clone()));
 
     let (mask, options) = (AttentionMask::Causal { window: None }, AttentionOptions::new(64));
     // Half of the scores are hidden.
     let product = (sequences * heads * seq_length * seq_length * 64) as f64;
-    bench.measure("attention", 4 * once, 2.0 * product, || {
-        B::qkv_attention_forward(qkv.clone(), packed, &mask, options)
-    });
-    let saved = B::qkv_attention_forward(qkv.clone(), packed, &mask, options);
+    bench.measure("attention", 4 * once, 2.0 * product, || qkv_attention(qkv.clone(), packed, &mask, options));
+    let forward = QkvAttentionForward { qkv: qkv.clone(), heads: packed, mask: mask.clone(), options };
+    let saved = B::qkv_attention_forward(Checked::new(forward));
     bench.measure("attention backward", 8 * once, 5.0 * product, || {
-        B::qkv_attention_backward(grad.clone(), qkv.clone(), packed, saved.clone(), &mask, options)
+        B::qkv_attention_backward(Checked::new(QkvAttentionBackward {
+            grad: grad.clone(),
+            qkv: qkv.clone(),
+            heads: packed,
+            saved: saved.clone(),
+            mask: mask.clone(),
+            options,
+        }))
     });
 }
 
@@ -256,10 +285,10 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
         let tokens = bench.tokens(rows, vocabulary);
         let ids = tokens.clone().reshape([1, rows]);
         let table = bench.weights([vocabulary, width]);
-        bench.measure("embed", rows * width * (4 + size), 0.0, || B::embed_forward(table.clone(), ids.clone(), dtype));
+        bench.measure("embed", rows * width * (4 + size), 0.0, || embed(table.clone(), ids.clone(), dtype));
         let grad = bench.random([rows, width]);
         bench.measure("embed backward", rows * width * size + vocabulary * width * 4, 0.0, || {
-            B::embed_backward(grad.clone(), tokens.clone(), vocabulary)
+            B::embed_backward(Checked::new(EmbedBackward { grad: grad.clone(), tokens: tokens.clone(), vocabulary }))
         });
     }
     let tokens = bench.tokens(rows, vocabulary);
@@ -267,16 +296,17 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let (hidden, weight) = (bench.random([rows, d_model]), bench.random([vocabulary, d_model]));
     let flops = 2.0 * (rows * d_model * vocabulary) as f64;
     let bytes = 2 * (rows + vocabulary) * d_model * size;
-    bench.measure("head_loss", bytes, flops, || {
-        B::head_loss_forward(hidden.clone(), weight.clone(), tokens.clone(), HeadLossOptions::new(), false)
-    });
-    bench.measure("head_loss with gradients", 2 * bytes, 3.0 * flops, || {
-        B::head_loss_forward(hidden.clone(), weight.clone(), tokens.clone(), HeadLossOptions::new(), true)
-    });
-    // Rows of the width of a vocabulary: as many as make a gigabyte or so.
-    let rows = (rows).min((1 << 30) / vocabulary / size * 2).max(1);
-    let logits = bench.random([rows, vocabulary]);
-    bench.measure("softmax of logits", 2 * rows * vocabulary * size, 0.0, || B::softmax_forward(logits.clone()));
+    let loss = |gradients| {
+        B::head_loss_forward(Checked::new(HeadLossForward {
+            hidden: hidden.clone(),
+            weight: weight.clone(),
+            targets: tokens.clone(),
+            options: HeadLossOptions::new(),
+            gradients,
+        }))
+    };
+    bench.measure("head_loss", bytes, flops, || loss(false));
+    bench.measure("head_loss with gradients", 2 * bytes, 3.0 * flops, || loss(true));
 
     // A head 2,560 wide over GPT-2's words, as decoders have them.
     let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3));
@@ -317,7 +347,7 @@ fn parameters<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     let bytes = parameters.len() * matrix * (4 * 8 + copy);
     bench.measure("optimizer_step", bytes, 0.0, || {
         let norm;
-        (parameters, norm) = B::optimizer_step(std::mem::take(&mut parameters), &adamw);
+        (parameters, norm) = optimizer_step(std::mem::take(&mut parameters), &adamw);
         norm
     });
 }

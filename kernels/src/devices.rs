@@ -110,7 +110,7 @@ fn probe_headers() -> Result<(), String> {
 /// sources: CubeCL's own cache knows neither. Where the folder cannot be written, nothing is kept.
 ///
 /// Call it before any device is used. A second call in one process changes nothing.
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub fn keep_compiled_kernels(folder: &std::path::Path, device: &str) {
     use cubecl::config::cache::CacheConfig;
     use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};

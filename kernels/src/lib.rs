@@ -25,11 +25,10 @@
 
 mod autodiff;
 mod backend;
+mod checked;
 #[cfg(feature = "ndarray")]
 mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod cube_backend;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 mod cubecl;
 pub mod devices;
 mod ops;
@@ -37,9 +36,7 @@ mod packed_heads;
 mod random;
 pub mod recorder;
 mod selection;
-
-#[cfg(feature = "ndarray")]
-mod ndarray;
+mod tensor;
 
 pub use backend::Backend;
 pub use ops::activation::{Activation, ActivationKind, activate};
@@ -51,33 +48,72 @@ pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
 pub use ops::head_sample::{Penalties, SampledRows, Sampling, TokenCounts, head_sample};
-pub use ops::linear::{LinearActivateOutput, LinearGradients, linear, linear_add, norm_gate_up, norm_linear};
+pub use ops::linear::{LinearGradients, LinearOutput, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
-pub use ops::softmax::softmax;
-pub use ops::weight::{Int8Weight, Weight, upload};
+pub use ops::upload::upload;
+pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
-pub use random::{RandomKey, random_bits};
+pub use random::RandomKey;
 pub use selection::{Kernels, use_kernels};
+
+/// The traits of the operations, one a group, which a backend implements.
+pub mod traits {
+    pub use crate::ops::activation::ActivationOps;
+    pub use crate::ops::attention::AttentionOps;
+    pub use crate::ops::cached_attention::CachedAttentionOps;
+    pub use crate::ops::dropout::DropoutOps;
+    pub use crate::ops::embed::EmbedOps;
+    pub use crate::ops::head_loss::HeadLossOps;
+    pub use crate::ops::head_sample::HeadSampleOps;
+    pub use crate::ops::linear::LinearOps;
+    pub use crate::ops::norm::NormOps;
+    pub use crate::ops::optimizer::{OptimizerOps, Stepped};
+    pub use crate::ops::reshape::ReshapeOps;
+    pub use crate::ops::rotary::RotaryOps;
+    pub use crate::ops::upload::UploadOps;
+    pub use crate::ops::weight::WeightOps;
+    pub use crate::recorder::RecorderOps;
+}
+
+/// Operands of the traits' methods, checked where they are put together.
+///
+/// Kernels launch without bounds checks, so what they rely on is checked before: each method takes one [`Checked`] struct,
+/// and there is no other way to make one than by its checks.
+pub mod operands {
+    pub use crate::checked::{Checked, Operands};
+    pub use crate::ops::activation::{ActivateBackward, ActivateForward};
+    pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
+    pub use crate::ops::cached_attention::CachedAttention;
+    pub use crate::ops::dropout::DropoutForward;
+    pub use crate::ops::embed::{EmbedBackward, EmbedForward};
+    pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};
+    pub use crate::ops::head_sample::{Draw, Logits};
+    pub use crate::ops::linear::{LinearBackward, LinearForward};
+    pub use crate::ops::norm::{NormBackward, NormForward};
+    pub use crate::ops::optimizer::OptimizerStep;
+    pub use crate::ops::rotary::{NextPositions, QkvRotaryForward, RotaryForward};
+    pub use crate::ops::weight::{Int8ToFloat, Rounded};
+}
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
 ///
 /// Parity tests compare kernels with these; `--set kernels=reference` runs them alone.
 pub mod reference {
-    pub use crate::ops::activation::reference::{activate, activate_backward};
-    pub use crate::ops::attention::reference::{attention_backward, attention_forward};
-    pub use crate::ops::cached_attention::reference::{cached_attention, rotary_append};
-    pub use crate::ops::dropout::reference::dropout;
-    pub use crate::ops::embed::reference::{embed, embed_backward};
-    pub use crate::ops::head_loss::reference::head_loss_forward;
-    pub use crate::ops::head_sample::reference::head_sample;
+    pub use crate::ops::activation::reference::{activate_backward, activate_forward};
+    pub use crate::ops::attention::reference::{
+        attention_backward, attention_forward, qkv_attention_backward, qkv_attention_forward,
+    };
+    pub use crate::ops::cached_attention::reference::cached_attention;
+    pub use crate::ops::dropout::reference::dropout_forward;
+    pub use crate::ops::embed::reference::{embed_backward, embed_forward};
+    pub use crate::ops::head_loss::reference::{head_loss_backward, head_loss_forward};
+    pub use crate::ops::head_sample::reference::{draw, logits};
     pub use crate::ops::linear::reference::{linear_backward, linear_forward};
     pub use crate::ops::norm::reference::{norm_backward, norm_forward};
     pub use crate::ops::optimizer::reference::optimizer_step;
-    pub use crate::ops::rotary::reference::{qkv_rotary, rotary};
-    pub use crate::ops::softmax::reference::{softmax, softmax_backward};
+    pub use crate::ops::rotary::reference::{next_positions, qkv_rotary_forward, rotary_forward};
     pub use crate::ops::weight::reference::int8_to_float;
-    pub use crate::random::reference::random_bits;
 }

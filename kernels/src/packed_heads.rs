@@ -1,8 +1,7 @@
 //! How the heads of a joint projection lie: what `qkv_rotary` and `qkv_attention` share.
 
 use burn::tensor::Tensor;
-
-use crate::Backend;
+use burn::tensor::backend::Backend;
 
 /// How queries, keys and values lie side by side in `[batch_size, seq_length, (n_heads + 2 * n_kv_heads) * head_dim]`:
 /// first all query heads, then the key heads, then the value heads.
@@ -20,6 +19,17 @@ impl PackedHeads {
     /// Elements of a token: `(n_heads + 2 * n_kv_heads) * head_dim`.
     pub fn width(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Panics unless tokens of `dims` `[.., width]` have these heads.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &str, name: &str, dims: [usize; 3]) {
+        let sizes = [self.n_heads, self.n_kv_heads, self.head_dim];
+        let there = sizes.iter().all(|size| *size > 0) && self.n_heads.is_multiple_of(self.n_kv_heads);
+        assert!(there, "{op}: {self:?}: the key heads divide the query heads, and there are some");
+        let width = self.n_kv_heads.checked_mul(2).and_then(|kv| kv.checked_add(self.n_heads));
+        let width = width.and_then(|heads| heads.checked_mul(self.head_dim));
+        assert!(width == Some(dims[2]), "{op}: {name} {dims:?} does not fit {self:?}");
     }
 
     /// Queries, keys and values as views, `[batch_size, heads, seq_length, head_dim]` each.

@@ -19,7 +19,20 @@ pub fn use_kernels(kernels: Kernels) {
     REFERENCE.store(kernels == Kernels::Reference, Ordering::Relaxed);
 }
 
-/// Whether the references are asked for.
+/// Whether the references are asked for. Only [`dispatch`] asks.
 pub(crate) fn reference_only() -> bool {
     REFERENCE.load(Ordering::Relaxed)
 }
+
+/// Calls the backend's body of an operation, or the reference's, which stands in the module `reference` under the same
+/// name, where [`use_kernels`] asked for it.
+macro_rules! dispatch {
+    ($backend:ident: $ops:ident::$method:ident($operands:expr)) => {{
+        let operands: $crate::checked::Checked<_> = $operands;
+        match $crate::selection::reference_only() {
+            true => reference::$method::<$backend>(operands.into_inner()),
+            false => <$backend as $ops>::$method(operands),
+        }
+    }};
+}
+pub(crate) use dispatch;

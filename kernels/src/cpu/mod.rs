@@ -104,6 +104,11 @@ pub(crate) fn integers<const D: usize>(tensor: Tensor<NdArray, D, Int>) -> Vec<i
     }
 }
 
+/// An id or position held in `0..=last`: what lies outside, on either side, counts as `last`.
+pub(crate) fn clamp_index(id: i64, last: usize) -> usize {
+    usize::try_from(id).unwrap_or(usize::MAX).min(last)
+}
+
 /// Runs `work` with the widest vectors that the processor has.
 #[inline(always)]
 pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {

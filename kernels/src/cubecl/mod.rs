@@ -14,6 +14,8 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
+use crate::recorder;
+
 pub(crate) use self::lazy_kernel::launch;
 pub(crate) use self::scratch::spare;
 
@@ -44,9 +46,20 @@ pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
 }
 
 /// The tensor's buffer as a kernel's argument.
+///
+/// # Panics
+/// With the operation's name, if it has more elements than kernels count, in 32 bits.
 pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
+    let length = (x.handle.size_in_used() as usize) / x.dtype.size().max(1);
+    assert_addressable(length);
     // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
-    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), (x.handle.size_in_used() as usize) / x.dtype.size().max(1)) }
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), length) }
+}
+
+/// Panics, with the operation's name, unless 32 bits count as many elements.
+pub(crate) fn assert_addressable(length: usize) {
+    let fits = u32::try_from(length).is_ok();
+    assert!(fits, "{}: a tensor of {length} elements is too large, kernels count 2^32 of them", recorder::current());
 }
 
 /// A tensor as a kernel's argument, if it is there.
@@ -75,6 +88,13 @@ pub(crate) fn vector_width<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: 
             })
     };
     tensors[0].client.io_optimized_vector_sizes(size).find(|width| fits(*width)).unwrap_or(1)
+}
+
+/// An id or position held in `0..=last`: what lies outside, on either side, counts as `last`.
+#[cube]
+pub(crate) fn clamp_index<I: Int>(id: I, last: u32) -> u32 {
+    let outside = id < I::from_int(0) || id > I::cast_from(last);
+    select(outside, last, u32::cast_from(id))
 }
 
 /// A grid of at least this many cubes; a kernel checks `CUBE_POS` or `ABSOLUTE_POS` against its own end.

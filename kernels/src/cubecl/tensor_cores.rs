@@ -19,7 +19,7 @@ pub(crate) type Half<F> = Vector<F, Const<2>>;
 pub(crate) type Wide<F> = Vector<F, Const<8>>;
 
 /// Whether the device multiplies matrices of the tensor's dtype so, and reads them from shared memory in one go.
-pub(crate) fn has_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+pub(crate) fn has_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     let properties = x.client.properties();
     let dtype: StorageType = x.dtype.into();
     let half = matches!(dtype.elem_type(), ElemType::Float(FloatKind::F16 | FloatKind::BF16));

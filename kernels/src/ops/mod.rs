@@ -1,4 +1,6 @@
-//! The operations, a folder each.
+//! The operations, a folder each: `mod.rs` has the public function with all checks, the operands and the trait,
+//! `reference.rs` the body of small operations, `autodiff.rs` its nodes in the graph, `cpu.rs` and `cubecl.rs` the bodies of
+//! these backends.
 
 pub(crate) mod activation;
 pub(crate) mod attention;
@@ -12,5 +14,5 @@ pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod reshape;
 pub(crate) mod rotary;
-pub(crate) mod softmax;
+pub(crate) mod upload;
 pub(crate) mod weight;

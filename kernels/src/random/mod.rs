@@ -1,12 +1,8 @@
 //! Random bits that are a pure function of a key and a place, so that nothing has to be remembered or saved.
 
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
-
-use burn::tensor::{DType, Int, Tensor};
-
-use crate::{Backend, recorder};
 
 /// Random bits come as integers below this: 24 of them, exact in f32.
 pub(crate) const RANGE: u32 = 1 << 24;
@@ -129,12 +125,6 @@ fn feistel(mut left: u32, mut right: u32, keys: [u32; ROUNDS]) -> (u32, u32) {
         (left, right) = (right, left ^ ((product ^ (product >> 15)) & 0xffff));
     }
     (left, right)
-}
-
-/// 24 random bits for each of `[rows, columns]`, on the device; element (r, c) is [`RandomKey::bits`]`(r, c)`.
-pub fn random_bits<B: Backend>(rows: usize, columns: usize, key: RandomKey, device: &B::Device) -> Tensor<B, 2, Int> {
-    let _op = recorder::op("random_bits", || vec![recorder::Operand::new([rows, columns], DType::I32)]);
-    B::random_bits(rows, columns, key, device)
 }
 
 #[cfg(test)]

@@ -5,11 +5,6 @@ use burn::tensor::{ElementConversion, Int, Tensor};
 
 use super::{MULTIPLIERS, ROUNDS, RandomKey};
 
-/// Reference body of [`random_bits`](crate::random_bits).
-pub fn random_bits<B: Backend>(rows: usize, columns: usize, key: RandomKey, device: &B::Device) -> Tensor<B, 2, Int> {
-    bits_of_rows(Tensor::arange(0..rows as i64, device), columns, key)
-}
-
 /// The bits of the given rows, `[rows]`: `[rows, columns]`.
 pub(crate) fn bits_of_rows<B: Backend>(rows: Tensor<B, 1, Int>, columns: usize, key: RandomKey) -> Tensor<B, 2, Int> {
     let (left, right) = halves_of_rows(rows, columns, key);

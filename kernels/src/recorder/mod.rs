@@ -29,12 +29,14 @@
 //! # Ok::<(), fireclay_kernels::recorder::RecorderError>(())
 //! ```
 
+mod backends;
 #[cfg(feature = "cuda")]
 pub(crate) mod cupti;
 mod report;
 #[cfg(any(feature = "cuda", test))]
 mod trace;
 
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt::{self, Display, Formatter};
 use std::marker::PhantomData;
@@ -42,17 +44,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Tensor};
 
 pub use report::{Copies, Fallback, KernelReport, OpReport, Operand, Report, Source, Work};
-
-use crate::Backend;
 
 /// Whether calls are to be recorded.
 static ON: AtomicBool = AtomicBool::new(false);
 /// Whether there is a recording, its start and its end included.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static CALLS: Mutex<Option<Calls>> = Mutex::new(None);
+
+thread_local! {
+    static CURRENT: Cell<&'static str> = const { Cell::new("an operation") };
+}
 
 /// Why there is no recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +82,15 @@ impl Display for RecorderError {
 
 impl std::error::Error for RecorderError {}
 
-/// What shows the recorder the work of a device; see [`Backend::probe`].
+/// A backend whose work can be recorded.
+pub trait RecorderOps: Backend {
+    /// What shows a [`Recording`] the work of `device`; none where calls are all that is known.
+    fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
+        None
+    }
+}
+
+/// What shows the recorder the work of a device; see [`RecorderOps::probe`].
 pub trait Probe: Send + Sync {
     /// Begins to watch. The device is idle.
     ///
@@ -170,7 +183,7 @@ impl Recording {
     ///
     /// # Errors
     /// If another recording runs, if the device failed, or if it is a CUDA device and CUPTI cannot be used.
-    pub fn start<B: Backend>(device: &B::Device) -> Result<Self, RecorderError> {
+    pub fn start<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
         Self::begin::<B>(device, true)
     }
 
@@ -178,11 +191,11 @@ impl Recording {
     ///
     /// # Errors
     /// If another recording runs, or if the device failed.
-    pub fn start_calls<B: Backend>(device: &B::Device) -> Result<Self, RecorderError> {
+    pub fn start_calls<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
         Self::begin::<B>(device, false)
     }
 
-    fn begin<B: Backend>(device: &B::Device, watch: bool) -> Result<Self, RecorderError> {
+    fn begin<B: RecorderOps>(device: &B::Device, watch: bool) -> Result<Self, RecorderError> {
         if TAKEN.swap(true, Ordering::AcqRel) {
             return Err(RecorderError::Running);
         }
@@ -264,12 +277,15 @@ impl Drop for Recording {
 #[must_use = "the span ends when this is dropped"]
 pub struct Scope {
     probe: Option<Arc<dyn Probe>>,
+    /// The operation around this one.
+    around: &'static str,
     // It must end on the thread that it began on.
     _thread: PhantomData<*const ()>,
 }
 
 impl Drop for Scope {
     fn drop(&mut self) {
+        CURRENT.set(self.around);
         if let Some(probe) = &self.probe {
             probe.leave();
         }
@@ -281,7 +297,13 @@ impl Drop for Scope {
 pub fn op(name: &'static str, describe: impl FnOnce() -> Vec<Operand>) -> Scope {
     // What the flag guards lies behind a lock of its own.
     let probe = if ON.load(Ordering::Relaxed) { enter(name, describe()) } else { None };
-    Scope { probe, _thread: PhantomData }
+    Scope { probe, around: CURRENT.replace(name), _thread: PhantomData }
+}
+
+/// The innermost operation that this thread is in, for what it has to say.
+#[cfg(feature = "cubecl")]
+pub(crate) fn current() -> &'static str {
+    CURRENT.get()
 }
 
 #[cold]

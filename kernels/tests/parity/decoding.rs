@@ -1,14 +1,16 @@
 //! The operations of decoding against the reference: few rows, a cache, a choice.
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use fireclay_kernels::operands::{Checked, Logits};
 use fireclay_kernels::{
     Activation, ActivationKind, Backend, CachedTokens, Int8Weight, LayerCache, Norm, PackedHeads, Penalties, Placement,
     RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts, Weight, cached_attention, embed, embed_add,
-    head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear, reference,
+    head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
 use crate::compare::{assert_close, random, tolerance};
+use crate::plain;
 
 fn integers<B: Backend, const D: usize>(data: Vec<i32>, shape: [usize; D], device: &B::Device) -> Tensor<B, D, Int> {
     Tensor::from_data(TensorData::new(data, shape), device)
@@ -45,11 +47,11 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
                     let what = format!("{rows}x{d_input}x{d_output} {dtype:?}, norm {:?}, bias {}",
                         norm.as_ref().map(|norm| norm.kind), bias.is_some());
                     let input = match &norm {
-                        Some(norm) => reference::norm_forward(wide(&x), norm).output,
+                        Some(norm) => plain::norm(wide(&x), norm),
                         None => wide(&x),
                     };
                     let wide_bias = bias.clone().map(|bias| bias.cast(DType::F32));
-                    let product = reference::linear_forward(input, wide(&weight), wide_bias);
+                    let product = plain::linear(input, wide(&weight), wide_bias);
                     let ours = norm_linear(x.clone(), norm.as_ref(), weight.clone(), bias.clone());
                     assert_eq!(ours.dtype(), DType::from(dtype), "{what}");
                     assert_close(&format!("norm_linear {what}"), &ours.cast(DType::F32), &product, tolerance);
@@ -64,7 +66,7 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
                         [Activation::plain(ActivationKind::GeluTanh), Activation::gated(ActivationKind::Silu)]
                     {
                         let ours = norm_gate_up(x.clone(), norm.as_ref(), weight.clone(), bias.clone(), activation);
-                        let wanted = reference::activate(product.clone(), activation);
+                        let wanted = plain::activate(product.clone(), activation);
                         let what = format!("norm_gate_up {what}, {activation:?}");
                         assert_close(&what, &ours.cast(DType::F32), &wanted, tolerance);
                     }
@@ -83,7 +85,7 @@ backend_test!(results_of_few_rows_stay_as_they_are_while_they_are_held::<B>(devi
         held.retain(|(seed, _)| seed % 3 == 0);
         held.extend((0..12).map(|at| 2 + 12 * round + at).map(|seed| (seed, linear(input(seed), weight.clone(), None))));
         for (seed, result) in &held {
-            let wanted = reference::linear_forward(input(*seed), weight.clone(), None);
+            let wanted = plain::linear(input(*seed), weight.clone(), None);
             assert_close(&format!("input {seed} in round {round}"), result, &wanted, tolerance::<B>(&device));
         }
     }
@@ -100,7 +102,7 @@ backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) 
             let bytes = Weight::Int8(bytes.expect("the device works").expect("whole words"));
             for weight in [Weight::from(weight.cast(dtype)), bytes] {
                 let wide = weight.clone().into_float(FloatDType::F32).cast(DType::F32);
-                let wanted = reference::linear_forward(x.clone().cast(DType::F32), wide, None);
+                let wanted = plain::linear(x.clone().cast(DType::F32), wide, None);
                 assert_close(&what, &linear(x.clone(), weight, None).cast(DType::F32), &wanted, tolerance);
             }
         }
@@ -117,8 +119,8 @@ backend_test!(logits_of_many_rows_are_wide_whatever_the_weight::<B>(device) {
             for weight in [weight.clone(), weight.cast(dtype), narrowed] {
                 let what = format!("{rows}x{d_input}x{d_output} {dtype:?} by {:?}", weight.dtype());
                 let rounded = weight.clone().cast(dtype).cast(DType::F32);
-                let wanted = reference::linear_forward(hidden.clone().cast(DType::F32), rounded, None);
-                let ours = B::logits(hidden.clone(), &Weight::from(weight));
+                let wanted = plain::linear(hidden.clone().cast(DType::F32), rounded, None);
+                let ours = B::logits(Checked::new(Logits { hidden: hidden.clone(), weight: weight.into() }));
                 assert_eq!(ours.dtype(), DType::F32, "{what}");
                 assert_close(&what, &ours, &wanted, tolerance);
             }
@@ -132,7 +134,7 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
             let values: Vec<f32> = random::<B, 2>(2, [d_output, d_input], &device).into_data().iter::<f32>().collect();
             let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
             let bytes = bytes.expect("the device works").expect("whole words");
-            let wide = reference::int8_to_float(&bytes, FloatDType::F32);
+            let wide = plain::int8_to_float(&bytes, FloatDType::F32);
             let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
             // No byte is off by more than half a step.
             let given = Tensor::<B, 2>::from_data(TensorData::new(values, [d_output, d_input]), &device);
@@ -144,19 +146,19 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let x_wide = x.clone().cast(DType::F32);
             let weight = || Weight::Int8(bytes.clone());
-            let product = reference::linear_forward(x_wide.clone(), wide.clone(), None);
+            let product = plain::linear(x_wide.clone(), wide.clone(), None);
             assert_close(&what, &linear(x.clone(), weight(), None).cast(DType::F32), &product, tolerance);
             let residual = random::<B, 2>(4, [rows, d_output], &device).cast(dtype);
             let ours = linear_add(x.clone(), weight(), None, None, residual.clone()).cast(DType::F32);
             assert_close(&what, &ours, &(product + residual.cast(DType::F32)), tolerance);
             let norm = Norm::rms(random::<B, 1>(5, [d_input], &device) + 1.5, 1e-6);
-            let normed = reference::norm_forward(x_wide, &norm).output;
-            let product = reference::linear_forward(normed, wide.clone(), None);
+            let normed = plain::norm(x_wide, &norm);
+            let product = plain::linear(normed, wide.clone(), None);
             let ours = norm_linear(x.clone(), Some(&norm), weight(), None).cast(DType::F32);
             assert_close(&what, &ours, &product, tolerance);
             let swiglu = Activation::gated(ActivationKind::Silu);
             let ours = norm_gate_up(x, Some(&norm), weight(), None, swiglu).cast(DType::F32);
-            assert_close(&what, &ours, &reference::activate(product, swiglu), tolerance);
+            assert_close(&what, &ours, &plain::activate(product, swiglu), tolerance);
 
             let tokens = integers::<B, 2>(vec![1, 0, d_output as i32 - 1], [1, 3], &device);
             let ours = embed(weight(), tokens.clone(), dtype).cast(DType::F32);
@@ -224,7 +226,7 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                     let qkv = random::<B, 3>(20 + step as u64, [batch_size, seq_length, heads.width()], &device);
                     let qkv = qkv.cast(dtype);
                     let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
-                    let b = reference::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
+                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
                     let b = b.reshape([batch_size, seq_length, heads.n_heads * head_dim]);
                     let what = format!("{heads:?} {dtype:?} window {window:?} starts {starts:?}, step {step}");
                     assert_close(&what, &a, &b, tolerance);
@@ -283,7 +285,7 @@ backend_test!(draws_are_those_of_the_reference::<B>(device) {
             let (mut ours, mut theirs) = (known(), known());
             let a: Vec<i64> =
                 head_sample(hidden.clone(), weight.clone(), &sampling, &mut ours).into_data().iter::<i64>().collect();
-            let b: Vec<i64> = reference::head_sample(hidden.clone(), weight.clone(), &sampling, &mut theirs)
+            let b: Vec<i64> = plain::head_sample(hidden.clone(), weight.clone(), &sampling, &mut theirs)
                 .into_data().iter::<i64>().collect();
             if sampling == Sampling::greedy() {
                 greedy.clone_from(&b);

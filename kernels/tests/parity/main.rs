@@ -5,7 +5,9 @@
 mod compare;
 mod decoding;
 mod operations;
+mod plain;
 mod recorder;
+mod refusals;
 
 use std::sync::{Mutex, PoisonError};
 

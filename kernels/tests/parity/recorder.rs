@@ -6,7 +6,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, Int, Tensor};
 use fireclay_kernels::recorder::{Copies, Operand, RecorderError, Recording, Report, Source, Work, fell_back};
 use fireclay_kernels::{
-    Activation, ActivationKind, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, norm, random_bits,
+    Activation, ActivationKind, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, norm,
 };
 
 use crate::backend_test;
@@ -41,14 +41,14 @@ backend_test!(calls_are_counted_with_their_shapes::<B>(device) {
         activate(x.clone(), SILU);
         activate(wide, SILU);
         activate(x, SILU);
-        random_bits::<B>(7, 9, RandomKey::new(1), &device);
+        dropout(random::<B, 2>(3, [7, 9], &device), Dropout { probability: 0.5, key: RandomKey::new(1) });
     });
     let names: Vec<_> = report.ops.iter().map(|op| (op.name, op.calls)).collect();
-    assert_eq!(names, [("norm", 1), ("activate", 3), ("random_bits", 1)]);
+    assert_eq!(names, [("norm", 1), ("activate", 3), ("dropout", 1)]);
     let activate = report.op("activate").expect("recorded");
     let inputs = |dims: &[usize], dtype| vec![Operand::new(dims, dtype)];
     assert_eq!(activate.shapes, [(inputs(&[2, 3, 8], DType::F32), 2), (inputs(&[5, 16], DType::F32), 1)]);
-    assert_eq!(report.op("random_bits").expect("recorded").shapes, [(inputs(&[7, 9], DType::I32), 1)]);
+    assert_eq!(report.op("dropout").expect("recorded").shapes, [(inputs(&[7, 9], DType::F32), 1)]);
     if report.source == Source::Calls {
         assert_calls_alone(&report);
     }

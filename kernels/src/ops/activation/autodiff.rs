@@ -7,32 +7,35 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
 
-use super::Activation;
-use crate::Backend;
-use crate::autodiff::{float, inner, primitive};
+use super::{ActivateBackward, ActivateForward, Activation, ActivationOps, activate_backward, activate_forward};
+use crate::autodiff::inner;
+use crate::checked::Checked;
 use crate::recorder;
+use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
 struct ActivateNode;
 
-impl<B: Backend> Backward<B, 1> for ActivateNode {
+impl<B: ActivationOps> Backward<B, 1> for ActivateNode {
     type State = (Tensor<B, 2>, Activation);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (x, activation) = ops.state;
         let _op = recorder::op("activate backward", || vec![recorder::operand(&x)]);
-        unary::<B, _>(ops.parents, ops.node, grads, |grad| primitive(B::activate_backward(float(grad), x, activation)));
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            primitive(activate_backward::<B>(Checked::new(ActivateBackward { grad: float(grad), x, activation })))
+        });
     }
 }
 
-pub(crate) fn activate<B: Backend, C: CheckpointStrategy>(
-    x: Tensor<Autodiff<B, C>, 2>,
-    activation: Activation,
-) -> Tensor<Autodiff<B, C>, 2> {
-    let input = inner(&x);
-    let output = primitive(B::activate_forward(input.clone(), activation));
-    float(match ActivateNode.prepare::<C>([primitive(x).node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish((input, activation), output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+impl<B: ActivationOps, C: CheckpointStrategy> ActivationOps for Autodiff<B, C> {
+    fn activate(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        let ActivateForward { x, activation } = operands.into_inner();
+        let input = inner(&x);
+        let output = activate_forward::<B>(Checked::new(ActivateForward { x: input.clone(), activation }));
+        float(match ActivateNode.prepare::<C>([primitive(x).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish((input, activation), primitive(output)),
+            OpsKind::UnTracked(node) => node.finish(primitive(output)),
+        })
+    }
 }

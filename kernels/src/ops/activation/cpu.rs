@@ -3,7 +3,8 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{Activation, ActivationKind};
+use super::{ActivateBackward, ActivateForward, Activation, ActivationKind, ActivationOps};
+use crate::checked::Checked;
 use crate::cpu::{Values, exp, for_rows, new_rows, new_rows_beside, sigmoid, tensor};
 
 /// Calls a function with the activation's own: `f(x)` and its slope.
@@ -18,16 +19,16 @@ macro_rules! with_kind {
     };
 }
 
-pub(crate) fn activate(x: Tensor<NdArray, 2>, activation: Activation) -> Tensor<NdArray, 2> {
-    with_kind!(activation, forward(x))
-}
+impl ActivationOps for NdArray {
+    fn activate_forward(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        let ActivateForward { x, activation } = operands.into_inner();
+        with_kind!(activation, forward(x))
+    }
 
-pub(crate) fn activate_backward(
-    grad: Tensor<NdArray, 2>,
-    x: Tensor<NdArray, 2>,
-    activation: Activation,
-) -> Tensor<NdArray, 2> {
-    with_kind!(activation, backward(grad, x))
+    fn activate_backward(operands: Checked<ActivateBackward<Self>>) -> Tensor<Self, 2> {
+        let ActivateBackward { grad, x, activation } = operands.into_inner();
+        with_kind!(activation, backward(grad, x))
+    }
 }
 
 /// The activation of `x`, of shape `[rows, width]`, in whose place stands what a gradient of it is multiplied by

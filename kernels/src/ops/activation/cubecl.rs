@@ -1,11 +1,15 @@
 //! Activations in CubeCL: the bias before them, where there is one, added in the same pass.
 
-use burn_cubecl::CubeRuntime;
+use burn::tensor::Tensor;
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{Activation, ActivationKind};
+use super::{ActivateBackward, ActivateForward, Activation, ActivationKind, ActivationOps};
+use crate::checked::Checked;
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows, vector_width};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
@@ -14,6 +18,24 @@ const ROOT: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 /// `1 / sqrt(2 pi)`.
 const DENSITY: f32 = 0.398_942_3;
+
+impl<R, F, I, BT> ActivationOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn activate_forward(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        let ActivateForward { x, activation } = operands.into_inner();
+        float(activate(primitive(x), None, activation))
+    }
+
+    fn activate_backward(operands: Checked<ActivateBackward<Self>>) -> Tensor<Self, 2> {
+        let ActivateBackward { grad, x, activation } = operands.into_inner();
+        float(activate_backward(primitive(grad), primitive(x), None, activation))
+    }
+}
 
 /// `activation(x + bias)` of `x` `[rows, width]`, bias `[width]`.
 pub(crate) fn activate<R: CubeRuntime>(

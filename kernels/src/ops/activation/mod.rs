@@ -1,17 +1,19 @@
 //! The nonlinearity between the two products of a feed-forward layer, plain or gated.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
-use crate::Backend;
-use crate::autodiff::{as_dims, as_rows};
+use super::reshape::{ReshapeOps, as_dims, as_rows};
+use crate::checked::{Checked, Operands, part};
 use crate::recorder;
+use crate::selection::dispatch;
 
 /// A nonlinearity of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,15 +54,88 @@ impl Activation {
     }
 }
 
+/// What [`activate`] computes with.
+#[derive(Clone, Debug)]
+pub struct ActivateForward<B: Backend> {
+    /// `[rows, width]`.
+    pub x: Tensor<B, 2>,
+    /// The nonlinearity; if it gates, `width` is even.
+    pub activation: Activation,
+}
+
+impl<B: Backend> Operands for ActivateForward<B> {
+    fn check(&self) {
+        part("activate", "x", &self.x).float();
+        check_width("activate", self.activation, self.x.dims());
+    }
+}
+
+/// What the gradient of [`activate`] is computed with.
+#[derive(Clone, Debug)]
+pub struct ActivateBackward<B: Backend> {
+    /// Gradient of the output, `[rows, width]` or `[rows, width / 2]`, in the dtype of `x`.
+    pub grad: Tensor<B, 2>,
+    /// The input as it was.
+    pub x: Tensor<B, 2>,
+    /// The nonlinearity.
+    pub activation: Activation,
+}
+
+impl<B: Backend> Operands for ActivateBackward<B> {
+    fn check(&self) {
+        let x = part("activate backward", "x", &self.x).float();
+        let [rows, width] = self.x.dims();
+        check_width("activate backward", self.activation, [rows, width]);
+        let wanted = [rows, self.activation.output_width(width)];
+        part("activate backward", "grad", &self.grad).shaped(&wanted, &x).alike(&x);
+    }
+}
+
+fn check_width(op: &str, activation: Activation, dims: [usize; 2]) {
+    assert!(
+        !activation.gated || dims[1].is_multiple_of(2),
+        "{op}: a gated activation needs an even width, x is {dims:?}"
+    );
+}
+
+/// Activations on a backend.
+pub trait ActivationOps: ReshapeOps {
+    /// Body of [`activate`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    fn activate(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        activate_forward(operands)
+    }
+    /// Forward of [`activate`].
+    fn activate_forward(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        reference::activate_forward(operands.into_inner())
+    }
+    /// Backward of [`activate`]: the gradient of the input.
+    fn activate_backward(operands: Checked<ActivateBackward<Self>>) -> Tensor<Self, 2> {
+        reference::activate_backward(operands.into_inner())
+    }
+}
+
 /// Applies `activation` to `x` `[.., width]`: the output is `[.., width]`, or `[.., width / 2]` where it gates, the
 /// first half of `x` being the gate. Computes in f32 and returns the dtype of `x`.
 ///
 /// # Panics
-/// If it gates and `width` is odd.
-pub fn activate<B: Backend, const D: usize>(x: Tensor<B, D>, activation: Activation) -> Tensor<B, D> {
+/// If it gates and `width` is odd, or `x` is empty.
+pub fn activate<B: ActivationOps, const D: usize>(x: Tensor<B, D>, activation: Activation) -> Tensor<B, D> {
     let _op = recorder::op("activate", || vec![recorder::operand(&x)]);
     let mut dims = x.dims();
-    assert!(!activation.gated || dims[D - 1].is_multiple_of(2), "activate: a gated activation needs an even width");
+    let operands = Checked::new(ActivateForward { x: as_rows(x), activation });
     dims[D - 1] = activation.output_width(dims[D - 1]);
-    as_dims(B::activate(as_rows(x), activation), dims)
+    as_dims(B::activate(operands), dims)
+}
+
+/// [`activate`] of rows, as a part of another operation.
+pub(crate) fn activate_rows<B: ActivationOps>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
+    B::activate(Checked::new(ActivateForward { x, activation }))
+}
+
+pub(crate) fn activate_forward<B: ActivationOps>(operands: Checked<ActivateForward<B>>) -> Tensor<B, 2> {
+    dispatch!(B: ActivationOps::activate_forward(operands))
+}
+
+pub(crate) fn activate_backward<B: ActivationOps>(operands: Checked<ActivateBackward<B>>) -> Tensor<B, 2> {
+    dispatch!(B: ActivationOps::activate_backward(operands))
 }

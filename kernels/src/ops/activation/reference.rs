@@ -5,10 +5,10 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, activation as burn_activation};
 
-use super::{Activation, ActivationKind};
+use super::{ActivateBackward, ActivateForward, ActivationKind};
 
-/// Reference body of [`activate`](crate::activate) over `[rows, width]`.
-pub fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
+/// Reference body of [`activate`](crate::activate()) over `[rows, width]`.
+pub fn activate_forward<B: Backend>(ActivateForward { x, activation }: ActivateForward<B>) -> Tensor<B, 2> {
     let dtype = x.dtype();
     let x = x.cast(DType::F32);
     let output = if activation.gated {
@@ -20,8 +20,9 @@ pub fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B
     output.cast(dtype)
 }
 
-/// Reference backward of [`activate`](crate::activate), from its input.
-pub fn activate_backward<B: Backend>(grad: Tensor<B, 2>, x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
+/// Reference backward of [`activate`](crate::activate()), from its input.
+pub fn activate_backward<B: Backend>(operands: ActivateBackward<B>) -> Tensor<B, 2> {
+    let ActivateBackward { grad, x, activation } = operands;
     let dtype = x.dtype();
     let (grad, x) = (grad.cast(DType::F32), x.cast(DType::F32));
     let d_x = if activation.gated {

@@ -7,15 +7,22 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
 
-use super::{AttentionMask, AttentionOptions, AttentionOutput};
-use crate::autodiff::{float, inner, inner_int, primitive};
-use crate::{Backend, PackedHeads, recorder};
+use super::{
+    AttentionBackward, AttentionForward, AttentionMask, AttentionOps, AttentionOptions, AttentionOutput,
+    QkvAttentionBackward, QkvAttentionForward, attention_backward, attention_forward, qkv_attention_backward,
+    qkv_attention_forward,
+};
+use crate::autodiff::{inner, inner_int};
+use crate::checked::Checked;
+use crate::packed_heads::PackedHeads;
+use crate::recorder;
+use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
 struct AttentionNode;
 
 #[derive(Clone, Debug)]
-struct State<B: Backend> {
+struct State<B: AttentionOps> {
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
     value: Tensor<B, 4>,
@@ -24,7 +31,7 @@ struct State<B: Backend> {
     options: AttentionOptions,
 }
 
-impl<B: Backend> Backward<B, 3> for AttentionNode {
+impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -33,7 +40,8 @@ impl<B: Backend> Backward<B, 3> for AttentionNode {
         let _op = recorder::op("attention backward", || {
             vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
         });
-        let gradients = B::attention_backward(grad, query, key, value, saved, &mask, options);
+        let operands = AttentionBackward { grad, query, key, value, saved, mask, options };
+        let gradients = attention_backward::<B>(Checked::new(operands));
         let gradients = [gradients.query, gradients.key, gradients.value];
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let Some(node) = parent {
@@ -48,7 +56,7 @@ impl<B: Backend> Backward<B, 3> for AttentionNode {
 struct QkvAttentionNode;
 
 #[derive(Clone, Debug)]
-struct PackedState<B: Backend> {
+struct PackedState<B: AttentionOps> {
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
     saved: AttentionOutput<B>,
@@ -56,21 +64,22 @@ struct PackedState<B: Backend> {
     options: AttentionOptions,
 }
 
-impl<B: Backend> Backward<B, 1> for QkvAttentionNode {
+impl<B: AttentionOps> Backward<B, 1> for QkvAttentionNode {
     type State = PackedState<B>;
 
     fn backward(self, ops: Ops<PackedState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let PackedState { qkv, heads, saved, mask, options } = ops.state;
         let _op = recorder::op("qkv_attention backward", || vec![recorder::operand(&qkv)]);
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            primitive(B::qkv_attention_backward(float(grad), qkv, heads, saved, &mask, options))
+            let operands = QkvAttentionBackward { grad: float(grad), qkv, heads, saved, mask, options };
+            primitive(qkv_attention_backward::<B>(Checked::new(operands)))
         });
     }
 }
 
 /// The wrapped backend's view of a mask.
-fn inner_mask<B: Backend, C: CheckpointStrategy>(mask: &AttentionMask<Autodiff<B, C>>) -> AttentionMask<B> {
-    match mask.clone() {
+fn inner_mask<B: AttentionOps, C: CheckpointStrategy>(mask: AttentionMask<Autodiff<B, C>>) -> AttentionMask<B> {
+    match mask {
         AttentionMask::None => AttentionMask::None,
         AttentionMask::Causal { window } => AttentionMask::Causal { window },
         AttentionMask::Positions { positions, window } => {
@@ -80,37 +89,38 @@ fn inner_mask<B: Backend, C: CheckpointStrategy>(mask: &AttentionMask<Autodiff<B
     }
 }
 
-pub(crate) fn qkv_attention<B: Backend, C: CheckpointStrategy>(
-    qkv: Tensor<Autodiff<B, C>, 3>,
-    heads: PackedHeads,
-    mask: &AttentionMask<Autodiff<B, C>>,
-    options: AttentionOptions,
-) -> Tensor<Autodiff<B, C>, 4> {
-    let (mask, input) = (inner_mask(mask), inner(&qkv));
-    let saved = B::qkv_attention_forward(input.clone(), heads, &mask, options);
-    let output = primitive(saved.output.clone());
-    let state = PackedState { qkv: input, heads, saved, mask, options };
-    float(match QkvAttentionNode.prepare::<C>([primitive(qkv).node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(state, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
-}
+impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
+    fn attention(operands: Checked<AttentionForward<Self>>) -> Tensor<Self, 4> {
+        let AttentionForward { query, key, value, mask, options } = operands.into_inner();
+        let mask = inner_mask(mask);
+        let forward = AttentionForward {
+            query: inner(&query),
+            key: inner(&key),
+            value: inner(&value),
+            mask: mask.clone(),
+            options,
+        };
+        let (q, k, v) = (forward.query.clone(), forward.key.clone(), forward.value.clone());
+        let saved = attention_forward::<B>(Checked::new(forward));
+        let output = primitive(saved.output.clone());
+        let state = State { query: q, key: k, value: v, saved, mask, options };
+        let nodes = [primitive(query).node, primitive(key).node, primitive(value).node];
+        float(match AttentionNode.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish(state, output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
 
-pub(crate) fn attention<B: Backend, C: CheckpointStrategy>(
-    query: Tensor<Autodiff<B, C>, 4>,
-    key: Tensor<Autodiff<B, C>, 4>,
-    value: Tensor<Autodiff<B, C>, 4>,
-    mask: &AttentionMask<Autodiff<B, C>>,
-    options: AttentionOptions,
-) -> Tensor<Autodiff<B, C>, 4> {
-    let mask = inner_mask(mask);
-    let (q, k, v) = (inner(&query), inner(&key), inner(&value));
-    let saved = B::attention_forward(q.clone(), k.clone(), v.clone(), &mask, options);
-    let output = primitive(saved.output.clone());
-    let state = State { query: q, key: k, value: v, saved, mask, options };
-    let nodes = [primitive(query).node, primitive(key).node, primitive(value).node];
-    float(match AttentionNode.prepare::<C>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(state, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+    fn qkv_attention(operands: Checked<QkvAttentionForward<Self>>) -> Tensor<Self, 4> {
+        let QkvAttentionForward { qkv, heads, mask, options } = operands.into_inner();
+        let (mask, input) = (inner_mask(mask), inner(&qkv));
+        let forward = QkvAttentionForward { qkv: input.clone(), heads, mask: mask.clone(), options };
+        let saved = qkv_attention_forward::<B>(Checked::new(forward));
+        let output = primitive(saved.output.clone());
+        let state = PackedState { qkv: input, heads, saved, mask, options };
+        float(match QkvAttentionNode.prepare::<C>([primitive(qkv).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish(state, output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
 }

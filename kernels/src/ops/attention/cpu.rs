@@ -6,9 +6,13 @@ use burn_ndarray::NdArray;
 use rayon::prelude::*;
 use std::ops::Range;
 
-use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
-use crate::PackedHeads;
-use crate::cpu::{Matrix, Values, exp, integers, max_of, product, sum_of, tensor, vectorised, zeros};
+use super::{
+    AttentionBackward, AttentionForward, AttentionGradients, AttentionMask, AttentionOps, AttentionOptions,
+    AttentionOutput, QkvAttentionBackward, QkvAttentionForward,
+};
+use crate::checked::Checked;
+use crate::cpu::{Matrix, Values, clamp_index, exp, integers, max_of, product, sum_of, tensor, vectorised, zeros};
+use crate::packed_heads::PackedHeads;
 
 /// Queries worked on together.
 const TILE: usize = 64;
@@ -64,14 +68,17 @@ impl Plan {
     fn visible(&self, batch: usize, query: usize) -> Range<usize> {
         let last = |at: i64, window: Option<usize>| {
             let end = (at + 1).clamp(0, self.keys as i64);
-            let start = window.map_or(0, |window| (at + 1 - window as i64).clamp(0, end));
+            let start = window.map_or(0, |window| (at + 1).saturating_sub_unsigned(window as u64).clamp(0, end));
             start as usize..end as usize
         };
         match &self.mask {
             Visible::All => 0..self.keys,
             Visible::Causal(window) => last((query + self.keys) as i64 - self.seq_length as i64, *window),
-            Visible::Positions(positions, window) => last(positions[batch * self.seq_length + query], *window),
-            Visible::Lengths(lengths) => 0..(lengths[batch].max(0) as usize).min(self.keys),
+            Visible::Positions(positions, window) => {
+                let at = clamp_index(positions[batch * self.seq_length + query], self.keys - 1);
+                last(at as i64, *window)
+            }
+            Visible::Lengths(lengths) => 0..(lengths[batch].max(1) as usize).min(self.keys),
         }
     }
 
@@ -159,28 +166,28 @@ impl Heads {
     }
 }
 
-pub(crate) fn attention_forward(
-    query: Tensor<NdArray, 4>,
-    key: Tensor<NdArray, 4>,
-    value: Tensor<NdArray, 4>,
-    mask: &AttentionMask<NdArray>,
-    options: AttentionOptions,
-) -> AttentionOutput<NdArray> {
-    assert_sizes(query.dims(), key.dims(), value.dims());
-    let plan = Plan::new(query.dims(), key.dims(), mask, options);
-    let [query, key, value] = [query, key, value].map(Values::strided);
-    forward(&plan, [&query, &key, &value].map(Heads::of))
-}
+impl AttentionOps for NdArray {
+    fn attention_forward(operands: Checked<AttentionForward<Self>>) -> AttentionOutput<Self> {
+        let AttentionForward { query, key, value, mask, options } = operands.into_inner();
+        let plan = Plan::new(query.dims(), key.dims(), &mask, options);
+        let [query, key, value] = [query, key, value].map(Values::strided);
+        forward(&plan, [&query, &key, &value].map(Heads::of))
+    }
 
-pub(crate) fn qkv_attention_forward(
-    qkv: Tensor<NdArray, 3>,
-    heads: PackedHeads,
-    mask: &AttentionMask<NdArray>,
-    options: AttentionOptions,
-) -> AttentionOutput<NdArray> {
-    let plan = Plan::packed(qkv.dims(), heads, mask, options);
-    let qkv = Values::rows(qkv);
-    forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
+    fn attention_backward(operands: Checked<AttentionBackward<Self>>) -> AttentionGradients<Self> {
+        attention_backward(operands.into_inner())
+    }
+
+    fn qkv_attention_forward(operands: Checked<QkvAttentionForward<Self>>) -> AttentionOutput<Self> {
+        let QkvAttentionForward { qkv, heads, mask, options } = operands.into_inner();
+        let plan = Plan::packed(qkv.dims(), heads, &mask, options);
+        let qkv = Values::rows(qkv);
+        forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
+    }
+
+    fn qkv_attention_backward(operands: Checked<QkvAttentionBackward<Self>>) -> Tensor<Self, 3> {
+        qkv_attention_backward(operands.into_inner())
+    }
 }
 
 /// Attention of packed queries `[batch_size, seq_length, width]` over the first `keys` of the keys and values
@@ -200,12 +207,6 @@ pub(crate) fn attention_over(
     let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), shape[1], heads);
     let [keys, values] = held.map(Heads::of);
     forward(&plan, [queries, keys, values]).output
-}
-
-/// Keys and values must be alike, and of the queries' rows and width: what follows trusts it.
-fn assert_sizes(query: [usize; 4], key: [usize; 4], value: [usize; 4]) {
-    assert_eq!(key, value, "keys and values are of one shape");
-    assert_eq!([query[0], query[3]], [key[0], key[3]], "queries and keys are of one batch and width");
 }
 
 /// Output and log-sum-exp of heads that outlive the call.
@@ -253,10 +254,6 @@ fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
 /// Turns a row of raw scores into probabilities, and returns its log-sum-exp.
 fn softmax(plan: &Plan, batch: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) -> f32 {
     let visible = plan.visible(batch, query);
-    if visible.is_empty() {
-        row.fill(0.0);
-        return 0.0;
-    }
     let (from, to) = (visible.start - seen.start, visible.end - seen.start);
     let scale = plan.options.scale as f32;
     vectorised(|| {
@@ -273,17 +270,9 @@ fn softmax(plan: &Plan, batch: usize, query: usize, seen: &Range<usize>, row: &m
     })
 }
 
-pub(crate) fn attention_backward(
-    grad: Tensor<NdArray, 4>,
-    query: Tensor<NdArray, 4>,
-    key: Tensor<NdArray, 4>,
-    value: Tensor<NdArray, 4>,
-    saved: AttentionOutput<NdArray>,
-    mask: &AttentionMask<NdArray>,
-    options: AttentionOptions,
-) -> AttentionGradients<NdArray> {
-    assert_sizes(query.dims(), key.dims(), value.dims());
-    let plan = Plan::new(query.dims(), key.dims(), mask, options);
+fn attention_backward(operands: AttentionBackward<NdArray>) -> AttentionGradients<NdArray> {
+    let AttentionBackward { grad, query, key, value, saved, mask, options } = operands;
+    let plan = Plan::new(query.dims(), key.dims(), &mask, options);
     let Plan { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = plan;
     let mut d_query = zeros(batch_size * seq_length * n_heads * head_dim);
     let mut d_key = zeros(batch_size * keys * n_kv_heads * head_dim);
@@ -302,16 +291,10 @@ pub(crate) fn attention_backward(
     }
 }
 
-pub(crate) fn qkv_attention_backward(
-    grad: Tensor<NdArray, 4>,
-    qkv: Tensor<NdArray, 3>,
-    heads: PackedHeads,
-    saved: AttentionOutput<NdArray>,
-    mask: &AttentionMask<NdArray>,
-    options: AttentionOptions,
-) -> Tensor<NdArray, 3> {
+fn qkv_attention_backward(operands: QkvAttentionBackward<NdArray>) -> Tensor<NdArray, 3> {
+    let QkvAttentionBackward { grad, qkv, heads, saved, mask, options } = operands;
     let shape = qkv.dims();
-    let plan = Plan::packed(shape, heads, mask, options);
+    let plan = Plan::packed(shape, heads, &mask, options);
     let qkv = Values::rows(qkv);
     let mut packed = zeros(qkv.len());
     let into = Heads::of_packed(packed.as_mut_ptr(), plan.seq_length, heads);

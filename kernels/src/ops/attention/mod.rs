@@ -1,34 +1,44 @@
 //! Scaled dot-product attention: causal, windowed or padded, grouped-query, with dropout.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor};
 
-use crate::{Backend, Dropout, PackedHeads, recorder};
+use super::dropout::Dropout;
+use super::reshape::ReshapeOps;
+use crate::checked::{Checked, Operands, Part, part};
+use crate::packed_heads::PackedHeads;
+use crate::recorder;
+use crate::selection::dispatch;
 
-/// Which keys a query sees.
+/// Tokens that a sequence may have: kernels count them in 32 bits, with room for a window.
+const MOST_TOKENS: usize = 1 << 30;
+
+/// Which keys a query sees: one at the least.
 #[derive(Clone, Debug)]
 pub enum AttentionMask<B: Backend> {
     /// All of them.
     None,
     /// Those up to its own, the last query standing at the last key; with a window, only that many, its own included.
     Causal {
-        /// Number of keys that a query sees at the most.
+        /// Number of keys that a query sees at the most, one or more.
         window: Option<usize>,
     },
     /// Those up to its position in a cache that may hold more keys than are filled.
     Positions {
-        /// Index of each query's own key, `[batch_size, seq_length]`.
+        /// Index of each query's own key, `[batch_size, seq_length]`. One outside `0..keys` counts as the last.
         positions: Tensor<B, 2, Int>,
         /// Number of keys that a query sees at the most.
         window: Option<usize>,
     },
-    /// The first `lengths` `[batch_size]` of a row padded on the right.
+    /// The first `lengths` `[batch_size]` of a row padded on the right. A length below one counts as one, and one above the
+    /// number of keys as all of them.
     Lengths(Tensor<B, 1, Int>),
 }
 
@@ -74,6 +84,203 @@ pub struct AttentionGradients<B: Backend> {
     pub value: Tensor<B, 4>,
 }
 
+impl<B: Backend> AttentionMask<B> {
+    /// Panics unless the mask is for `seq_length` queries, and as many keys, in each row of `x`, and lets each query see
+    /// some.
+    #[track_caller]
+    fn check(&self, op: &'static str, x: &Part<'_, B::Device>, [batch_size, seq_length, keys]: [usize; 3]) {
+        assert!(seq_length.max(keys) <= MOST_TOKENS, "{op}: {} tokens are too many", seq_length.max(keys));
+        match self {
+            Self::None => {}
+            Self::Causal { window } => {
+                assert!(*window != Some(0), "{op}: a window of no keys");
+                assert!(seq_length <= keys, "{op}: {seq_length} queries and {keys} keys: the first would see none");
+            }
+            Self::Positions { positions, window } => {
+                assert!(*window != Some(0), "{op}: a window of no keys");
+                part(op, "positions", positions).integer().shaped(&[batch_size, seq_length], x);
+            }
+            Self::Lengths(lengths) => {
+                part(op, "lengths", lengths).integer().shaped(&[batch_size], x);
+            }
+        }
+    }
+}
+
+/// Panics unless query, key and value fit together and the mask fits them.
+#[track_caller]
+fn check_heads<'a, B: Backend>(
+    op: &'static str,
+    [query, key, value]: [&Tensor<B, 4>; 3],
+    mask: &AttentionMask<B>,
+) -> Part<'a, B::Device> {
+    let q = part(op, "query", query).float();
+    let [batch_size, n_heads, seq_length, head_dim] = query.dims();
+    let [rows, n_kv_heads, keys, width] = key.dims();
+    let k = part(op, "key", key);
+    let fits = [rows, width] == [batch_size, head_dim] && n_heads.is_multiple_of(n_kv_heads);
+    let k = k.fits(fits, &q).alike(&q);
+    part(op, "value", value).shaped(&key.dims(), &k).alike(&q);
+    mask.check(op, &q, [batch_size, seq_length, keys]);
+    q
+}
+
+/// Panics unless `qkv` has the width of `heads`, and the mask fits it.
+#[track_caller]
+fn check_packed<'a, B: Backend>(
+    op: &'static str,
+    qkv: &Tensor<B, 3>,
+    heads: PackedHeads,
+    mask: &AttentionMask<B>,
+) -> Part<'a, B::Device> {
+    let x = part(op, "qkv", qkv).float();
+    let [batch_size, seq_length, _] = qkv.dims();
+    heads.check(op, "qkv", qkv.dims());
+    mask.check(op, &x, [batch_size, seq_length, seq_length]);
+    x
+}
+
+impl<B: Backend> AttentionOutput<B> {
+    /// Panics unless this is what a forward pass of these sizes gives, and `grad` a gradient of it.
+    #[track_caller]
+    fn check(
+        &self,
+        op: &'static str,
+        grad: &Tensor<B, 4>,
+        x: &Part<'_, B::Device>,
+        [batch_size, n_heads, seq_length, head_dim]: [usize; 4],
+    ) {
+        let wanted = [batch_size, seq_length, n_heads, head_dim];
+        part(op, "output", &self.output).shaped(&wanted, x).alike(x);
+        part(op, "grad", grad).shaped(&wanted, x).alike(x);
+        let wanted = [batch_size, n_heads, seq_length, 1];
+        part(op, "log-sum-exp", &self.log_sum_exp).of(DType::F32).shaped(&wanted, x);
+    }
+}
+
+/// What [`attention`] computes with.
+#[derive(Clone, Debug)]
+pub struct AttentionForward<B: Backend> {
+    /// `[batch_size, n_heads, seq_length, head_dim]`.
+    pub query: Tensor<B, 4>,
+    /// `[batch_size, n_kv_heads, keys, head_dim]`.
+    pub key: Tensor<B, 4>,
+    /// As `key`.
+    pub value: Tensor<B, 4>,
+    /// Which keys a query sees.
+    pub mask: AttentionMask<B>,
+    /// Scale and dropout.
+    pub options: AttentionOptions,
+}
+
+impl<B: Backend> Operands for AttentionForward<B> {
+    fn check(&self) {
+        check_heads("attention", [&self.query, &self.key, &self.value], &self.mask);
+    }
+}
+
+/// What the gradients of [`attention`] are computed with.
+#[derive(Clone, Debug)]
+pub struct AttentionBackward<B: Backend> {
+    /// Gradient of the output, `[batch_size, seq_length, n_heads, head_dim]`.
+    pub grad: Tensor<B, 4>,
+    /// As in the forward pass.
+    pub query: Tensor<B, 4>,
+    /// As in the forward pass.
+    pub key: Tensor<B, 4>,
+    /// As in the forward pass.
+    pub value: Tensor<B, 4>,
+    /// What the forward pass gave.
+    pub saved: AttentionOutput<B>,
+    /// As in the forward pass.
+    pub mask: AttentionMask<B>,
+    /// As in the forward pass.
+    pub options: AttentionOptions,
+}
+
+impl<B: Backend> Operands for AttentionBackward<B> {
+    fn check(&self) {
+        let op = "attention backward";
+        let query = check_heads(op, [&self.query, &self.key, &self.value], &self.mask);
+        self.saved.check(op, &self.grad, &query, self.query.dims());
+    }
+}
+
+/// What [`qkv_attention`] computes with.
+#[derive(Clone, Debug)]
+pub struct QkvAttentionForward<B: Backend> {
+    /// `[batch_size, seq_length, width]`.
+    pub qkv: Tensor<B, 3>,
+    /// How its heads lie.
+    pub heads: PackedHeads,
+    /// Which keys a query sees.
+    pub mask: AttentionMask<B>,
+    /// Scale and dropout.
+    pub options: AttentionOptions,
+}
+
+impl<B: Backend> Operands for QkvAttentionForward<B> {
+    fn check(&self) {
+        check_packed("qkv_attention", &self.qkv, self.heads, &self.mask);
+    }
+}
+
+/// What the gradient of [`qkv_attention`] is computed with.
+#[derive(Clone, Debug)]
+pub struct QkvAttentionBackward<B: Backend> {
+    /// Gradient of the output, `[batch_size, seq_length, n_heads, head_dim]`.
+    pub grad: Tensor<B, 4>,
+    /// As in the forward pass.
+    pub qkv: Tensor<B, 3>,
+    /// As in the forward pass.
+    pub heads: PackedHeads,
+    /// What the forward pass gave.
+    pub saved: AttentionOutput<B>,
+    /// As in the forward pass.
+    pub mask: AttentionMask<B>,
+    /// As in the forward pass.
+    pub options: AttentionOptions,
+}
+
+impl<B: Backend> Operands for QkvAttentionBackward<B> {
+    fn check(&self) {
+        let op = "qkv_attention backward";
+        let qkv = check_packed(op, &self.qkv, self.heads, &self.mask);
+        let ([batch_size, seq_length, _], heads) = (self.qkv.dims(), self.heads);
+        self.saved.check(op, &self.grad, &qkv, [batch_size, heads.n_heads, seq_length, heads.head_dim]);
+    }
+}
+
+/// Attention on a backend.
+pub trait AttentionOps: ReshapeOps {
+    /// Body of [`attention`], `[batch_size, seq_length, n_heads, head_dim]`; [`Autodiff`](burn::backend::Autodiff) ties
+    /// forward and backward together here.
+    fn attention(operands: Checked<AttentionForward<Self>>) -> Tensor<Self, 4> {
+        attention_forward(operands).output
+    }
+    /// Forward of [`attention`], with the log-sum-exp of every row of scores.
+    fn attention_forward(operands: Checked<AttentionForward<Self>>) -> AttentionOutput<Self> {
+        reference::attention_forward(operands.into_inner())
+    }
+    /// Backward of [`attention`].
+    fn attention_backward(operands: Checked<AttentionBackward<Self>>) -> AttentionGradients<Self> {
+        reference::attention_backward(operands.into_inner())
+    }
+
+    /// Body of [`qkv_attention`]; otherwise as [`attention`](Self::attention).
+    fn qkv_attention(operands: Checked<QkvAttentionForward<Self>>) -> Tensor<Self, 4> {
+        qkv_attention_forward(operands).output
+    }
+    /// Forward of [`qkv_attention`].
+    fn qkv_attention_forward(operands: Checked<QkvAttentionForward<Self>>) -> AttentionOutput<Self> {
+        reference::qkv_attention_forward(operands.into_inner())
+    }
+    /// Backward of [`qkv_attention`]: one gradient, packed like its input.
+    fn qkv_attention_backward(operands: Checked<QkvAttentionBackward<Self>>) -> Tensor<Self, 3> {
+        reference::qkv_attention_backward(operands.into_inner())
+    }
+}
+
 /// `softmax(scale * query * key^T) * value` (Vaswani et al., 2017), heads side by side, ready for the output
 /// projection.
 ///
@@ -85,8 +292,8 @@ pub struct AttentionGradients<B: Backend> {
 /// Scores, softmax and log-sum-exp are f32. Strided inputs are welcome.
 ///
 /// # Panics
-/// If `n_kv_heads` does not divide `n_heads`.
-pub fn attention<B: Backend>(
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+pub fn attention<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
     value: Tensor<B, 4>,
@@ -97,15 +304,13 @@ pub fn attention<B: Backend>(
         vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
     });
     let [batch_size, n_heads, seq_length, head_dim] = query.dims();
-    let n_kv_heads = key.dims()[1];
-    assert!(
-        n_heads.is_multiple_of(n_kv_heads),
-        "attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
-    );
-    B::reshape(
-        <B as Backend>::attention(query, key, value, mask, options),
-        [batch_size, seq_length, n_heads * head_dim],
-    )
+    let output = attention_heads(AttentionForward { query, key, value, mask: mask.clone(), options });
+    B::reshape(output, [batch_size, seq_length, n_heads * head_dim])
+}
+
+/// [`attention`] with its heads apart, as a part of another operation.
+pub(crate) fn attention_heads<B: AttentionOps>(operands: AttentionForward<B>) -> Tensor<B, 4> {
+    <B as AttentionOps>::attention(Checked::new(operands))
 }
 
 /// [`attention`] of queries, keys and values that lie in one tensor, as their joint projection leaves them.
@@ -114,20 +319,32 @@ pub fn attention<B: Backend>(
 /// `[batch_size, seq_length, n_heads * head_dim]` in its dtype. The gradient comes back packed, too.
 ///
 /// # Panics
-/// If `qkv` is of another width than `heads`, or `n_kv_heads` does not divide `n_heads`.
-pub fn qkv_attention<B: Backend>(
+/// If `qkv` is of another width than `heads`, the mask is of another shape, or `n_kv_heads` does not divide `n_heads`.
+pub fn qkv_attention<B: AttentionOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 3> {
     let _op = recorder::op("qkv_attention", || vec![recorder::operand(&qkv)]);
-    let [batch_size, seq_length, width] = qkv.dims();
-    assert_eq!(width, heads.width(), "qkv_attention: the input's width and that of {heads:?} differ");
-    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-    assert!(
-        n_heads.is_multiple_of(n_kv_heads),
-        "qkv_attention: {n_kv_heads} key heads do not divide {n_heads} query heads"
-    );
-    B::reshape(B::qkv_attention(qkv, heads, mask, options), [batch_size, seq_length, n_heads * head_dim])
+    let [batch_size, seq_length, _] = qkv.dims();
+    let operands = QkvAttentionForward { qkv, heads, mask: mask.clone(), options };
+    let output = B::qkv_attention(Checked::new(operands));
+    B::reshape(output, [batch_size, seq_length, heads.n_heads * heads.head_dim])
+}
+
+pub(crate) fn attention_forward<B: AttentionOps>(operands: Checked<AttentionForward<B>>) -> AttentionOutput<B> {
+    dispatch!(B: AttentionOps::attention_forward(operands))
+}
+
+pub(crate) fn attention_backward<B: AttentionOps>(operands: Checked<AttentionBackward<B>>) -> AttentionGradients<B> {
+    dispatch!(B: AttentionOps::attention_backward(operands))
+}
+
+pub(crate) fn qkv_attention_forward<B: AttentionOps>(operands: Checked<QkvAttentionForward<B>>) -> AttentionOutput<B> {
+    dispatch!(B: AttentionOps::qkv_attention_forward(operands))
+}
+
+pub(crate) fn qkv_attention_backward<B: AttentionOps>(operands: Checked<QkvAttentionBackward<B>>) -> Tensor<B, 3> {
+    dispatch!(B: AttentionOps::qkv_attention_backward(operands))
 }

@@ -1,25 +1,25 @@
 //! Attention from small operations, with the scores written out.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
 
-use super::{AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput};
+use super::{
+    AttentionBackward, AttentionForward, AttentionGradients, AttentionMask, AttentionOps, AttentionOptions,
+    AttentionOutput, QkvAttentionBackward, QkvAttentionForward, attention_backward as backward_entry,
+    attention_forward as forward_entry,
+};
+use crate::checked::{Checked, clamp_index};
 use crate::ops::dropout::reference::dropped;
-use crate::{Backend, PackedHeads};
 
 /// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
 const HIDDEN: f32 = -1e30;
 
-/// Reference forward of [`attention`](crate::attention).
-pub fn attention_forward<B: Backend>(
-    query: Tensor<B, 4>,
-    key: Tensor<B, 4>,
-    value: Tensor<B, 4>,
-    mask: &AttentionMask<B>,
-    options: AttentionOptions,
-) -> AttentionOutput<B> {
+/// Reference forward of [`attention`](crate::attention()).
+pub fn attention_forward<B: Backend>(operands: AttentionForward<B>) -> AttentionOutput<B> {
+    let AttentionForward { query, key, value, mask, options } = operands;
     let [batch_size, n_heads, seq_length, head_dim] = query.dims();
     let dtype = query.dtype();
-    let scores = scores(query, key, mask, options);
+    let scores = scores(query, key, &mask, options);
     let max = scores.clone().max_dim(3);
     let exponentials = (scores - max.clone()).exp();
     let sum = exponentials.clone().sum_dim(3);
@@ -31,21 +31,14 @@ pub fn attention_forward<B: Backend>(
     }
 }
 
-/// Reference backward of [`attention`](crate::attention): the probabilities are computed again from the log-sum-exp.
-pub fn attention_backward<B: Backend>(
-    grad: Tensor<B, 4>,
-    query: Tensor<B, 4>,
-    key: Tensor<B, 4>,
-    value: Tensor<B, 4>,
-    saved: AttentionOutput<B>,
-    mask: &AttentionMask<B>,
-    options: AttentionOptions,
-) -> AttentionGradients<B> {
+/// Reference backward of [`attention`](crate::attention()): the probabilities are computed again from the log-sum-exp.
+pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> AttentionGradients<B> {
+    let AttentionBackward { grad, query, key, value, saved, mask, options } = operands;
     let dims = query.dims();
     let [batch_size, n_heads, seq_length, _] = dims;
     let [_, n_kv_heads, keys, _] = key.dims();
     let dtype = query.dtype();
-    let probabilities = (scores(query.clone(), key.clone(), mask, options) - saved.log_sum_exp).exp();
+    let probabilities = (scores(query.clone(), key.clone(), &mask, options) - saved.log_sum_exp).exp();
 
     let delta = (grad.clone().cast(DType::F32) * saved.output.cast(DType::F32)).sum_dim(3).swap_dims(1, 2);
     let grad = grouped(grad.swap_dims(1, 2), n_kv_heads);
@@ -62,28 +55,18 @@ pub fn attention_backward<B: Backend>(
     }
 }
 
-/// Reference forward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
-pub(crate) fn qkv_attention_forward<B: Backend>(
-    qkv: Tensor<B, 3>,
-    heads: PackedHeads,
-    mask: &AttentionMask<B>,
-    options: AttentionOptions,
-) -> AttentionOutput<B> {
+/// Reference forward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention()).
+pub fn qkv_attention_forward<B: AttentionOps>(operands: QkvAttentionForward<B>) -> AttentionOutput<B> {
+    let QkvAttentionForward { qkv, heads, mask, options } = operands;
     let [query, key, value] = heads.split(qkv);
-    B::attention_forward(query, key, value, mask, options)
+    forward_entry(Checked::new(AttentionForward { query, key, value, mask, options }))
 }
 
-/// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention).
-pub(crate) fn qkv_attention_backward<B: Backend>(
-    grad: Tensor<B, 4>,
-    qkv: Tensor<B, 3>,
-    heads: PackedHeads,
-    saved: AttentionOutput<B>,
-    mask: &AttentionMask<B>,
-    options: AttentionOptions,
-) -> Tensor<B, 3> {
+/// Reference backward of [`qkv_attention`](crate::qkv_attention), by that of [`attention`](crate::attention()).
+pub fn qkv_attention_backward<B: AttentionOps>(operands: QkvAttentionBackward<B>) -> Tensor<B, 3> {
+    let QkvAttentionBackward { grad, qkv, heads, saved, mask, options } = operands;
     let [query, key, value] = heads.split(qkv);
-    let gradients = B::attention_backward(grad, query, key, value, saved, mask, options);
+    let gradients = backward_entry(Checked::new(AttentionBackward { grad, query, key, value, saved, mask, options }));
     heads.join([gradients.query, gradients.key, gradients.value])
 }
 
@@ -130,7 +113,10 @@ fn hidden<B: Backend>(
         let (key_at, query_at) = (key_at.clone().expand(shape), query_at.expand(shape));
         let ahead = key_at.clone().greater(query_at.clone());
         match window {
-            Some(window) => ahead.bool_or(key_at.lower_equal(query_at.sub_scalar(window as i32))),
+            Some(window) => {
+                let window = i32::try_from(window).unwrap_or(i32::MAX);
+                ahead.bool_or(key_at.lower_equal(query_at.sub_scalar(window)))
+            }
             None => ahead,
         }
     };
@@ -145,12 +131,13 @@ fn hidden<B: Backend>(
         }
         AttentionMask::Positions { positions, window } => {
             let [batch_size, _] = positions.dims();
-            Some(outside(positions.clone().reshape([batch_size, 1, seq_length, 1]), *window))
+            let positions = clamp_index(positions.clone(), keys - 1);
+            Some(outside(positions.reshape([batch_size, 1, seq_length, 1]), *window))
         }
         AttentionMask::Lengths(lengths) => {
             let [batch_size] = lengths.dims();
             let shape = [batch_size, 1, seq_length, keys];
-            let lengths = lengths.clone().reshape([batch_size, 1, 1, 1]).expand(shape);
+            let lengths = lengths.clone().clamp(1, keys as i32).reshape([batch_size, 1, 1, 1]).expand(shape);
             Some(key_at.expand(shape).greater_equal(lengths))
         }
     }

@@ -3,22 +3,26 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{CachedTokens, LayerCache, Placement};
-use crate::cpu::{Values, integers, sum_of, tensor, vectorised};
+use super::{CachedAttention, CachedAttentionOps};
+use crate::checked::Checked;
+use crate::cpu::{Values, clamp_index, integers, sum_of, tensor, vectorised};
+use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cpu::attention_over;
-use crate::ops::rotary::cpu::turn;
-use crate::{AttentionOptions, PackedHeads};
+use crate::ops::rotary::cpu::rotate;
+use crate::packed_heads::PackedHeads;
 
-pub(crate) fn cached_attention(
-    qkv: Tensor<NdArray, 3>,
-    heads: PackedHeads,
-    placement: Placement<NdArray>,
-    at: &CachedTokens<NdArray>,
-    cache: &mut LayerCache<NdArray>,
-) -> Tensor<NdArray, 4> {
+impl CachedAttentionOps for NdArray {
+    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
+        cached_attention(operands.into_inner())
+    }
+}
+
+fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 4> {
+    let CachedAttention { qkv, heads, placement, at, cache } = operands;
     let shape = qkv.dims();
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-    let positions: Vec<usize> = integers(at.positions.clone()).into_iter().map(|at| at.max(0) as usize).collect();
+    let positions: Vec<usize> =
+        integers(at.positions.clone()).into_iter().map(|place| clamp_index(place, at.keys - 1)).collect();
     let mut qkv = Values::rows(qkv).into_vec();
     let table = placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| Values::rows(x.clone())));
     let gammas = [&placement.query_norm, &placement.key_norm]
@@ -33,8 +37,9 @@ pub(crate) fn cached_attention(
                     x.iter_mut().zip(&gamma[..]).for_each(|(x, gamma)| *x *= inverse * gamma);
                 }
                 if let Some([cos, sin]) = &table {
-                    let (half, at) = (head_dim / 2, positions[token] * (head_dim / 2));
-                    turn(x, &mut turned, &cos[at..][..half], &sin[at..][..half], 1.0);
+                    let half = head_dim / 2;
+                    let at = positions[token].min(cos.len() / half - 1) * half;
+                    rotate(x, &mut turned, &cos[at..][..half], &sin[at..][..half], 1.0);
                     x.copy_from_slice(&turned);
                 }
             }

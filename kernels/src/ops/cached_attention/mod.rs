@@ -1,14 +1,23 @@
 //! Attention of new tokens over all tokens so far, whose keys and values lie in a cache on the device.
 
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 
-use crate::{AttentionMask, Backend, Norm, PackedHeads, RotaryTable, recorder};
+use super::attention::{AttentionMask, AttentionOps};
+use super::norm::{Norm, NormKind, NormOps};
+use super::rotary::{RotaryOps, RotaryTable};
+use super::weight::assert_float;
+use crate::checked::{Checked, Operands, part};
+use crate::packed_heads::PackedHeads;
+use crate::recorder;
+use crate::selection::dispatch;
 
 /// The keys and values of one layer, each `[batch_size, n_kv_heads, capacity, head_dim]`.
 ///
@@ -22,11 +31,16 @@ pub struct LayerCache<B: Backend> {
 
 impl<B: Backend> LayerCache<B> {
     /// Room for `capacity` tokens in each of `batch_size` rows.
+    ///
+    /// # Panics
+    /// If any of the sizes is zero, or all of them together are beyond `usize`.
     pub fn new(batch_size: usize, capacity: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
+        assert_float("cached_attention", dtype);
         let shape = [batch_size, heads.n_kv_heads, capacity, heads.head_dim];
         // Zeros, since what was never written is read by the matrix units, and multiplied by nothing; in one row, since
         // some devices leave gaps between the rows of a matrix.
-        let size: usize = shape.iter().product();
+        let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
+        assert!(size > 0, "cached_attention: no room for a cache of {shape:?}");
         let zeros = || Tensor::<B, 1>::zeros([size], (device, DType::from(dtype))).reshape(shape);
         Self { keys: zeros(), values: zeros() }
     }
@@ -46,7 +60,8 @@ pub struct Placement<B: Backend> {
 /// Where the new tokens stand.
 #[derive(Clone, Debug)]
 pub struct CachedTokens<B: Backend> {
-    /// Index in its row of each new token, `[batch_size, seq_length]`, one after another in a row.
+    /// Index in its row of each new token, `[batch_size, seq_length]`, one after another in a row. One outside `0..keys`
+    /// counts as the last.
     pub positions: Tensor<B, 2, Int>,
     /// Tokens that the longest row has, the new ones included.
     pub keys: usize,
@@ -66,7 +81,67 @@ impl<B: Backend> CachedTokens<B> {
     }
 }
 
-/// Causal [`attention`](crate::attention) of the tokens in `qkv` `[batch_size, seq_length, width]`, as their joint
+/// What [`cached_attention`] computes with.
+#[derive(Debug)]
+pub struct CachedAttention<'a, B: Backend> {
+    /// `[batch_size, seq_length, width]`.
+    pub qkv: Tensor<B, 3>,
+    /// How its heads lie.
+    pub heads: PackedHeads,
+    /// What happens to queries and keys.
+    pub placement: Placement<B>,
+    /// Where the new tokens stand.
+    pub at: &'a CachedTokens<B>,
+    /// Where keys and values go.
+    pub cache: &'a mut LayerCache<B>,
+}
+
+impl<B: Backend> Operands for CachedAttention<'_, B> {
+    fn check(&self) {
+        let op = "cached_attention";
+        let qkv = part(op, "qkv", &self.qkv).float();
+        let [batch_size, seq_length, _] = self.qkv.dims();
+        let PackedHeads { n_kv_heads, head_dim, .. } = self.heads;
+        self.heads.check(op, "qkv", self.qkv.dims());
+        let [rows, kv_heads, capacity, width] = self.cache.keys.dims();
+        let fits = [rows, kv_heads, width] == [batch_size, n_kv_heads, head_dim];
+        let keys = part(op, "cache", &self.cache.keys).fits(fits, &qkv).alike(&qkv);
+        part(op, "cached values", &self.cache.values).shaped(&self.cache.keys.dims(), &keys).alike(&keys);
+
+        let norms = [&self.placement.query_norm, &self.placement.key_norm].map(Option::as_ref);
+        assert!(norms[0].is_some() == norms[1].is_some(), "{op}: norms of queries and keys, or none");
+        for norm in norms.into_iter().flatten() {
+            norm.check(op, &qkv, head_dim);
+            assert!(norm.kind == NormKind::Rms && norm.beta.is_none(), "{op}: norms of heads are RMS norms");
+        }
+        if let [Some(query), Some(key)] = norms {
+            let alike = (query.epsilon, query.gamma.dtype()) == (key.epsilon, key.gamma.dtype());
+            assert!(alike, "{op}: norms of queries and keys differ in epsilon or dtype");
+        }
+        if let Some(table) = &self.placement.rotary {
+            table.check(op, &qkv, head_dim);
+        }
+
+        let CachedTokens { positions, keys, window, .. } = self.at;
+        part(op, "positions", positions).integer().shaped(&[batch_size, seq_length], &qkv);
+        assert!(seq_length <= *keys && *keys <= capacity, "{op}: {seq_length} of {keys} keys in a cache of {capacity}");
+        assert!(*window != Some(0), "{op}: a window of no keys");
+        assert!(
+            i32::try_from(capacity).is_ok_and(|capacity| capacity <= 1 << 30),
+            "{op}: {capacity} tokens are too many"
+        );
+    }
+}
+
+/// Cached attention on a backend. It has no gradient.
+pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
+    /// Body of [`cached_attention`]: `[batch_size, seq_length, n_heads, head_dim]`.
+    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
+        reference::cached_attention(operands.into_inner())
+    }
+}
+
+/// Causal [`attention`](crate::attention()) of the tokens in `qkv` `[batch_size, seq_length, width]`, as their joint
 /// projection leaves them, over themselves and those in `cache`: `[batch_size, seq_length, n_heads * head_dim]`.
 ///
 /// Queries and keys are placed, keys and values written into the cache at the tokens' positions, on the device. What
@@ -75,7 +150,7 @@ impl<B: Backend> CachedTokens<B> {
 ///
 /// # Panics
 /// If the sizes do not fit each other, or `at.keys` exceeds the cache.
-pub fn cached_attention<B: Backend>(
+pub fn cached_attention<B: CachedAttentionOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
     placement: Placement<B>,
@@ -83,13 +158,8 @@ pub fn cached_attention<B: Backend>(
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 3> {
     let _op = recorder::op("cached_attention", || vec![recorder::operand(&qkv), recorder::operand(&cache.keys)]);
-    let [batch_size, seq_length, width] = qkv.dims();
-    let [rows, n_kv_heads, capacity, head_dim] = cache.keys.dims();
-    assert_eq!(width, heads.width(), "cached_attention: the input's width and that of {heads:?} differ");
-    assert_eq!((rows, n_kv_heads, head_dim), (batch_size, heads.n_kv_heads, heads.head_dim), "cached_attention: cache");
-    let normed = [&placement.query_norm, &placement.key_norm].map(Option::is_some);
-    assert_eq!(normed[0], normed[1], "cached_attention: norms of queries and keys, or none");
-    assert!(seq_length <= at.keys && at.keys <= capacity, "cached_attention: {} keys of {capacity}", at.keys);
-    let output = B::cached_attention(qkv, heads, placement, at, cache);
-    B::reshape(output, [batch_size, seq_length, heads.n_heads * head_dim])
+    let [batch_size, seq_length, _] = qkv.dims();
+    let operands = Checked::new(CachedAttention { qkv, heads, placement, at, cache });
+    let output = dispatch!(B: CachedAttentionOps::cached_attention(operands));
+    B::reshape(output, [batch_size, seq_length, heads.n_heads * heads.head_dim])
 }

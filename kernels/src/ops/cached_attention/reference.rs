@@ -1,47 +1,42 @@
 //! Cached attention from the operations it is made of.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-use super::{CachedTokens, LayerCache, Placement};
-use crate::{AttentionOptions, Backend, Norm, PackedHeads};
+use super::{CachedAttention, CachedAttentionOps, CachedTokens};
+use crate::checked::clamp_index;
+use crate::ops::attention::{AttentionForward, AttentionOptions, attention_heads};
+use crate::ops::norm::{Norm, norm_rows};
+use crate::ops::reshape::{as_dims, as_rows};
+use crate::ops::rotary::rotary_heads;
 
-/// Reference body of [`cached_attention`](crate::cached_attention): `[batch_size, seq_length, n_heads, head_dim]`.
-pub fn cached_attention<B: Backend>(
-    qkv: Tensor<B, 3>,
-    heads: PackedHeads,
-    placement: Placement<B>,
-    at: &CachedTokens<B>,
-    cache: &mut LayerCache<B>,
-) -> Tensor<B, 4> {
-    let query = B::rotary_append(qkv, heads, placement, at, cache);
-    let [keys, values] = [&cache.keys, &cache.values].map(|held| held.clone().narrow(2, 0, at.keys));
-    <B as Backend>::attention(query, keys, values, &at.mask(), AttentionOptions::new(heads.head_dim))
-}
-
-/// Places queries and keys and writes keys and values into the cache: the queries
-/// `[batch_size, n_heads, seq_length, head_dim]`.
-pub fn rotary_append<B: Backend>(
-    qkv: Tensor<B, 3>,
-    heads: PackedHeads,
-    placement: Placement<B>,
-    at: &CachedTokens<B>,
-    cache: &mut LayerCache<B>,
-) -> Tensor<B, 4> {
+/// Reference body of [`cached_attention`](crate::cached_attention()): `[batch_size, seq_length, n_heads, head_dim]`.
+pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 4> {
+    let CachedAttention { qkv, heads, placement, at, cache } = operands;
+    let at = CachedTokens { positions: clamp_index(at.positions.clone(), at.keys - 1), ..at.clone() };
     let [query, key, value] = heads.split(qkv);
-    let place = |x: Tensor<B, 4>, norm: &Option<Norm<B>>| {
+    let place = |x: Tensor<B, 4>, norm: Option<Norm<B>>| {
+        let dims = x.dims();
         let x = match norm {
-            Some(norm) => crate::norm(x, norm),
+            Some(norm) => as_dims(norm_rows(as_rows(x), norm), dims),
             None => x,
         };
         match &placement.rotary {
-            Some(table) => B::rotary(x, table, at.positions.clone(), false),
+            Some(table) => rotary_heads(x, table, at.positions.clone()),
             None => x,
         }
     };
-    let (query, key) = (place(query, &placement.query_norm), place(key, &placement.key_norm));
-    cache.keys.inplace(|held| written(held, key, at));
-    cache.values.inplace(|held| written(held, value, at));
-    query
+    let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
+    cache.keys.inplace(|cached| written(cached, key, &at));
+    cache.values.inplace(|cached| written(cached, value, &at));
+    let [key, value] = [&cache.keys, &cache.values].map(|cached| cached.clone().narrow(2, 0, at.keys));
+    attention_heads(AttentionForward {
+        query,
+        key,
+        value,
+        mask: at.mask(),
+        options: AttentionOptions::new(heads.head_dim),
+    })
 }
 
 /// `held` with `new` at the tokens' positions.

@@ -7,35 +7,35 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
 
-use super::Dropout;
-use crate::Backend;
-use crate::autodiff::{float, primitive};
+use super::{Dropout, DropoutForward, DropoutOps, dropout_forward};
+use crate::checked::Checked;
 use crate::recorder;
+use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
 struct DropoutNode;
 
-impl<B: Backend> Backward<B, 1> for DropoutNode {
+impl<B: DropoutOps> Backward<B, 1> for DropoutNode {
     type State = Dropout;
 
     fn backward(self, ops: Ops<Dropout, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let dropout = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            let grad = float(grad);
-            let _op = recorder::op("dropout backward", || vec![recorder::operand(&grad)]);
-            primitive(B::dropout(grad, dropout))
+            let x = float(grad);
+            let _op = recorder::op("dropout backward", || vec![recorder::operand(&x)]);
+            primitive(dropout_forward::<B>(Checked::new(DropoutForward { x, dropout })))
         });
     }
 }
 
-pub(crate) fn dropout<B: Backend, C: CheckpointStrategy>(
-    x: Tensor<Autodiff<B, C>, 2>,
-    dropout: Dropout,
-) -> Tensor<Autodiff<B, C>, 2> {
-    let x = primitive(x);
-    let output = primitive(B::dropout(float(x.primitive), dropout));
-    float(match DropoutNode.prepare::<C>([x.node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(dropout, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+impl<B: DropoutOps, C: CheckpointStrategy> DropoutOps for Autodiff<B, C> {
+    fn dropout(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
+        let DropoutForward { x, dropout } = operands.into_inner();
+        let x = primitive(x);
+        let output = dropout_forward::<B>(Checked::new(DropoutForward { x: float(x.primitive), dropout }));
+        float(match DropoutNode.prepare::<C>([x.node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish(dropout, primitive(output)),
+            OpsKind::UnTracked(node) => node.finish(primitive(output)),
+        })
+    }
 }

@@ -1,22 +1,37 @@
-//! Dropout in CubeCL, and the random bits alone.
+//! Dropout in CubeCL.
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::Tensor;
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::Dropout;
-use crate::RandomKey;
+use super::{Dropout, DropoutForward, DropoutOps};
+use crate::checked::Checked;
 use crate::cubecl::reduce::Team;
 use crate::cubecl::{array, empty, grid, rows, vector_width};
-use crate::random::cubecl::{Rounds, column_bits, column_halves, row_bits};
+use crate::random::cubecl::{Rounds, column_halves, row_bits};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 /// Vectors that a unit has.
 const RUN: usize = 4;
 
+impl<R, F, I, BT> DropoutOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn dropout_forward(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
+        let DropoutForward { x, dropout: what } = operands.into_inner();
+        float(dropout(primitive(x), what))
+    }
+}
+
 /// Dropout over `[rows, columns]`.
-pub(crate) fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> {
+fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> {
     let (x, stride) = rows(x);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [n_rows, columns], x.dtype);
@@ -42,26 +57,6 @@ pub(crate) fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> Cub
             dropout.key.rounds(),
             team,
             x.dtype.into(),
-        );
-    }
-    out
-}
-
-/// The bits of `key` over `[rows, columns]`, into `out`, 32-bit integers.
-pub(crate) fn random_bits<R: CubeRuntime>(out: CubeTensor<R>, key: RandomKey) -> CubeTensor<R> {
-    let [n_rows, columns] = [out.meta.shape()[0], out.meta.shape()[1]];
-    debug_assert_eq!(out.dtype, DType::I32);
-    let units = n_rows * columns;
-    // SAFETY: each unit below `units` writes its own element.
-    unsafe {
-        random_bits_kernel::launch_unchecked(
-            &out.client,
-            grid(units.div_ceil(UNITS as usize)),
-            CubeDim::new_1d(UNITS),
-            array(&out),
-            units as u32,
-            columns as u32,
-            key.rounds(),
         );
     }
     out
@@ -123,13 +118,4 @@ pub(crate) fn kept<N: Size>(row: u32, column: u32, threshold: u32, scale: f32, r
         }
     }
     factors
-}
-
-#[cube(launch_unchecked)]
-fn random_bits_kernel(out: &mut Array<i32>, units: u32, columns: u32, rounds: &Rounds) {
-    let at = ABSOLUTE_POS as u32;
-    if at >= units {
-        terminate!();
-    }
-    out[at as usize] = i32::cast_from(column_bits(row_bits(at / columns, rounds), at % columns, rounds));
 }

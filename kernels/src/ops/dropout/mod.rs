@@ -1,16 +1,20 @@
 //! Dropout whose mask is a pure function of a key, recomputed in the backward pass and never stored.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
-use crate::autodiff::{as_dims, as_rows};
-use crate::{Backend, RandomKey, recorder};
+use super::reshape::{ReshapeOps, as_dims, as_rows};
+use crate::checked::{Checked, Operands, part};
+use crate::random::RandomKey;
+use crate::recorder;
+use crate::selection::dispatch;
 
 /// Which elements to drop: each with `probability`, as the bits of `key` say.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,17 +37,59 @@ impl Dropout {
     }
 }
 
+/// What [`dropout`] computes with.
+#[derive(Clone, Debug)]
+pub struct DropoutForward<B: Backend> {
+    /// `[rows, columns]`.
+    pub x: Tensor<B, 2>,
+    /// Which elements to drop.
+    pub dropout: Dropout,
+}
+
+impl<B: Backend> Operands for DropoutForward<B> {
+    fn check(&self) {
+        part("dropout", "x", &self.x).float();
+    }
+}
+
+/// Dropout on a backend.
+pub trait DropoutOps: ReshapeOps {
+    /// Body of [`dropout`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    fn dropout(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
+        dropout_forward(operands)
+    }
+    /// Forward of [`dropout`], which is linear, and so its own backward.
+    fn dropout_forward(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
+        reference::dropout_forward(operands.into_inner())
+    }
+}
+
 /// Dropout (Srivastava et al., 2014) over `[.., columns]`, any float dtype: an element becomes zero with the given
 /// probability, and what stays is scaled by `1 / (1 - probability)`.
 ///
 /// Leading dimensions are flattened to rows: element (r, c) has half of the 32 bits at (r, c / 2) of the cipher behind
 /// [`RandomKey::bits`], its left half where c is even, and is dropped where this lies below [`Dropout::threshold`], on
 /// every backend alike.
-pub fn dropout<B: Backend, const D: usize>(x: Tensor<B, D>, dropout: Dropout) -> Tensor<B, D> {
+///
+/// # Panics
+/// If `x` is empty.
+pub fn dropout<B: DropoutOps, const D: usize>(x: Tensor<B, D>, dropout: Dropout) -> Tensor<B, D> {
     if dropout.probability == 0.0 {
         return x;
     }
     let _op = recorder::op("dropout", || vec![recorder::operand(&x)]);
     let dims = x.dims();
-    as_dims(B::dropout(as_rows(x), dropout), dims)
+    as_dims(B::dropout(Checked::new(DropoutForward { x: as_rows(x), dropout })), dims)
+}
+
+pub(crate) fn dropout_forward<B: DropoutOps>(operands: Checked<DropoutForward<B>>) -> Tensor<B, 2> {
+    dispatch!(B: DropoutOps::dropout_forward(operands))
+}
+
+/// Dropout of rows, where there is any.
+pub(crate) fn dropout_rows<B: DropoutOps>(x: Tensor<B, 2>, dropout: Option<Dropout>) -> Tensor<B, 2> {
+    match dropout {
+        Some(dropout) => B::dropout(Checked::new(DropoutForward { x, dropout })),
+        None => x,
+    }
 }

@@ -1,13 +1,13 @@
 //! Dropout from small operations.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
-use super::Dropout;
-use crate::Backend;
+use super::{Dropout, DropoutForward};
 use crate::random::reference::halves_of_rows;
 
-/// Reference body of [`dropout`](crate::dropout) over `[rows, columns]`. It is linear, so it is its own gradient.
-pub fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
+/// Reference forward of [`dropout`](crate::dropout()). It is linear, so it is its own gradient.
+pub fn dropout_forward<B: Backend>(DropoutForward { x, dropout }: DropoutForward<B>) -> Tensor<B, 2> {
     let [rows, columns] = x.dims();
     let dropped = dropped::<B>(rows, columns, dropout, &x.device());
     x.mask_fill(dropped, 0.0).mul_scalar(dropout.scale())

@@ -6,11 +6,14 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 
-use crate::Backend;
-use crate::autodiff::{float, inner, inner_int, primitive};
+use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
+use crate::autodiff::{inner, inner_int};
+use crate::checked::Checked;
+use crate::ops::weight::Weight;
 use crate::recorder;
+use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
 struct EmbedNode;
@@ -21,12 +24,12 @@ struct EmbedAddNode;
 
 /// What a table's gradient needs: tokens and the table's size.
 #[derive(Clone, Debug)]
-struct Lookup<B: Backend> {
+struct Lookup<B: EmbedOps> {
     tokens: Tensor<B, 2, Int>,
     table: [usize; 2],
 }
 
-impl<B: Backend> Lookup<B> {
+impl<B: EmbedOps> Lookup<B> {
     fn new<C: CheckpointStrategy>(table: &Tensor<Autodiff<B, C>, 2>, tokens: &Tensor<B, 2, Int>) -> Self {
         Self { tokens: tokens.clone(), table: table.dims() }
     }
@@ -36,11 +39,12 @@ impl<B: Backend> Lookup<B> {
         let rows = tokens.dims().iter().product::<usize>();
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
         let _op = recorder::op("embed backward", || vec![recorder::operand(&grad), recorder::operand(&tokens)]);
-        primitive(B::embed_backward(grad, tokens.reshape([rows]), vocabulary))
+        let tokens = tokens.reshape([rows]);
+        primitive(embed_backward::<B>(Checked::new(EmbedBackward { grad, tokens, vocabulary })))
     }
 }
 
-impl<B: Backend> Backward<B, 1> for EmbedNode {
+impl<B: EmbedOps> Backward<B, 1> for EmbedNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -48,7 +52,7 @@ impl<B: Backend> Backward<B, 1> for EmbedNode {
     }
 }
 
-impl<B: Backend> Backward<B, 2> for EmbedAddNode {
+impl<B: EmbedOps> Backward<B, 2> for EmbedAddNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -56,31 +60,24 @@ impl<B: Backend> Backward<B, 2> for EmbedAddNode {
     }
 }
 
-pub(crate) fn embed<B: Backend, C: CheckpointStrategy>(
-    table: Tensor<Autodiff<B, C>, 2>,
-    tokens: Tensor<Autodiff<B, C>, 2, Int>,
-    dtype: FloatDType,
-) -> Tensor<Autodiff<B, C>, 3> {
-    let tokens = inner_int(tokens);
-    let saved = Lookup::new(&table, &tokens);
-    let output = primitive(B::embed_forward(inner(&table), tokens, dtype));
-    float(match EmbedNode.prepare::<C>([primitive(table).node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(saved, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
-}
-
-pub(crate) fn embed_add<B: Backend, C: CheckpointStrategy>(
-    table: Tensor<Autodiff<B, C>, 2>,
-    tokens: Tensor<Autodiff<B, C>, 2, Int>,
-    x: Tensor<Autodiff<B, C>, 3>,
-) -> Tensor<Autodiff<B, C>, 3> {
-    let tokens = inner_int(tokens);
-    let saved = Lookup::new(&table, &tokens);
-    let output = primitive(B::embed_add(inner(&table), tokens, inner(&x)));
-    let nodes = [primitive(table).node, primitive(x).node];
-    float(match EmbedAddNode.prepare::<C>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(saved, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
+    fn embed(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
+        let (table, tokens) = (table.into_float(dtype), inner_int(tokens));
+        let saved = Lookup::new(&table, &tokens);
+        let forward =
+            EmbedForward { table: Weight::Float(inner(&table)), tokens, dtype, added: added.as_ref().map(inner) };
+        let output = primitive(embed_forward::<B>(Checked::new(forward)));
+        let table = primitive(table).node;
+        float(match added {
+            None => match EmbedNode.prepare::<C>([table]).compute_bound().stateful() {
+                OpsKind::Tracked(node) => node.finish(saved, output),
+                OpsKind::UnTracked(node) => node.finish(output),
+            },
+            Some(x) => match EmbedAddNode.prepare::<C>([table, primitive(x).node]).compute_bound().stateful() {
+                OpsKind::Tracked(node) => node.finish(saved, output),
+                OpsKind::UnTracked(node) => node.finish(output),
+            },
+        })
+    }
 }

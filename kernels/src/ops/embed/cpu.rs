@@ -1,36 +1,57 @@
 //! The lookup on the CPU, and its gradient.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use crate::cpu::{Values, integers, new_rows, tensor, vectorised, zeros};
+use super::{EmbedBackward, EmbedForward, EmbedOps};
+use crate::checked::Checked;
+use crate::cpu::{Values, clamp_index, integers, new_rows, tensor, vectorised, zeros};
+use crate::ops::weight::cpu::{Words, spread};
+use crate::ops::weight::{PACKED, Weight};
 
-pub(crate) fn embed_forward(table: Tensor<NdArray, 2>, tokens: Tensor<NdArray, 2, Int>) -> Tensor<NdArray, 3> {
-    let [batch_size, seq_length] = tokens.dims();
-    let d_model = table.dims()[1];
-    let (table, tokens) = (Values::rows(table), integers(tokens));
-    let [out] = new_rows(tokens.len(), [d_model], |first, [out]| {
-        for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_model)) {
-            out.copy_from_slice(&table[*token as usize * d_model..][..d_model]);
+impl EmbedOps for NdArray {
+    fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        let EmbedForward { table, tokens, added, .. } = operands.into_inner();
+        let [vocabulary, d_model] = table.dims();
+        let [batch_size, seq_length] = tokens.dims();
+        let tokens = integers(tokens);
+        let looked_up = |row: &(dyn Fn(usize, &mut [f32]) + Sync)| {
+            let [out] = new_rows(tokens.len(), [d_model], |first, [out]| {
+                for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_model)) {
+                    row(clamp_index(*token, vocabulary - 1), out);
+                }
+            });
+            tensor(out, [batch_size, seq_length, d_model])
+        };
+        let rows: Tensor<Self, 3> = match table {
+            Weight::Float(table) => {
+                let table = Values::rows(table);
+                looked_up(&|row, out| out.copy_from_slice(&table[row * d_model..][..d_model]))
+            }
+            Weight::Int8(table) => {
+                let words_each = d_model / PACKED;
+                let (words, scales) = (Words::of(table.packed), Values::rows(table.scales));
+                looked_up(&|row, out| spread(&words[row * words_each..][..words_each], scales[row], out))
+            }
+        };
+        match added {
+            Some(x) => x + rows,
+            None => rows,
         }
-    });
-    tensor(out, [batch_size, seq_length, d_model])
-}
+    }
 
-/// Adds the rows up in their order.
-pub(crate) fn embed_backward(
-    grad: Tensor<NdArray, 2>,
-    tokens: Tensor<NdArray, 1, Int>,
-    vocabulary: usize,
-) -> Tensor<NdArray, 2> {
-    let d_model = grad.dims()[1];
-    let grad = Values::rows(grad);
-    let mut out = zeros(vocabulary * d_model);
-    vectorised(|| {
-        for (token, row) in integers(tokens).into_iter().zip(grad.chunks_exact(d_model)) {
-            let sums = &mut out[token as usize * d_model..][..d_model];
-            sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-        }
-    });
-    tensor(out, [vocabulary, d_model])
+    /// Adds the rows up in their order.
+    fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
+        let EmbedBackward { grad, tokens, vocabulary } = operands.into_inner();
+        let d_model = grad.dims()[1];
+        let grad = Values::rows(grad);
+        let mut out = zeros(vocabulary * d_model);
+        vectorised(|| {
+            for (token, row) in integers(tokens).into_iter().zip(grad.chunks_exact(d_model)) {
+                let sums = &mut out[clamp_index(token, vocabulary - 1) * d_model..][..d_model];
+                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+            }
+        });
+        tensor(out, [vocabulary, d_model])
+    }
 }

@@ -1,33 +1,115 @@
 //! Rows of a table, looked up by token.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Int, Tensor};
 
-use crate::{Backend, Weight, recorder};
+use super::reshape::ReshapeOps;
+use super::weight::{Weight, WeightOps, assert_float};
+use crate::checked::{Checked, Operands, part};
+use crate::recorder;
+use crate::selection::dispatch;
+
+/// What [`embed`] and [`embed_add`] compute with.
+#[derive(Clone, Debug)]
+pub struct EmbedForward<B: Backend> {
+    /// `[vocabulary, d_model]`.
+    pub table: Weight<B>,
+    /// `[batch_size, seq_length]`.
+    pub tokens: Tensor<B, 2, Int>,
+    /// Dtype of the result.
+    pub dtype: FloatDType,
+    /// What the rows are added to, `[batch_size, seq_length, d_model]` of `dtype`.
+    pub added: Option<Tensor<B, 3>>,
+}
+
+impl<B: Backend> Operands for EmbedForward<B> {
+    fn check(&self) {
+        let op = if self.added.is_some() { "embed_add" } else { "embed" };
+        let tokens = part(op, "tokens", &self.tokens).integer();
+        self.table.check(op, "table", true, &tokens);
+        assert_float(op, self.dtype);
+        if let Some(added) = &self.added {
+            let ([batch_size, seq_length], [_, d_model]) = (self.tokens.dims(), self.table.dims());
+            let dtype = self.dtype.into();
+            part(op, "x", added).of(dtype).shaped(&[batch_size, seq_length, d_model], &tokens);
+        }
+    }
+}
+
+/// What the gradient of an embedding's table is computed with.
+#[derive(Clone, Debug)]
+pub struct EmbedBackward<B: Backend> {
+    /// Gradient of the looked up rows, `[rows, d_model]`.
+    pub grad: Tensor<B, 2>,
+    /// The token of each row, `[rows]`.
+    pub tokens: Tensor<B, 1, Int>,
+    /// Rows of the table.
+    pub vocabulary: usize,
+}
+
+impl<B: Backend> Operands for EmbedBackward<B> {
+    fn check(&self) {
+        let op = "embed backward";
+        let grad = part(op, "grad", &self.grad).float();
+        part(op, "tokens", &self.tokens).integer().shaped(&grad.dims()[..1], &grad);
+        assert!(self.vocabulary > 0, "{op}: a table without rows");
+    }
+}
+
+/// Embeddings on a backend.
+pub trait EmbedOps: ReshapeOps + WeightOps {
+    /// Body of [`embed`] and [`embed_add`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together
+    /// here.
+    fn embed(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        embed_forward(operands)
+    }
+    /// Forward of [`embed`] and [`embed_add`].
+    fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        reference::embed_forward(operands.into_inner())
+    }
+    /// Backward of [`embed`]: the gradient of the table, f32.
+    fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
+        reference::embed_backward(operands.into_inner())
+    }
+}
 
 /// The rows of `table` `[vocabulary, d_model]` that `tokens` `[batch_size, seq_length]` name, as
 /// `[batch_size, seq_length, d_model]` of `dtype`.
 ///
-/// Tokens must lie in `0..vocabulary`: they are not checked on the device. The gradient of the table is f32, as
-/// all parameters' are, and adds up in the order of the tokens on the CPU and in one fixed order wherever there is a
-/// kernel.
-pub fn embed<B: Backend>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
+/// A token outside `0..vocabulary` counts as the last one of the vocabulary, on every backend. The gradient of the table
+/// is f32, as all parameters' are, and adds up in the order of the tokens on the CPU and in one fixed order wherever
+/// there is a kernel.
+///
+/// # Panics
+/// If an operand is empty, or they lie on several devices.
+pub fn embed<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     let table = table.into();
     let _op = recorder::op("embed", || vec![table.operand(), recorder::operand(&tokens)]);
-    match table {
-        Weight::Float(table) => B::embed(table, tokens, dtype),
-        Weight::Int8(table) => B::int8_embed(&table, tokens, dtype),
-    }
+    B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: None }))
 }
 
 /// `x` `[batch_size, seq_length, d_model]` plus the rows of `table` that `tokens` name, as [`embed`] gives them.
-pub fn embed_add<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, x: Tensor<B, 3>) -> Tensor<B, 3> {
-    let _op = recorder::op("embed_add", || vec![recorder::operand(&table), recorder::operand(&tokens)]);
-    B::embed_add(table, tokens, x)
+///
+/// # Panics
+/// If `x` is not of that shape.
+pub fn embed_add<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let table = table.into();
+    let _op = recorder::op("embed_add", || vec![table.operand(), recorder::operand(&tokens)]);
+    let dtype = FloatDType::from(x.dtype());
+    B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: Some(x) }))
+}
+
+pub(crate) fn embed_forward<B: EmbedOps>(operands: Checked<EmbedForward<B>>) -> Tensor<B, 3> {
+    dispatch!(B: EmbedOps::embed_forward(operands))
+}
+
+pub(crate) fn embed_backward<B: EmbedOps>(operands: Checked<EmbedBackward<B>>) -> Tensor<B, 2> {
+    dispatch!(B: EmbedOps::embed_backward(operands))
 }

@@ -1,24 +1,33 @@
-//! Lookup by Burn's embedding operation, and its gradient by Burn's indexed addition.
+//! Lookup by Burn's indexed selection, and its gradient by Burn's indexed addition.
 
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{DType, IndexingUpdateOp, Tensor};
 
-/// Reference body of [`embed`](crate::embed); Burn's own gradient adds rows up in the table's dtype.
-pub fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
-    burn::tensor::module::embedding(table, tokens).cast(dtype)
+use super::{EmbedBackward, EmbedForward, EmbedOps};
+use crate::checked::clamp_index;
+use crate::ops::weight::{Int8Weight, Weight};
+
+/// Reference forward of [`embed`](crate::embed()) and [`embed_add`](crate::embed_add); Burn's own gradient adds rows up in
+/// the table's dtype.
+pub fn embed_forward<B: EmbedOps>(EmbedForward { table, tokens, dtype, added }: EmbedForward<B>) -> Tensor<B, 3> {
+    let [vocabulary, d_model] = table.dims();
+    let [batch_size, seq_length] = tokens.dims();
+    let tokens = clamp_index(tokens, vocabulary - 1).reshape([batch_size * seq_length]);
+    let rows = match table {
+        Weight::Float(table) => table.select(0, tokens).cast(dtype),
+        Weight::Int8(Int8Weight { packed, scales }) => {
+            let rows = Int8Weight { packed: packed.select(0, tokens.clone()), scales: scales.select(0, tokens) };
+            Weight::Int8(rows).into_float(dtype)
+        }
+    };
+    let rows = rows.reshape([batch_size, seq_length, d_model]);
+    match added {
+        Some(x) => x + rows,
+        None => rows,
+    }
 }
 
-pub(crate) fn embed_add<B: crate::Backend>(
-    table: Tensor<B, 2>,
-    tokens: Tensor<B, 2, Int>,
-    x: Tensor<B, 3>,
-) -> Tensor<B, 3> {
-    let dtype = FloatDType::from(x.dtype());
-    x + <B as crate::Backend>::embed(table, tokens, dtype)
-}
-
-/// Reference gradient of [`embed`](crate::embed)'s table: the rows of each token added up in f32.
-pub fn embed_backward<B: Backend>(grad: Tensor<B, 2>, tokens: Tensor<B, 1, Int>, vocabulary: usize) -> Tensor<B, 2> {
+/// Reference gradient of [`embed`](crate::embed())'s table: the rows of each token added up in f32.
+pub fn embed_backward<B: EmbedOps>(EmbedBackward { grad, tokens, vocabulary }: EmbedBackward<B>) -> Tensor<B, 2> {
     let zeros = Tensor::zeros([vocabulary, grad.dims()[1]], (&grad.device(), DType::F32));
-    zeros.select_assign(0, tokens, grad.cast(DType::F32), IndexingUpdateOp::Add)
+    zeros.select_assign(0, clamp_index(tokens, vocabulary - 1), grad.cast(DType::F32), IndexingUpdateOp::Add)
 }

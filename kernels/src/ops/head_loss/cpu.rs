@@ -1,29 +1,48 @@
 //! The head's loss on the CPU: logits of a few rows at a time, turned into their own gradient in place.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{HeadLossOptions, HeadLossOutput};
+use super::{HeadLossBackward, HeadLossForward, HeadLossOps, HeadLossOutput};
+use crate::checked::Checked;
 use crate::cpu::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
 
 /// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
 const LOGITS: usize = 1 << 20;
 
-pub(crate) fn head_loss_forward(
-    hidden: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
-    targets: Tensor<NdArray, 1, Int>,
-    options: HeadLossOptions,
-    gradients: bool,
-) -> HeadLossOutput<NdArray> {
+impl HeadLossOps for NdArray {
+    fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
+        head_loss_forward(operands.into_inner())
+    }
+
+    /// Gradients for an upstream gradient of one are as they came.
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        let HeadLossBackward { grad, d_hidden, d_weight } = operands.into_inner();
+        let grad = Values::rows(grad)[0];
+        let scaled = |gradient: Tensor<NdArray, 2>| {
+            if grad == 1.0 {
+                return gradient;
+            }
+            let shape = gradient.dims();
+            let mut values = Values::rows(gradient).into_vec();
+            for_rows(&mut values, shape[1], |_, values| values.iter_mut().for_each(|value| *value *= grad));
+            tensor(values, shape)
+        };
+        (scaled(d_hidden), scaled(d_weight))
+    }
+}
+
+fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArray> {
+    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
     let [rows, d_model] = hidden.dims();
-    let [vocabulary, columns] = weight.dims();
-    assert_eq!(d_model, columns, "the weight's columns are the hidden states'");
+    let [vocabulary, _] = weight.dims();
     let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
-    let targets = integers(targets);
+    // The word of each target that counts.
+    let word = |target: i64| usize::try_from(target).ok().filter(|word| *word < vocabulary);
+    let targets: Vec<Option<usize>> = integers(targets).into_iter().map(word).collect();
     // Zero where nothing weighs: the loss is then divided by infinity.
-    let counted = targets.iter().filter(|target| **target >= 0).count().max(1) as f32 / options.weight as f32;
-    let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows.max(1));
+    let counted = targets.iter().flatten().count().max(1) as f32 / options.weight as f32;
+    let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows);
     let smoothing = options.label_smoothing as f32;
     let spread = smoothing / vocabulary as f32;
 
@@ -45,14 +64,12 @@ pub(crate) fn head_loss_forward(
         }
         for_rows(logits, vocabulary, |first, logits| {
             for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
-                let target = targets[start + row];
                 let set = |value: f32| nats[row].store(value.to_bits(), std::sync::atomic::Ordering::Relaxed);
-                if target < 0 {
+                let Some(target) = targets[start + row] else {
                     logits.fill(0.0);
                     set(0.0);
                     continue;
-                }
-                let target = target as usize;
+                };
                 let max = max_of(logits);
                 let hit = logits[target];
                 let mean = if smoothing > 0.0 { sum_of(logits, logits, |x, _| x) / vocabulary as f32 } else { 0.0 };
@@ -82,23 +99,4 @@ pub(crate) fn head_loss_forward(
     }
     let gradients = gradients.then(|| (tensor(d_hidden, [rows, d_model]), tensor(d_weight, [vocabulary, d_model])));
     HeadLossOutput { loss: tensor(vec![(loss / f64::from(counted)) as f32], [1]), gradients }
-}
-
-/// Gradients for an upstream gradient of one are as they came.
-pub(crate) fn head_loss_backward(
-    grad: Tensor<NdArray, 1>,
-    d_hidden: Tensor<NdArray, 2>,
-    d_weight: Tensor<NdArray, 2>,
-) -> (Tensor<NdArray, 2>, Tensor<NdArray, 2>) {
-    let grad = Values::rows(grad)[0];
-    let scaled = |gradient: Tensor<NdArray, 2>| {
-        if grad == 1.0 {
-            return gradient;
-        }
-        let shape = gradient.dims();
-        let mut values = Values::rows(gradient).into_vec();
-        for_rows(&mut values, shape[1], |_, values| values.iter_mut().for_each(|value| *value *= grad));
-        tensor(values, shape)
-    };
-    (scaled(d_hidden), scaled(d_weight))
 }

@@ -1,17 +1,19 @@
 //! Output projection and cross entropy in one, so that the logits of a whole batch are never held.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor};
 
-use crate::Backend;
-use crate::autodiff::as_rows;
+use super::reshape::{ReshapeOps, as_rows};
+use crate::checked::{Checked, Operands, part};
 use crate::recorder;
+use crate::selection::dispatch;
 
 /// The target of a position that does not count, as PyTorch has it.
 pub const IGNORED_TARGET: i32 = -100;
@@ -68,23 +70,95 @@ pub struct HeadLossOutput<B: Backend> {
     pub gradients: Option<(Tensor<B, 2>, Tensor<B, 2>)>,
 }
 
+/// What [`head_loss`] computes with.
+#[derive(Clone, Debug)]
+pub struct HeadLossForward<B: Backend> {
+    /// `[rows, d_model]`.
+    pub hidden: Tensor<B, 2>,
+    /// `[vocabulary, d_model]`.
+    pub weight: Tensor<B, 2>,
+    /// `[rows]`.
+    pub targets: Tensor<B, 1, Int>,
+    /// Smoothing, weight and chunk.
+    pub options: HeadLossOptions,
+    /// Whether the gradients for an upstream gradient of one are wanted, too: one pass over the vocabulary gives both,
+    /// and the backward pass only scales them.
+    pub gradients: bool,
+}
+
+impl<B: Backend> Operands for HeadLossForward<B> {
+    fn check(&self) {
+        let op = "head_loss";
+        let hidden = part(op, "hidden", &self.hidden).float();
+        let ([rows, d_model], [_, columns]) = (self.hidden.dims(), self.weight.dims());
+        part(op, "weight", &self.weight).float().fits(columns == d_model, &hidden);
+        part(op, "targets", &self.targets).integer().shaped(&[rows], &hidden);
+    }
+}
+
+/// What the gradients of [`head_loss`] are scaled with.
+#[derive(Clone, Debug)]
+pub struct HeadLossBackward<B: Backend> {
+    /// Gradient of the loss, `[1]`.
+    pub grad: Tensor<B, 1>,
+    /// Gradient of the hidden states for an upstream gradient of one.
+    pub d_hidden: Tensor<B, 2>,
+    /// That of the weight.
+    pub d_weight: Tensor<B, 2>,
+}
+
+impl<B: Backend> Operands for HeadLossBackward<B> {
+    fn check(&self) {
+        let op = "head_loss backward";
+        let hidden = part(op, "gradient of hidden", &self.d_hidden).float();
+        part(op, "gradient of weight", &self.d_weight).float().fits(true, &hidden);
+        part(op, "grad", &self.grad).of(DType::F32).shaped(&[1], &hidden);
+    }
+}
+
+/// Output projection and cross entropy on a backend.
+pub trait HeadLossOps: ReshapeOps {
+    /// Body of [`head_loss`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
+        head_loss_forward(operands).loss
+    }
+    /// Forward of [`head_loss`].
+    fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
+        reference::head_loss_forward(operands.into_inner())
+    }
+    /// Backward of [`head_loss`]: the gradients of the hidden states and of the weight.
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        reference::head_loss_backward(operands.into_inner())
+    }
+}
+
 /// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden * weight^T)` against `targets`.
 ///
 /// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in f32;
 /// - `weight`: `[vocabulary, d_model]`;
-/// - `targets`: one for each row of `hidden`, in `0..vocabulary`, or [`IGNORED_TARGET`].
+/// - `targets`: one for each row of `hidden`, in `0..vocabulary`. Any other, [`IGNORED_TARGET`] among them, does not
+///   count, on every backend.
 ///
 /// # Panics
-/// If the number of targets and of rows differ.
-pub fn head_loss<B: Backend, const D: usize, const T: usize>(
+/// If the number of targets and of rows differ, or `d_model` of `hidden` and of `weight`.
+pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     hidden: Tensor<B, D>,
     weight: Tensor<B, 2>,
     targets: Tensor<B, T, Int>,
     options: HeadLossOptions,
 ) -> Tensor<B, 1> {
     let _op = recorder::op("head_loss", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
-    let hidden = as_rows(hidden);
     let targets = targets.flatten::<1>(0, T - 1);
-    assert_eq!(hidden.dims()[0], targets.dims()[0], "head_loss: as many targets as rows are needed");
-    B::head_loss(hidden, weight, targets, options)
+    let hidden = as_rows(hidden);
+    B::head_loss(Checked::new(HeadLossForward { hidden, weight, targets, options, gradients: false }))
+}
+
+pub(crate) fn head_loss_forward<B: HeadLossOps>(operands: Checked<HeadLossForward<B>>) -> HeadLossOutput<B> {
+    dispatch!(B: HeadLossOps::head_loss_forward(operands))
+}
+
+pub(crate) fn head_loss_backward<B: HeadLossOps>(
+    operands: Checked<HeadLossBackward<B>>,
+) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    dispatch!(B: HeadLossOps::head_loss_backward(operands))
 }

@@ -1,30 +1,26 @@
 //! The head's loss from small operations, a chunk of rows at a time.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
-use super::{HeadLossOptions, HeadLossOutput};
-use crate::Backend;
+use super::{HeadLossBackward, HeadLossForward, HeadLossOutput};
 
 /// f32 logits held at a time when no chunk is asked for: 256 MB.
 const LOGITS: usize = 1 << 26;
 
-/// Reference forward of [`head_loss`](crate::head_loss) over `[rows, d_model]`.
-pub fn head_loss_forward<B: Backend>(
-    hidden: Tensor<B, 2>,
-    weight: Tensor<B, 2>,
-    targets: Tensor<B, 1, Int>,
-    options: HeadLossOptions,
-    gradients: bool,
-) -> HeadLossOutput<B> {
+/// Reference forward of [`head_loss`](crate::head_loss()) over `[rows, d_model]`.
+pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOutput<B> {
+    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
     let device = hidden.device();
     let [rows, _] = hidden.dims();
     let [vocabulary, d_model] = weight.dims();
     let dtype = hidden.dtype();
     let weight = weight.cast(dtype);
-    let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(1)).min(rows);
+    let chunk = options.chunk.unwrap_or(LOGITS / vocabulary).clamp(1, rows);
     let smoothing = options.label_smoothing;
 
-    let counted = targets.clone().greater_equal_elem(0).float().cast(DType::F32);
+    let counts = targets.clone().greater_equal_elem(0).bool_and(targets.clone().lower_elem(vocabulary as i64));
+    let counted = counts.float().cast(DType::F32);
     // The weight over the number of targets that count, on the device.
     let share = counted.clone().sum().clamp_min(1.0).recip().mul_scalar(options.weight);
     let words = Tensor::<B, 1, Int>::arange(0..vocabulary as i64, &device).reshape([1, vocabulary]);
@@ -36,7 +32,7 @@ pub fn head_loss_forward<B: Backend>(
         let size = chunk.min(rows - start);
         let hidden = hidden.clone().narrow(0, start, size);
         let logits = hidden.clone().matmul(weight.clone().transpose()).cast(DType::F32);
-        let target = targets.clone().narrow(0, start, size).clamp_min(0).reshape([size, 1]);
+        let target = targets.clone().narrow(0, start, size).clamp(0, vocabulary as i64 - 1).reshape([size, 1]);
         let weighed = counted.clone().narrow(0, start, size).reshape([size, 1]) * share.clone().reshape([1, 1]);
 
         let max = logits.clone().max_dim(1);
@@ -73,11 +69,9 @@ pub fn head_loss_forward<B: Backend>(
     HeadLossOutput { loss, gradients }
 }
 
-pub(crate) fn head_loss_backward<B: Backend>(
-    grad: Tensor<B, 1>,
-    d_hidden: Tensor<B, 2>,
-    d_weight: Tensor<B, 2>,
-) -> (Tensor<B, 2>, Tensor<B, 2>) {
+/// Reference backward of [`head_loss`](crate::head_loss()).
+pub fn head_loss_backward<B: Backend>(operands: HeadLossBackward<B>) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let HeadLossBackward { grad, d_hidden, d_weight } = operands;
     let scale = grad.reshape([1, 1]);
     let d_hidden = d_hidden.clone() * scale.clone().cast(d_hidden.dtype());
     let d_weight = d_weight.clone() * scale.cast(d_weight.dtype());

@@ -1,8 +1,7 @@
 //! What is known of the rows that tokens are drawn for.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
-
-use crate::Backend;
 
 /// How often each word stands in each row of a batch, on the device: f32, `[batch_size, vocabulary]`.
 #[derive(Clone, Debug)]
@@ -22,7 +21,13 @@ impl<B: Backend> TokenCounts<B> {
         let mut counts = vec![0f32; prompts.len() * vocabulary];
         for (row, prompt) in prompts.iter().enumerate() {
             let row = &mut counts[row * vocabulary..][..vocabulary];
-            prompt.iter().for_each(|token| row[*token as usize] += 1.0);
+            for token in *prompt {
+                assert!(
+                    (*token as usize) < vocabulary,
+                    "head_sample: token {token} of a vocabulary of {vocabulary} words"
+                );
+                row[*token as usize] += 1.0;
+            }
         }
         // In one row: some devices leave gaps between the rows of a matrix.
         let (size, shape) = (counts.len(), [prompts.len(), vocabulary]);

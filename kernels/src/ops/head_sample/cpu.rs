@@ -4,14 +4,17 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{Penalties, SampledRows, Sampling};
+use super::{Draw, HeadSampleOps, Penalties, Sampling};
+use crate::checked::Checked;
 use crate::cpu::{Values, exp, integers, max_of, tensor};
 
-pub(crate) fn draw(
-    logits: Tensor<NdArray, 2>,
-    sampling: &Sampling,
-    rows: &mut SampledRows<NdArray>,
-) -> Tensor<NdArray, 1, Int> {
+impl HeadSampleOps for NdArray {
+    fn draw(operands: Checked<Draw<'_, Self>>) -> Tensor<Self, 1, Int> {
+        draw(operands.into_inner())
+    }
+}
+
+fn draw(Draw { logits, sampling, rows }: Draw<'_, NdArray>) -> Tensor<NdArray, 1, Int> {
     let device = logits.device();
     let [batch_size, vocabulary] = logits.dims();
     let mut logits = Values::rows(logits).into_vec();
@@ -25,7 +28,10 @@ pub(crate) fn draw(
                 let [prompt, written] = counts.each_ref().map(|counts| &counts[row * vocabulary..][..vocabulary]);
                 penalise(logits, prompt, written, sampling.penalties);
             }
-            chosen_of(logits, sampling, *stream as u32) as i64
+            match logits.iter().any(|logit| logit.is_nan()) {
+                true => -1,
+                false => chosen_of(logits, sampling, *stream as u32) as i64,
+            }
         })
         .collect();
     drop(counts);
@@ -33,7 +39,11 @@ pub(crate) fn draw(
         counts.written.inplace(|written| {
             let shape = written.dims();
             let mut written = Values::rows(written).into_vec();
-            chosen.iter().enumerate().for_each(|(row, word)| written[row * vocabulary + *word as usize] += 1.0);
+            for (row, word) in chosen.iter().enumerate() {
+                if let Ok(word) = usize::try_from(*word) {
+                    written[row * vocabulary + word] += 1.0;
+                }
+            }
             tensor(written, shape)
         });
     }

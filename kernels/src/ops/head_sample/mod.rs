@@ -1,17 +1,27 @@
 //! Output projection and sampling in one: only the chosen tokens leave, and they stay on the device.
 
+mod autodiff;
 mod counts;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 pub use counts::{SampledRows, TokenCounts};
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor};
 
-use crate::{Backend, RandomKey, Weight, recorder};
+use super::linear::LinearOps;
+use super::weight::Weight;
+use crate::checked::{Checked, Operands, part};
+use crate::random::RandomKey;
+use crate::recorder;
+use crate::selection::dispatch;
+
+/// Words that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
+const MOST_WORDS: usize = 1 << 24;
 
 /// What words that a text has already lose. The default takes nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,6 +104,60 @@ impl Sampling {
     }
 }
 
+/// What the logits of [`head_sample`] are computed with.
+#[derive(Clone, Debug)]
+pub struct Logits<B: Backend> {
+    /// `[batch_size, d_model]`.
+    pub hidden: Tensor<B, 2>,
+    /// `[vocabulary, d_model]`.
+    pub weight: Weight<B>,
+}
+
+impl<B: Backend> Operands for Logits<B> {
+    fn check(&self) {
+        let hidden = part("head_sample", "hidden", &self.hidden).float();
+        let fits = self.hidden.dims()[1] == self.weight.dims()[1];
+        self.weight.check("head_sample", "weight", fits, &hidden);
+    }
+}
+
+/// What [`head_sample`] draws from.
+#[derive(Debug)]
+pub struct Draw<'a, B: Backend> {
+    /// `[batch_size, vocabulary]`, f32.
+    pub logits: Tensor<B, 2>,
+    /// How.
+    pub sampling: &'a Sampling,
+    /// Streams and counts of the rows.
+    pub rows: &'a mut SampledRows<B>,
+}
+
+impl<B: Backend> Operands for Draw<'_, B> {
+    fn check(&self) {
+        let op = "head_sample";
+        let logits = part(op, "logits", &self.logits).of(DType::F32);
+        let [batch_size, vocabulary] = self.logits.dims();
+        assert!(vocabulary <= MOST_WORDS, "{op}: a vocabulary of {vocabulary} words is too large");
+        part(op, "streams", &self.rows.streams).integer().shaped(&[batch_size], &logits);
+        if let Some(TokenCounts { prompt, written }) = &self.rows.counts {
+            part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
+            part(op, "counts of written words", written).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
+        }
+    }
+}
+
+/// Output projection and sampling on a backend. They have no gradient.
+pub trait HeadSampleOps: LinearOps {
+    /// The first half of [`head_sample`]: logits `[batch_size, vocabulary]`, f32.
+    fn logits(operands: Checked<Logits<Self>>) -> Tensor<Self, 2> {
+        reference::logits(operands.into_inner())
+    }
+    /// The second half of [`head_sample`]: a word for each row of f32 logits.
+    fn draw(operands: Checked<Draw<'_, Self>>) -> Tensor<Self, 1, Int> {
+        reference::draw(operands.into_inner())
+    }
+}
+
 /// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
 /// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
@@ -101,9 +165,11 @@ impl Sampling {
 /// draw is Gumbel's (the arg max of logits plus noise), and the noise at (stream, word) a pure function of
 /// [`Sampling::key`]: a row draws the same alone and in any batch.
 ///
+/// A row with a logit that is not a number draws -1, on every backend, and counts nothing.
+///
 /// # Panics
-/// If there are not as many streams as rows.
-pub fn head_sample<B: Backend>(
+/// If there are not as many streams as rows, or the sizes do not fit each other.
+pub fn head_sample<B: HeadSampleOps>(
     hidden: Tensor<B, 2>,
     weight: impl Into<Weight<B>>,
     sampling: &Sampling,
@@ -111,6 +177,6 @@ pub fn head_sample<B: Backend>(
 ) -> Tensor<B, 1, Int> {
     let weight = weight.into();
     let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), weight.operand()]);
-    assert_eq!(rows.streams.dims()[0], hidden.dims()[0], "head_sample: a stream for each row");
-    B::draw(B::logits(hidden, &weight), sampling, rows)
+    let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
+    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, sampling, rows })))
 }

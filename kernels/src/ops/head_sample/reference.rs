@@ -1,46 +1,30 @@
 //! Sampling from small operations. No sort: the cut of top-k and top-p is found by halving an interval.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 
-use super::{Penalties, SampledRows, Sampling, TokenCounts};
+use super::{Draw, HeadSampleOps, Logits, Penalties, TokenCounts};
+use crate::ops::linear::{LinearForward, linear_rows};
 use crate::random::RANGE;
 use crate::random::reference::bits_of_rows;
-use crate::{Backend, Weight};
 
 /// Halvings until the interval around the cut is far below the spacing of f32 logits.
 const HALVINGS: usize = 40;
 
 const EXCLUDED: f32 = -1e30;
 
-/// Reference body of [`head_sample`](crate::head_sample).
-pub fn head_sample<B: Backend>(
-    hidden: Tensor<B, 2>,
-    weight: Tensor<B, 2>,
-    sampling: &Sampling,
-    rows: &mut SampledRows<B>,
-) -> Tensor<B, 1, Int> {
-    draw(logits(hidden, &weight.into()), sampling, rows)
+/// Reference logits of [`head_sample`](crate::head_sample()), f32.
+pub fn logits<B: HeadSampleOps>(Logits { hidden, weight }: Logits<B>) -> Tensor<B, 2> {
+    linear_rows(LinearForward::new(hidden, weight, None)).cast(DType::F32)
 }
 
-/// The logits of all words, f32.
-pub(crate) fn logits<B: Backend>(hidden: Tensor<B, 2>, weight: &Weight<B>) -> Tensor<B, 2> {
-    match weight {
-        Weight::Float(weight) => <B as Backend>::linear(hidden, weight.clone(), None),
-        Weight::Int8(weight) => B::int8_linear(hidden, None, weight, None, None, None),
-    }
-    .cast(DType::F32)
-}
-
-/// A word for each row of logits.
-pub(crate) fn draw<B: Backend>(
-    mut logits: Tensor<B, 2>,
-    sampling: &Sampling,
-    rows: &mut SampledRows<B>,
-) -> Tensor<B, 1, Int> {
+/// Reference draw of [`head_sample`](crate::head_sample()).
+pub fn draw<B: Backend>(Draw { mut logits, sampling, rows }: Draw<'_, B>) -> Tensor<B, 1, Int> {
     if let Some(counts) = &rows.counts {
         logits = penalised(logits, sampling.penalties, counts);
     }
     let [batch_size, vocabulary] = logits.dims();
+    let broken = logits.clone().is_nan().any_dim(1);
     if sampling.temperature > 0.0 {
         logits = logits.div_scalar(sampling.temperature);
         if let Some(top_k) = sampling.top_k.filter(|top_k| *top_k < vocabulary) {
@@ -61,12 +45,13 @@ pub(crate) fn draw<B: Backend>(
         let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
         logits = logits - uniform.log().neg().log();
     }
-    let chosen = logits.argmax(1);
+    let chosen = logits.argmax(1).clamp(0, vocabulary as i64 - 1);
     if let Some(counts) = &mut rows.counts {
         let ones = Tensor::<B, 2>::ones([batch_size, 1], (&counts.written.device(), DType::F32));
+        let ones = ones.mask_fill(broken.clone(), 0.0);
         counts.written.inplace(|written| written.scatter(1, chosen.clone(), ones, IndexingUpdateOp::Add));
     }
-    chosen.squeeze_dim(1)
+    chosen.mask_fill(broken, -1).squeeze_dim(1)
 }
 
 fn penalised<B: Backend>(logits: Tensor<B, 2>, penalties: Penalties, counts: &TokenCounts<B>) -> Tensor<B, 2> {

@@ -3,36 +3,73 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{LinearActivateOutput, LinearGradients};
-use crate::Activation;
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
+use crate::checked::Checked;
 use crate::cpu::{Matrix, Values, dot_bytes, new_columns, new_product, sum_of, sum_over_rows, tensor, wide_product};
+use crate::ops::activation::activate_rows;
 use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
+use crate::ops::dropout::dropout_rows;
 use crate::ops::weight::cpu::Words;
-use crate::{Backend, Int8Weight, Norm};
+use crate::ops::weight::{Int8Weight, Weight};
 
 /// Products of so few rows are a sum for each of their elements.
 const FEW_ROWS: usize = 16;
 
-/// `residual + activation(norm(x) * weight^T + bias)`, as far as these are there, of few rows; nothing for more.
-pub(crate) fn int8_linear(
+impl LinearOps for NdArray {
+    /// What is saved is what the gradient is multiplied by, so that the activation is computed once.
+    fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
+        let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
+        let shape = [x.dims()[0], weight.dims()[0]];
+        let weight = match weight {
+            Weight::Int8(weight) if shape[0] <= FEW_ROWS => {
+                let product = int8_linear(x, weight, bias, residual);
+                let output = match activation {
+                    Some(activation) => activate_rows(product, activation),
+                    None => product,
+                };
+                return LinearOutput { output, saved: None };
+            }
+            weight => float_weight(weight, &x),
+        };
+        if let Some(activation) = activation {
+            let mut projected = project(x, weight, bias, |_, _, _| {});
+            let output = activate_beside(&mut projected, shape, activation);
+            return LinearOutput { output, saved: Some(tensor(projected, shape)) };
+        }
+        let output = match (residual, dropout) {
+            (Some(residual), None) => project_add(x, weight, bias, residual),
+            (residual, dropout) => {
+                let projected = dropout_rows(tensor(project(x, weight, bias, |_, _, _| {}), shape), dropout);
+                match residual {
+                    Some(residual) => residual + projected,
+                    None => projected,
+                }
+            }
+        };
+        LinearOutput { output, saved: None }
+    }
+
+    fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
+        let LinearBackward { grad, x, weight, bias, activation, dropout } = operands.into_inner();
+        let grad = dropout_rows(grad, dropout);
+        let grad = match activation {
+            Some((activation, slopes)) => activate_by_slopes(grad, slopes, activation),
+            None => grad,
+        };
+        linear_backward(grad, x, weight, bias.is_some())
+    }
+}
+
+/// `residual + x * weight^T + bias` of few rows and a weight of bytes.
+fn int8_linear(
     x: Tensor<NdArray, 2>,
-    norm: Option<&Norm<NdArray>>,
-    weight: &Int8Weight<NdArray>,
+    weight: Int8Weight<NdArray>,
     bias: Option<Tensor<NdArray, 1>>,
-    activation: Option<Activation>,
     residual: Option<Tensor<NdArray, 2>>,
-) -> Option<Tensor<NdArray, 2>> {
+) -> Tensor<NdArray, 2> {
     let [rows, d_input] = x.dims();
     let [d_output, words_each] = weight.packed.dims();
-    if rows > FEW_ROWS {
-        return None;
-    }
-    assert_eq!(d_input, 4 * words_each, "the weight's columns are the input's");
-    let x = match norm {
-        Some(norm) => NdArray::norm(x, norm),
-        None => x,
-    };
-    let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
+    let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed), Values::rows(weight.scales));
     let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
     let out = new_columns(rows, d_output, rows * d_input, |columns, out| {
         for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
@@ -45,24 +82,11 @@ pub(crate) fn int8_linear(
             }
         }
     });
-    let out = tensor(out, [rows, d_output]);
-    Some(match activation {
-        Some(activation) => NdArray::activate_forward(out, activation),
-        None => out,
-    })
-}
-
-pub(crate) fn linear_forward(
-    x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
-    bias: Option<Tensor<NdArray, 1>>,
-) -> Tensor<NdArray, 2> {
-    let shape = [x.dims()[0], weight.dims()[0]];
-    tensor(project(x, weight, bias, |_, _, _| {}), shape)
+    tensor(out, [rows, d_output])
 }
 
 /// `residual + x * weight^T + bias`.
-pub(crate) fn linear_add_forward(
+fn project_add(
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
     bias: Option<Tensor<NdArray, 1>>,
@@ -76,30 +100,6 @@ pub(crate) fn linear_add_forward(
     tensor(out, shape)
 }
 
-/// What is saved is what the gradient is multiplied by, so that the activation is computed once.
-pub(crate) fn linear_activate_forward(
-    x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
-    bias: Option<Tensor<NdArray, 1>>,
-    activation: Activation,
-) -> LinearActivateOutput<NdArray> {
-    let shape = [x.dims()[0], weight.dims()[0]];
-    let mut projected = project(x, weight, bias, |_, _, _| {});
-    let output = activate_beside(&mut projected, shape, activation);
-    LinearActivateOutput { output, saved: tensor(projected, shape) }
-}
-
-pub(crate) fn linear_activate_backward(
-    grad: Tensor<NdArray, 2>,
-    x: Tensor<NdArray, 2>,
-    weight: Tensor<NdArray, 2>,
-    has_bias: bool,
-    slopes: Tensor<NdArray, 2>,
-    activation: Activation,
-) -> LinearGradients<NdArray> {
-    linear_backward(activate_by_slopes(grad, slopes, activation), x, weight, has_bias)
-}
-
 /// `x * weight^T + bias`, and then `then` as in [`new_product`].
 fn project(
     x: Tensor<NdArray, 2>,
@@ -108,8 +108,7 @@ fn project(
     then: impl Fn(usize, usize, &mut [f32]) + Sync,
 ) -> Vec<f32> {
     let [rows, d_input] = x.dims();
-    let [d_output, columns] = weight.dims();
-    assert_eq!(d_input, columns, "the weight's columns are the input's");
+    let [d_output, _] = weight.dims();
     let (x, weight, bias) = (Values::rows(x), Values::rows(weight), bias.map(Values::rows));
     let then = |row: usize, column: usize, out: &mut [f32]| {
         if let Some(bias) = &bias {
@@ -129,14 +128,14 @@ fn project(
             }
         });
     }
-    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input].
+    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were checked.
     unsafe {
         let weight = Matrix::of(&weight, d_input).transposed();
         new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, then)
     }
 }
 
-pub(crate) fn linear_backward(
+fn linear_backward(
     grad: Tensor<NdArray, 2>,
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
@@ -144,7 +143,6 @@ pub(crate) fn linear_backward(
 ) -> LinearGradients<NdArray> {
     let [rows, d_input] = x.dims();
     let d_output = weight.dims()[0];
-    assert_eq!((grad.dims(), weight.dims()), ([rows, d_output], [d_output, d_input]), "sizes of a projection");
     let (grad, x, weight) = (Values::rows(grad), Values::rows(x), Values::rows(weight));
     let d_x = || {
         let (grad, weight) = (Matrix::of(&grad, d_output), Matrix::of(&weight, d_input));

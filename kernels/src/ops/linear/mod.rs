@@ -3,17 +3,149 @@
 //! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
 //! another one is cast, and parameter gradients are f32. Weights of bytes have no gradient.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
+#[cfg(feature = "cubecl")]
+pub(crate) mod route;
 
-use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::{FloatDType, Tensor};
 
-use crate::autodiff::{as_dims, as_rows};
-use crate::{Activation, Backend, Dropout, Norm, Weight, recorder};
+use super::activation::{Activation, ActivationOps};
+use super::dropout::{Dropout, DropoutOps};
+use super::norm::{Norm, NormOps, norm_rows};
+use super::reshape::{as_dims, as_rows};
+use super::weight::{Weight, WeightOps};
+use crate::checked::{Checked, Operands, part};
+use crate::recorder;
+use crate::selection::dispatch;
+
+/// What [`linear`], [`norm_linear`], [`linear_add`] and [`norm_gate_up`] compute with:
+/// `residual + dropout(activation(norm(x) * weight^T + bias))`, as far as these are there.
+#[derive(Clone, Debug)]
+pub struct LinearForward<B: Backend> {
+    /// `[rows, d_input]`.
+    pub x: Tensor<B, 2>,
+    /// Norm of the rows of `x`, its weights `[d_input]`.
+    pub norm: Option<Norm<B>>,
+    /// `[d_output, d_input]`; of bytes only without dropout.
+    pub weight: Weight<B>,
+    /// `[d_output]`.
+    pub bias: Option<Tensor<B, 1>>,
+    /// Nonlinearity of the product; the last part there is.
+    pub activation: Option<Activation>,
+    /// Dropout of the product.
+    pub dropout: Option<Dropout>,
+    /// What is added, `[rows, d_output]`.
+    pub residual: Option<Tensor<B, 2>>,
+    /// Whether a backward pass follows, so that what it needs is kept. Then `weight` is of floats, and there is no norm.
+    pub keeps: bool,
+}
+
+impl<B: Backend> LinearForward<B> {
+    /// The product alone.
+    pub fn new(x: Tensor<B, 2>, weight: impl Into<Weight<B>>, bias: Option<Tensor<B, 1>>) -> Self {
+        let weight = weight.into();
+        Self { x, norm: None, weight, bias, activation: None, dropout: None, residual: None, keeps: false }
+    }
+
+    /// The operation of which these are the operands.
+    fn op(&self) -> &'static str {
+        match self {
+            Self { activation: Some(_), .. } => "norm_gate_up",
+            Self { residual: Some(_), .. } => "linear_add",
+            Self { norm: Some(_), .. } => "norm_linear",
+            _ => "linear",
+        }
+    }
+
+    /// Columns of the result.
+    fn outputs(&self) -> usize {
+        let [d_output, _] = self.weight.dims();
+        self.activation.map_or(d_output, |activation| activation.output_width(d_output))
+    }
+}
+
+impl<B: Backend> Operands for LinearForward<B> {
+    fn check(&self) {
+        let op = self.op();
+        let x = part(op, "x", &self.x).float();
+        let ([rows, d_input], [d_output, columns]) = (self.x.dims(), self.weight.dims());
+        self.weight.check(op, "weight", columns == d_input, &x);
+        if let Some(norm) = &self.norm {
+            norm.check(op, &x, d_input);
+        }
+        if let Some(bias) = &self.bias {
+            let holds = bias.dims() == [d_output];
+            assert!(holds, "{op}: bias {:?} does not fit weight {:?}", bias.dims(), self.weight.dims());
+            part(op, "bias", bias).float().fits(holds, &x);
+        }
+        if let Some(activation) = self.activation {
+            let even = !activation.gated || d_output.is_multiple_of(2);
+            assert!(even, "{op}: a gated activation needs an even width, weight is {:?}", self.weight.dims());
+            let last = self.dropout.is_none() && self.residual.is_none();
+            assert!(last, "{op}: an activation is the last part, without dropout and residual");
+        }
+        if let Some(residual) = &self.residual {
+            part(op, "residual", residual).float().fits(residual.dims() == [rows, d_output], &x);
+        }
+        if matches!(self.weight, Weight::Int8(_)) {
+            let for_inference = self.dropout.is_none() && !self.keeps;
+            assert!(for_inference, "{op}: a weight of bytes is for inference, without dropout and gradients");
+        }
+        assert!(!self.keeps || self.norm.is_none(), "{op}: the norm has a backward pass of its own");
+    }
+}
+
+/// What the forward pass of a projection gives.
+#[derive(Clone, Debug)]
+pub struct LinearOutput<B: Backend> {
+    /// `[rows, d_output]`, or half as wide behind a gate, of the input's dtype.
+    pub output: Tensor<B, 2>,
+    /// With an activation and where it was asked for, `[rows, d_output]` before it, with the bias or without, or what its
+    /// gradient is multiplied by: as the backend's backward needs it.
+    pub saved: Option<Tensor<B, 2>>,
+}
+
+/// What the gradients of a projection are computed with.
+#[derive(Clone, Debug)]
+pub struct LinearBackward<B: Backend> {
+    /// Gradient of the output, in the dtype of `x`. That of a residual is the same.
+    pub grad: Tensor<B, 2>,
+    /// `[rows, d_input]`.
+    pub x: Tensor<B, 2>,
+    /// `[d_output, d_input]`, in the dtype of `x`.
+    pub weight: Tensor<B, 2>,
+    /// `[d_output]`.
+    pub bias: Option<Tensor<B, 1>>,
+    /// The activation, and what the same backend's forward saved, `[rows, d_output]`.
+    pub activation: Option<(Activation, Tensor<B, 2>)>,
+    /// The dropout of the forward pass.
+    pub dropout: Option<Dropout>,
+}
+
+impl<B: Backend> Operands for LinearBackward<B> {
+    fn check(&self) {
+        let op = "linear backward";
+        let x = part(op, "x", &self.x).float();
+        let ([rows, d_input], [d_output, columns]) = (self.x.dims(), self.weight.dims());
+        part(op, "weight", &self.weight).float().fits(columns == d_input, &x);
+        if let Some(bias) = &self.bias {
+            part(op, "bias", bias).float().fits(bias.dims() == [d_output], &x);
+        }
+        let mut width = d_output;
+        if let Some((activation, saved)) = &self.activation {
+            assert!(!activation.gated || width.is_multiple_of(2), "{op}: a gated activation needs an even width");
+            width = activation.output_width(width);
+            part(op, "saved", saved).fits(saved.dims() == [rows, d_output], &x).alike(&x);
+        }
+        part(op, "grad", &self.grad).fits(self.grad.dims() == [rows, width], &x).alike(&x);
+    }
+}
 
 /// What the backward pass of a projection gives.
 #[derive(Clone, Debug)]
@@ -26,33 +158,34 @@ pub struct LinearGradients<B: Backend> {
     pub bias: Option<Tensor<B, 1>>,
 }
 
-/// What the forward pass of a projection with an activation gives.
-#[derive(Clone, Debug)]
-pub struct LinearActivateOutput<B: Backend> {
-    /// `[rows, width]` behind the activation, of the input's dtype.
-    pub output: Tensor<B, 2>,
-    /// `[rows, d_output]` before it, with the bias or without as the backend's backward needs it.
-    pub saved: Tensor<B, 2>,
+/// Projections on a backend.
+pub trait LinearOps: NormOps + ActivationOps + DropoutOps + WeightOps {
+    /// Body of [`linear`], [`norm_linear`], [`linear_add`] and [`norm_gate_up`];
+    /// [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    fn linear(operands: Checked<LinearForward<Self>>) -> Tensor<Self, 2> {
+        linear_forward(operands).output
+    }
+    /// Forward of [`linear`].
+    fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
+        reference::linear_forward(operands.into_inner())
+    }
+    /// Backward of [`linear`].
+    fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
+        reference::linear_backward(operands.into_inner())
+    }
 }
 
 /// `x * weight^T + bias`: `x` `[.., d_input]`, `weight` `[d_output, d_input]`, `bias` `[d_output]`, the result
 /// `[.., d_output]` in the dtype of `x`.
 ///
 /// # Panics
-/// If `d_input` of `x` and of `weight` differ.
-pub fn linear<B: Backend, const D: usize>(
+/// If the sizes do not fit each other.
+pub fn linear<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     weight: impl Into<Weight<B>>,
     bias: Option<Tensor<B, 1>>,
 ) -> Tensor<B, D> {
-    let weight = weight.into();
-    let _op = recorder::op("linear", || vec![recorder::operand(&x), weight.operand()]);
-    let dims = output_dims(&x, &weight, "linear");
-    let output = match weight {
-        Weight::Float(weight) => <B as Backend>::linear(as_rows(x), weight, bias),
-        Weight::Int8(weight) => B::int8_linear(as_rows(x), None, &weight, bias, None, None),
-    };
-    as_dims(output, dims)
+    project("linear", x, weight.into(), |x, weight| LinearForward::new(x, weight, bias))
 }
 
 /// Normalises `x` `[.., d_input]` where there is a norm, and projects it: `[.., d_output]`.
@@ -60,77 +193,94 @@ pub fn linear<B: Backend, const D: usize>(
 /// The residual stream itself is `x`, which stays as it was.
 ///
 /// # Panics
-/// If `d_input` of `x` and of `weight` differ.
-pub fn norm_linear<B: Backend, const D: usize>(
+/// If the sizes do not fit each other.
+pub fn norm_linear<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     norm: Option<&Norm<B>>,
     weight: impl Into<Weight<B>>,
     bias: Option<Tensor<B, 1>>,
 ) -> Tensor<B, D> {
-    let weight = weight.into();
-    let _op = recorder::op("norm_linear", || vec![recorder::operand(&x), weight.operand()]);
-    let dims = output_dims(&x, &weight, "norm_linear");
-    let output = match weight {
-        Weight::Float(weight) => B::norm_linear(as_rows(x), norm, weight, bias),
-        Weight::Int8(weight) => B::int8_linear(as_rows(x), norm, &weight, bias, None, None),
-    };
-    as_dims(output, dims)
+    project("norm_linear", x, weight.into(), |x, weight| LinearForward {
+        norm: norm.cloned(),
+        ..LinearForward::new(x, weight, bias)
+    })
 }
 
 /// `residual + dropout(x * weight^T + bias)`: the end of a transformer's sub-layer. `x` is `[.., d_input]`,
 /// `residual` and the result are `[.., d_output]`.
 ///
 /// # Panics
-/// If `d_input` of `x` and of `weight` differ, or there is dropout with a weight of bytes.
-pub fn linear_add<B: Backend, const D: usize>(
+/// If the sizes do not fit each other, or there is dropout with a weight of bytes.
+pub fn linear_add<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     weight: impl Into<Weight<B>>,
     bias: Option<Tensor<B, 1>>,
     dropout: Option<Dropout>,
     residual: Tensor<B, D>,
 ) -> Tensor<B, D> {
-    let weight = weight.into();
-    let _op = recorder::op("linear_add", || vec![recorder::operand(&x), weight.operand()]);
-    let dims = output_dims(&x, &weight, "linear_add");
     let dropout = dropout.filter(|dropout| dropout.probability > 0.0);
-    let (x, residual) = (as_rows(x), as_rows(residual));
-    let output = match weight {
-        Weight::Float(weight) => B::linear_add(x, weight, bias, dropout, residual),
-        Weight::Int8(_) if dropout.is_some() => {
-            panic!("linear_add: a weight of bytes is for inference, without dropout")
-        }
-        Weight::Int8(weight) => B::int8_linear(x, None, &weight, bias, None, Some(residual)),
-    };
-    as_dims(output, dims)
+    project("linear_add", x, weight.into(), |x, weight| LinearForward {
+        dropout,
+        residual: Some(as_rows(residual)),
+        ..LinearForward::new(x, weight, bias)
+    })
 }
 
 /// Normalises `x` `[.., d_model]` where there is a norm, projects it by `weight` `[d_ff, d_model]`, or by gate and up
 /// in one `[2 * d_ff, d_model]`, and applies `activation`: `[.., d_ff]`.
 ///
 /// # Panics
-/// If `d_model` of `x` and of `weight` differ.
-pub fn norm_gate_up<B: Backend, const D: usize>(
+/// If the sizes do not fit each other, or the activation gates and `weight` has an odd number of rows.
+pub fn norm_gate_up<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     norm: Option<&Norm<B>>,
     weight: impl Into<Weight<B>>,
     bias: Option<Tensor<B, 1>>,
     activation: Activation,
 ) -> Tensor<B, D> {
-    let weight = weight.into();
-    let _op = recorder::op("norm_gate_up", || vec![recorder::operand(&x), weight.operand()]);
-    let mut dims = output_dims(&x, &weight, "norm_gate_up");
-    dims[D - 1] = activation.output_width(dims[D - 1]);
-    let output = match weight {
-        Weight::Float(weight) => B::norm_gate_up(as_rows(x), norm, weight, bias, activation),
-        Weight::Int8(weight) => B::int8_linear(as_rows(x), norm, &weight, bias, Some(activation), None),
-    };
-    as_dims(output, dims)
+    project("norm_gate_up", x, weight.into(), |x, weight| LinearForward {
+        norm: norm.cloned(),
+        activation: Some(activation),
+        ..LinearForward::new(x, weight, bias)
+    })
 }
 
-fn output_dims<B: Backend, const D: usize>(x: &Tensor<B, D>, weight: &Weight<B>, op: &str) -> [usize; D] {
+/// The projection of rows that `operands` puts together of `x` and `weight`, recorded as `name`.
+fn project<B: LinearOps, const D: usize>(
+    name: &'static str,
+    x: Tensor<B, D>,
+    weight: Weight<B>,
+    operands: impl FnOnce(Tensor<B, 2>, Weight<B>) -> LinearForward<B>,
+) -> Tensor<B, D> {
+    let _op = recorder::op(name, || vec![recorder::operand(&x), weight.operand()]);
     let mut dims = x.dims();
-    let [d_output, d_input] = weight.dims();
-    assert_eq!(dims[D - 1], d_input, "{op}: the input's last dimension and the weight's differ");
-    dims[D - 1] = d_output;
-    dims
+    let operands = Checked::new(operands(as_rows(x), weight));
+    dims[D - 1] = operands.outputs();
+    as_dims(<B as LinearOps>::linear(operands), dims)
+}
+
+/// [`linear`] of rows, as a part of another operation.
+pub(crate) fn linear_rows<B: LinearOps>(operands: LinearForward<B>) -> Tensor<B, 2> {
+    <B as LinearOps>::linear(Checked::new(operands))
+}
+
+pub(crate) fn linear_forward<B: LinearOps>(operands: Checked<LinearForward<B>>) -> LinearOutput<B> {
+    dispatch!(B: LinearOps::linear_forward(operands))
+}
+
+pub(crate) fn linear_backward<B: LinearOps>(operands: Checked<LinearBackward<B>>) -> LinearGradients<B> {
+    dispatch!(B: LinearOps::linear_backward(operands))
+}
+
+/// The operands with the norm applied to `x`, for bodies that have none of their own.
+fn normed<B: LinearOps>(operands: LinearForward<B>) -> LinearForward<B> {
+    match operands.norm {
+        Some(norm) => LinearForward { x: norm_rows(operands.x, norm), norm: None, ..operands },
+        None => operands,
+    }
+}
+
+/// A weight as floats; bytes in the dtype of `x`.
+fn float_weight<B: WeightOps>(weight: Weight<B>, x: &Tensor<B, 2>) -> Tensor<B, 2> {
+    weight.into_float(FloatDType::from(x.dtype()))
 }

@@ -7,10 +7,11 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
-use super::{Norm, NormGradients, NormOutput};
-use crate::Backend;
-use crate::autodiff::{float, inner, primitive, take_gradient};
+use super::{Norm, NormBackward, NormForward, NormGradients, NormOps, NormOutput, norm_backward, norm_forward};
+use crate::autodiff::{inner, take_gradient};
+use crate::checked::Checked;
 use crate::recorder;
+use crate::tensor::{float, primitive};
 
 /// The node of a norm: its parents are `[x, gamma]` or `[x, gamma, beta]`.
 #[derive(Debug)]
@@ -19,16 +20,16 @@ struct NormNode;
 type State<B> = (Tensor<B, 2>, NormOutput<B>, Norm<B>);
 
 impl NormNode {
-    fn gradients<B: Backend, const N: usize>(ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
+    fn gradients<B: NormOps, const N: usize>(ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
         let grad = float(grads.consume::<B>(&ops.node));
         let (x, saved, norm) = ops.state.clone();
         let _op = recorder::op("norm backward", || vec![recorder::operand(&x)]);
         let residual = take_gradient(ops, 0, &x, grads);
-        B::norm_backward(grad, x, saved, &norm, residual)
+        norm_backward::<B>(Checked::new(NormBackward { grad, x, saved, norm, residual }))
     }
 }
 
-impl<B: Backend> Backward<B, 2> for NormNode {
+impl<B: NormOps> Backward<B, 2> for NormNode {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -43,7 +44,7 @@ impl<B: Backend> Backward<B, 2> for NormNode {
     }
 }
 
-impl<B: Backend> Backward<B, 3> for NormNode {
+impl<B: NormOps> Backward<B, 3> for NormNode {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -61,28 +62,27 @@ impl<B: Backend> Backward<B, 3> for NormNode {
     }
 }
 
-pub(crate) fn norm<B: Backend, C: CheckpointStrategy>(
-    x: Tensor<Autodiff<B, C>, 2>,
-    norm: &Norm<Autodiff<B, C>>,
-) -> Tensor<Autodiff<B, C>, 2> {
-    let weights =
-        Norm { kind: norm.kind, gamma: inner(&norm.gamma), beta: norm.beta.as_ref().map(inner), epsilon: norm.epsilon };
-    let input = inner(&x);
-    let forward = B::norm_forward(input.clone(), &weights);
-    let output = primitive(forward.output.clone());
-    let state = (input, forward, weights);
-    let (x, gamma) = (primitive(x).node, primitive(norm.gamma.clone()).node);
-    float(match norm.beta.clone() {
-        None => match Backward::<B, 2>::prepare::<C>(NormNode, [x, gamma]).compute_bound().stateful() {
-            OpsKind::Tracked(node) => node.finish(state, output),
-            OpsKind::UnTracked(node) => node.finish(output),
-        },
-        Some(beta) => {
-            let nodes = [x, gamma, primitive(beta).node];
-            match Backward::<B, 3>::prepare::<C>(NormNode, nodes).compute_bound().stateful() {
+impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
+    fn norm(operands: Checked<NormForward<Self>>) -> Tensor<Self, 2> {
+        let NormForward { x, norm: Norm { kind, gamma, beta, epsilon } } = operands.into_inner();
+        let weights = Norm { kind, gamma: inner(&gamma), beta: beta.as_ref().map(inner), epsilon };
+        let input = inner(&x);
+        let forward = norm_forward::<B>(Checked::new(NormForward { x: input.clone(), norm: weights.clone() }));
+        let output = primitive(forward.output.clone());
+        let state = (input, forward, weights);
+        let (x, gamma) = (primitive(x).node, primitive(gamma).node);
+        float(match beta {
+            None => match Backward::<B, 2>::prepare::<C>(NormNode, [x, gamma]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(state, output),
                 OpsKind::UnTracked(node) => node.finish(output),
+            },
+            Some(beta) => {
+                let nodes = [x, gamma, primitive(beta).node];
+                match Backward::<B, 3>::prepare::<C>(NormNode, nodes).compute_bound().stateful() {
+                    OpsKind::Tracked(node) => node.finish(state, output),
+                    OpsKind::UnTracked(node) => node.finish(output),
+                }
             }
-        }
-    })
+        })
+    }
 }

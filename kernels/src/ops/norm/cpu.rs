@@ -1,12 +1,22 @@
 //! Norms on the CPU: one pass over each row.
 
-use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{Norm, NormGradients, NormKind, NormOutput};
+use super::{NormBackward, NormForward, NormGradients, NormKind, NormOps, NormOutput};
+use crate::checked::Checked;
 use crate::cpu::{Values, new_rows, sum_of, sum_over_rows, tensor};
 
-pub(crate) fn norm_forward(x: Tensor<NdArray, 2>, norm: &Norm<NdArray>) -> NormOutput<NdArray> {
+impl NormOps for NdArray {
+    fn norm_forward(operands: Checked<NormForward<Self>>) -> NormOutput<Self> {
+        norm_forward(operands.into_inner())
+    }
+
+    fn norm_backward(operands: Checked<NormBackward<Self>>) -> NormGradients<Self> {
+        norm_backward(operands.into_inner())
+    }
+}
+
+fn norm_forward(NormForward { x, norm }: NormForward<NdArray>) -> NormOutput<NdArray> {
     let [rows, columns] = x.dims();
     let x = Values::rows(x);
     let gamma = Values::rows(norm.gamma.clone());
@@ -38,13 +48,8 @@ pub(crate) fn norm_forward(x: Tensor<NdArray, 2>, norm: &Norm<NdArray>) -> NormO
     }
 }
 
-pub(crate) fn norm_backward(
-    grad: Tensor<NdArray, 2>,
-    x: Tensor<NdArray, 2>,
-    saved: NormOutput<NdArray>,
-    norm: &Norm<NdArray>,
-    residual: Option<Tensor<NdArray, 2>>,
-) -> NormGradients<NdArray> {
+fn norm_backward(operands: NormBackward<NdArray>) -> NormGradients<NdArray> {
+    let NormBackward { grad, x, saved, norm, residual } = operands;
     let [rows, columns] = x.dims();
     let residual = residual.map(Values::rows);
     let (grad, x, gamma) = (Values::rows(grad), Values::rows(x), Values::rows(norm.gamma.clone()));

@@ -1,13 +1,21 @@
 //! Norms in CubeCL: a row is read once and stays in the registers of a team of units.
 
 use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::backend::Backend;
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
+use super::{Norm, NormBackward, NormForward, NormGradients, NormKind, NormOps, NormOutput, reference};
+use crate::checked::Checked;
 use crate::cubecl::reduce::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, within};
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
+use crate::recorder::fell_back;
+use crate::tensor::{float, primitive};
 
+/// Why a norm has no kernel.
+const TOO_WIDE: &str = "its rows are too wide for the units of one cube";
 /// Elements of a row that a unit holds without spilling them.
 const HELD: usize = 32;
 /// Units of a cube of the backward pass, which takes many registers.
@@ -33,8 +41,57 @@ pub(crate) type Normed<R> = (CubeTensor<R>, Option<CubeTensor<R>>, CubeTensor<R>
 /// Gradients of input, scale and shift.
 pub(crate) type Gradients<R> = (CubeTensor<R>, CubeTensor<R>, Option<CubeTensor<R>>);
 
-/// The norm of `x` `[rows, d_model]`, or nothing where a row is too long for the registers.
-pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Option<Normed<R>> {
+impl<R, F, I, BT> NormOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn norm_forward(operands: Checked<NormForward<Self>>) -> NormOutput<Self> {
+        let NormForward { x, norm } = operands.into_inner();
+        let x = primitive(x);
+        if !fits(&x, HELD) {
+            fell_back("norm", &Self::name(&x.device), TOO_WIDE);
+            return reference::norm_forward(NormForward { x: float(x), norm });
+        }
+        let (output, mean, inverse_deviation) = norm_forward(x, cube_norm(norm));
+        NormOutput { output: float(output), mean: mean.map(float), inverse_deviation: float(inverse_deviation) }
+    }
+
+    fn norm_backward(operands: Checked<NormBackward<Self>>) -> NormGradients<Self> {
+        let NormBackward { grad, x, saved, norm, residual } = operands.into_inner();
+        let dtype = x.dtype();
+        let x = primitive(x);
+        if !fits(&x, held_in_backward(dtype, norm.beta.is_some())) {
+            fell_back("norm backward", &Self::name(&x.device), TOO_WIDE);
+            return reference::norm_backward(NormBackward { grad, x: float(x), saved, norm, residual });
+        }
+        let beta_dtype = norm.beta.as_ref().map(|beta| beta.dtype());
+        let mean = saved.mean.map(primitive);
+        let residual = residual.map(|residual| primitive(residual.cast(dtype)));
+        let inverse = primitive(saved.inverse_deviation);
+        let (d_x, d_gamma, d_beta) =
+            norm_backward(primitive(grad.cast(dtype)), x, mean, inverse, cube_norm(norm), residual);
+        let beta = beta_dtype.zip(d_beta).map(|(dtype, d_beta)| float::<Self, 1>(d_beta).cast(dtype));
+        NormGradients { x: float(d_x), gamma: float(d_gamma), beta }
+    }
+}
+
+/// The norm's weights as primitives.
+pub(crate) fn cube_norm<B: Backend<FloatTensorPrimitive = CubeTensor<R>>, R: CubeRuntime>(
+    norm: Norm<B>,
+) -> CubeNorm<R> {
+    CubeNorm {
+        layer: norm.kind == NormKind::Layer,
+        gamma: primitive(norm.gamma),
+        beta: norm.beta.map(primitive),
+        epsilon: norm.epsilon,
+    }
+}
+
+/// The norm of `x` `[rows, d_model]`, whose rows [`fits`] has.
+fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R> {
     let (x, stride) = rows(x);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [n_rows, columns], x.dtype);
@@ -42,7 +99,7 @@ pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) 
     let shifted = norm.beta.is_some();
     let beta = norm.beta.map_or_else(|| gamma.clone(), contiguous);
     let vector = row_vector(&[&x, &out, &gamma, &beta], &[columns, stride]);
-    let team = team(&x, columns / vector, HELD / vector)?;
+    let team = team(&x, columns / vector, HELD / vector);
     let inverse = empty(&x, [n_rows, 1], DType::F32);
     let mean = norm.layer.then(|| empty(&x, [n_rows, 1], DType::F32));
     // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
@@ -71,19 +128,18 @@ pub(crate) fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) 
             [team: Team = team, layer: bool = norm.layer, shifted: bool = shifted]
         );
     }
-    Some((out, mean, inverse))
+    (out, mean, inverse)
 }
 
-/// The gradients of input, scale and shift, or nothing where a row is too long for the registers. All but the weights
-/// have the dtype of `x`.
-pub(crate) fn norm_backward<R: CubeRuntime>(
+/// The gradients of input, scale and shift, of rows that [`fits`] has. All but the weights have the dtype of `x`.
+fn norm_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
     mean: Option<CubeTensor<R>>,
     inverse: CubeTensor<R>,
     norm: CubeNorm<R>,
     residual: Option<CubeTensor<R>>,
-) -> Option<Gradients<R>> {
+) -> Gradients<R> {
     let (x, stride) = rows(x);
     let (grad, grad_stride) = rows(grad);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -96,8 +152,8 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     let strides = [columns, stride, grad_stride, residual_stride];
     let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
     let parts = 1 + usize::from(norm.beta.is_some());
-    // The sums of each weight's gradient take as many registers as a row and its gradient of half precision.
-    let team = team(&x, columns / vector, HELD * 2 / x.dtype.size().max(2) / parts / vector)?;
+    let held = held_in_backward(x.dtype, norm.beta.is_some());
+    let team = team(&x, columns / vector, held / vector);
     let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
 
     let mut steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
@@ -141,19 +197,28 @@ pub(crate) fn norm_backward<R: CubeRuntime>(
     }
     if alone {
         partial.meta.remove(0);
-        return Some((d_x, partial, None));
+        return (d_x, partial, None);
     }
     let d_gamma = empty(&x, [columns], gamma.dtype);
     let d_beta = norm.beta.map(|_| empty(&x, [columns], gamma.dtype));
     sum_over_row_pairs(partial, &d_gamma, d_beta.as_ref().unwrap_or(&d_gamma));
-    Some((d_x, d_gamma, d_beta))
+    (d_x, d_gamma, d_beta)
 }
 
-/// The team for rows of `vectors`; a unit may have up to four times as many as it should before rows are too long.
-fn team<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> Option<Team> {
-    let most = most.max(1);
-    let team = Team::new(&x.client, vectors, most, 1024);
-    (team.count as usize <= 4 * most).then_some(team)
+/// Elements of a row that a unit of the backward pass holds: the sums of each weight's gradient take as many registers as
+/// a row and its gradient of half precision.
+fn held_in_backward(dtype: DType, shifted: bool) -> usize {
+    HELD * 2 / dtype.size().max(2) / (1 + usize::from(shifted))
+}
+
+/// Whether a unit can hold its part of the rows of `x`: up to four times the elements that it should.
+fn fits<R: CubeRuntime>(x: &CubeTensor<R>, held: usize) -> bool {
+    team(x, x.meta.shape()[1], held).count as usize <= 4 * held
+}
+
+/// The team for rows of `vectors`, of which a unit should have no more than `most`.
+fn team<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> Team {
+    Team::new(&x.client, vectors, most.max(1), 1024)
 }
 
 #[cube(launch_unchecked)]

@@ -1,17 +1,20 @@
 //! Layer norm and RMS norm.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
+use burn::tensor::DType;
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
-use crate::Backend;
-use crate::autodiff::{as_dims, as_rows};
+use super::reshape::{ReshapeOps, as_dims, as_rows};
+use crate::checked::{Checked, Operands, Part, part};
 use crate::recorder;
+use crate::selection::dispatch;
 
 /// Which statistics a norm divides by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,13 +72,107 @@ pub struct NormGradients<B: Backend> {
     pub beta: Option<Tensor<B, 1>>,
 }
 
+impl<B: Backend> Norm<B> {
+    /// Panics unless the weights have an element for each column of `x` `[.., d_model]`.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &'static str, x: &Part<'_, B::Device>, d_model: usize) {
+        part(op, "gamma", &self.gamma).float().shaped(&[d_model], x);
+        if let Some(beta) = &self.beta {
+            part(op, "beta", beta).float().shaped(&[d_model], x);
+        }
+    }
+}
+
+/// What [`norm`] computes with.
+#[derive(Clone, Debug)]
+pub struct NormForward<B: Backend> {
+    /// `[rows, d_model]`.
+    pub x: Tensor<B, 2>,
+    /// The norm, its weights `[d_model]`.
+    pub norm: Norm<B>,
+}
+
+impl<B: Backend> Operands for NormForward<B> {
+    fn check(&self) {
+        let x = part("norm", "x", &self.x).float();
+        self.norm.check("norm", &x, self.x.dims()[1]);
+    }
+}
+
+/// What the gradient of [`norm`] is computed with.
+#[derive(Clone, Debug)]
+pub struct NormBackward<B: Backend> {
+    /// Gradient of the output, `[rows, d_model]`.
+    pub grad: Tensor<B, 2>,
+    /// The input as it was.
+    pub x: Tensor<B, 2>,
+    /// What the forward pass gave.
+    pub saved: NormOutput<B>,
+    /// The norm.
+    pub norm: Norm<B>,
+    /// Where `x` also goes around the norm, the gradient that it has from there, `[rows, d_model]`: added to its
+    /// gradient from here.
+    pub residual: Option<Tensor<B, 2>>,
+}
+
+impl<B: Backend> Operands for NormBackward<B> {
+    fn check(&self) {
+        let op = "norm backward";
+        let x = part(op, "x", &self.x).float();
+        let [rows, d_model] = self.x.dims();
+        self.norm.check(op, &x, d_model);
+        part(op, "grad", &self.grad).float().shaped(&[rows, d_model], &x);
+        part(op, "output", &self.saved.output).float().shaped(&[rows, d_model], &x);
+        part(op, "inverse deviation", &self.saved.inverse_deviation).of(DType::F32).shaped(&[rows, 1], &x);
+        let means = self.saved.mean.is_some();
+        assert!(
+            means == (self.norm.kind == NormKind::Layer),
+            "{op}: means are saved of layer norms, and only of those"
+        );
+        if let Some(mean) = &self.saved.mean {
+            part(op, "mean", mean).of(DType::F32).shaped(&[rows, 1], &x);
+        }
+        if let Some(residual) = &self.residual {
+            part(op, "residual", residual).float().shaped(&[rows, d_model], &x);
+        }
+    }
+}
+
+/// Norms on a backend.
+pub trait NormOps: ReshapeOps {
+    /// Body of [`norm`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
+    fn norm(operands: Checked<NormForward<Self>>) -> Tensor<Self, 2> {
+        norm_forward(operands).output
+    }
+    /// Forward of [`norm`], with the statistics that its backward needs.
+    fn norm_forward(operands: Checked<NormForward<Self>>) -> NormOutput<Self> {
+        reference::norm_forward(operands.into_inner())
+    }
+    /// Backward of [`norm`]: gradients of the input and of the weights.
+    fn norm_backward(operands: Checked<NormBackward<Self>>) -> NormGradients<Self> {
+        reference::norm_backward(operands.into_inner())
+    }
+}
+
 /// Normalises the last dimension of `x` `[.., d_model]`. Statistics are f32, whatever the dtype of `x`.
 ///
 /// # Panics
-/// If the last dimension and the norm's weights differ in size.
-pub fn norm<B: Backend, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tensor<B, D> {
+/// If the last dimension and the norm's weights differ in size, or `x` is empty.
+pub fn norm<B: NormOps, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tensor<B, D> {
     let _op = recorder::op("norm", || vec![recorder::operand(&x)]);
     let dims = x.dims();
-    assert_eq!(dims[D - 1], norm.gamma.dims()[0], "norm: the input's last dimension and the weights differ");
-    as_dims(B::norm(as_rows(x), norm), dims)
+    as_dims(norm_rows(as_rows(x), norm.clone()), dims)
+}
+
+/// [`norm`] of rows, as a part of another operation.
+pub(crate) fn norm_rows<B: NormOps>(x: Tensor<B, 2>, norm: Norm<B>) -> Tensor<B, 2> {
+    B::norm(Checked::new(NormForward { x, norm }))
+}
+
+pub(crate) fn norm_forward<B: NormOps>(operands: Checked<NormForward<B>>) -> NormOutput<B> {
+    dispatch!(B: NormOps::norm_forward(operands))
+}
+
+pub(crate) fn norm_backward<B: NormOps>(operands: Checked<NormBackward<B>>) -> NormGradients<B> {
+    dispatch!(B: NormOps::norm_backward(operands))
 }

@@ -1,12 +1,12 @@
 //! Norms from small operations.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
+use burn::tensor::backend::Backend;
 
-use super::{Norm, NormGradients, NormKind, NormOutput};
-use crate::Backend;
+use super::{NormBackward, NormForward, NormGradients, NormKind, NormOutput};
 
-/// Reference forward of [`norm`](crate::norm) over `[rows, d_model]`.
-pub fn norm_forward<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> NormOutput<B> {
+/// Reference forward of [`norm`](crate::norm()) over `[rows, d_model]`.
+pub fn norm_forward<B: Backend>(NormForward { x, norm }: NormForward<B>) -> NormOutput<B> {
     let dtype = x.dtype();
     let x = x.cast(DType::F32);
     let mean = match norm.kind {
@@ -26,15 +26,10 @@ pub fn norm_forward<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> NormOutput<B
     NormOutput { output: output.cast(dtype), mean, inverse_deviation }
 }
 
-/// Reference backward of [`norm`](crate::norm). `residual` is added in f32, before the gradient of `x` is rounded to its
+/// Reference backward of [`norm`](crate::norm()). `residual` is added in f32, before the gradient of `x` is rounded to its
 /// dtype.
-pub fn norm_backward<B: Backend>(
-    grad: Tensor<B, 2>,
-    x: Tensor<B, 2>,
-    saved: NormOutput<B>,
-    norm: &Norm<B>,
-    residual: Option<Tensor<B, 2>>,
-) -> NormGradients<B> {
+pub fn norm_backward<B: Backend>(operands: NormBackward<B>) -> NormGradients<B> {
+    let NormBackward { grad, x, saved, norm, residual } = operands;
     let dtype = x.dtype();
     let grad = grad.cast(DType::F32);
     let x = x.cast(DType::F32);

@@ -4,16 +4,20 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{AdamW, AdamWParameter};
+use super::{AdamWParameter, OptimizerOps, OptimizerStep, Stepped};
+use crate::checked::Checked;
 use crate::cpu::{Values, sum_of, tensor, vectorised};
 
 /// Elements whose squares are summed together.
 const PIECE: usize = 1 << 14;
 
-pub(crate) fn optimizer_step(
-    parameters: Vec<AdamWParameter<NdArray>>,
-    adamw: &AdamW,
-) -> (Vec<AdamWParameter<NdArray>>, Tensor<NdArray, 1>) {
+impl OptimizerOps for NdArray {
+    fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
+        optimizer_step(operands.into_inner())
+    }
+}
+
+fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray>) -> Stepped<NdArray> {
     let square = |parameter: &AdamWParameter<NdArray>| {
         let gradient = Values::rows(parameter.gradient.clone());
         let sum = |piece: &[f32]| f64::from(vectorised(|| sum_of(piece, piece, |a, b| a * b)));

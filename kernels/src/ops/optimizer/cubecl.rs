@@ -4,14 +4,15 @@
 //! comparing its position with the pieces before each parameter, so that nothing of a step is compiled in.
 
 use burn::tensor::{DType, Tensor};
-use burn_cubecl::CubeRuntime;
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{AdamW, AdamWParameter};
-use crate::Backend;
-use crate::autodiff::{float, primitive};
+use super::{AdamW, AdamWParameter, OptimizerOps, OptimizerStep, Stepped};
+use crate::checked::Checked;
 use crate::cubecl::{array, contiguous, empty, grid, vector_width};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 /// The most parameters in one launch. A kernel takes as long to compile as it has parameters; and CUDA limits what a launch
@@ -50,42 +51,50 @@ struct Step {
     second_bias: f32,
 }
 
-pub(crate) fn optimizer_step<R, B>(
-    parameters: Vec<AdamWParameter<B>>,
-    adamw: &AdamW,
-) -> (Vec<AdamWParameter<B>>, Tensor<B, 1>)
+impl<R, F, I, BT> OptimizerOps for CubeBackend<R, F, I, BT>
 where
     R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>>,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
 {
-    if parameters.is_empty() {
-        return (parameters, Tensor::zeros([1], &B::Device::default()));
-    }
-    let parameters: Vec<Parameter<R>> = parameters
-        .into_iter()
-        .map(|parameter| Parameter {
-            value: writable(primitive(parameter.value)),
-            gradient: contiguous(primitive(parameter.gradient)),
-            first_moment: writable(primitive(parameter.first_moment)),
-            second_moment: writable(primitive(parameter.second_moment)),
+    fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
+        let OptimizerStep { parameters, adamw } = operands.into_inner();
+        if parameters.is_empty() {
+            return (parameters, Tensor::zeros([1], &Self::Device::default()));
+        }
+        let parameters: Vec<Parameter<R>> = parameters
+            .into_iter()
+            .map(|parameter| Parameter {
+                value: writable(primitive(parameter.value)),
+                gradient: contiguous(primitive(parameter.gradient)),
+                first_moment: writable(primitive(parameter.first_moment)),
+                second_moment: writable(primitive(parameter.second_moment)),
+                decays: parameter.decays,
+                copy: parameter.copy.map(|copy| writable(primitive(copy))),
+            })
+            .collect();
+        let norm = step(&parameters, adamw);
+        let parameters = parameters.into_iter().map(|parameter| AdamWParameter {
+            value: float(parameter.value),
+            gradient: float(parameter.gradient),
+            first_moment: float(parameter.first_moment),
+            second_moment: float(parameter.second_moment),
             decays: parameter.decays,
-            copy: parameter.copy.map(|copy| writable(primitive(copy))),
-        })
-        .collect();
-    let groups = groups(&parameters);
-    let (norm, clip) = clip(&parameters, &groups, adamw.max_grad_norm);
-    for group in &groups {
-        update(&parameters, group, &clip, adamw);
+            copy: parameter.copy.map(float),
+        });
+        (parameters.collect(), float(norm))
     }
-    let parameters = parameters.into_iter().map(|parameter| AdamWParameter {
-        value: float(parameter.value),
-        gradient: float(parameter.gradient),
-        first_moment: float(parameter.first_moment),
-        second_moment: float(parameter.second_moment),
-        decays: parameter.decays,
-        copy: parameter.copy.map(float),
-    });
-    (parameters.collect(), float(norm))
+}
+
+/// Updates the parameters where they lie, and gives the norm of their gradients.
+fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW) -> CubeTensor<R> {
+    let groups = groups(parameters);
+    let (norm, clip) = clip(parameters, &groups, adamw.max_grad_norm);
+    for group in &groups {
+        update(parameters, group, &clip, adamw);
+    }
+    norm
 }
 
 /// The tensor, or a copy of it if others see its buffer.
@@ -100,9 +109,6 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
     let arrays = if parameters.iter().any(|parameter| parameter.copy.is_some()) { 5 } else { 4 };
     let bindings = parameters[0].value.client.properties().hardware.max_bindings as usize;
     let limit = (bindings.saturating_sub(2) / arrays).clamp(1, MAX_GROUP);
-    let mut dtypes = parameters.iter().filter_map(|parameter| Some(parameter.copy.as_ref()?.dtype));
-    let dtype = dtypes.next();
-    assert!(dtypes.all(|other| Some(other) == dtype), "optimizer_step: all copies have one dtype");
     let mut by_width: Vec<Group> = Vec::new();
     for (at, parameter) in parameters.iter().enumerate() {
         let Parameter { value, gradient, first_moment, second_moment, copy, .. } = parameter;
@@ -110,12 +116,7 @@ fn groups<R: CubeRuntime>(parameters: &[Parameter<R>]) -> Vec<Group> {
         if size == 0 {
             continue;
         }
-        assert!(
-            [value, gradient, first_moment, second_moment].iter().all(|x| x.dtype == DType::F32),
-            "optimizer_step: parameters, gradients and moments are f32"
-        );
         let copy = copy.as_ref().unwrap_or(value);
-        assert_eq!(copy.meta.num_elements(), size, "optimizer_step: a copy has as many elements as its parameter");
         let vector = vector_width(&[value, gradient, first_moment, second_moment, copy], &[size]);
         match by_width.iter_mut().find(|group| group.vector == vector) {
             Some(group) => group.members.push(at),

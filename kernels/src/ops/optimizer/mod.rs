@@ -1,15 +1,18 @@
 //! AdamW with global-norm clipping over all parameters at once, without a read from the host.
 
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
 
-use crate::Backend;
+use crate::checked::{Checked, Operands};
 use crate::recorder;
+use crate::selection::dispatch;
 
 /// One parameter with its gradient and moments, each flattened to `[elements]` f32.
 #[derive(Clone, Debug)]
@@ -47,15 +50,67 @@ pub struct AdamW {
     pub step: u64,
 }
 
+/// What [`optimizer_step`] works on.
+#[derive(Clone, Debug)]
+pub struct OptimizerStep<'a, B: Backend> {
+    /// The parameters, some of which may be empty.
+    pub parameters: Vec<AdamWParameter<B>>,
+    /// The numbers of the step.
+    pub adamw: &'a AdamW,
+}
+
+impl<B: Backend> Operands for OptimizerStep<'_, B> {
+    fn check(&self) {
+        let op = "optimizer_step";
+        let mut copies = None;
+        let device = self.parameters.first().map(|first| first.value.device());
+        for AdamWParameter { value, gradient, first_moment, second_moment, copy, .. } in &self.parameters {
+            let own: [usize; 1] = value.dims();
+            let tensors = [
+                ("value", Some(value)),
+                ("gradient", Some(gradient)),
+                ("first moment", Some(first_moment)),
+                ("second moment", Some(second_moment)),
+                ("copy", copy.as_ref()),
+            ];
+            for (name, tensor) in tensors {
+                let Some(tensor) = tensor else { continue };
+                let (dims, dtype) = (tensor.dims(), tensor.dtype());
+                assert!(dims == own, "{op}: {name} {dims:?} does not fit value {own:?}");
+                assert!(
+                    Some(tensor.device()) == device,
+                    "{op}: {name} lies on {:?}, others on {device:?}",
+                    tensor.device()
+                );
+                match name {
+                    "copy" => assert!(*copies.get_or_insert(dtype) == dtype, "{op}: all copies have one dtype"),
+                    name => assert!(dtype == DType::F32, "{op}: {name} is {dtype:?}, and has to be f32"),
+                }
+            }
+        }
+        let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+        assert!(copies.is_none_or(float), "{op}: copies are {copies:?}, and have to be f32, f16 or bf16");
+    }
+}
+
+/// The parameters after a step, and the norm of their gradients.
+pub type Stepped<B> = (Vec<AdamWParameter<B>>, Tensor<B, 1>);
+
+/// Optimizers on a backend.
+pub trait OptimizerOps: Backend {
+    /// Body of [`optimizer_step`].
+    fn optimizer_step(operands: Checked<OptimizerStep<'_, Self>>) -> Stepped<Self> {
+        reference::optimizer_step(operands.into_inner())
+    }
+}
+
 /// One step of AdamW over all `parameters`: the updated ones, without their gradients' further use, and the global
 /// norm of the gradients before clipping, `[1]` f32. Both stay on the device.
 ///
 /// # Panics
-/// On a GPU, if values, gradients or moments are not f32, copies are of several dtypes, or one has not its value's length.
-pub fn optimizer_step<B: Backend>(
-    parameters: Vec<AdamWParameter<B>>,
-    adamw: &AdamW,
-) -> (Vec<AdamWParameter<B>>, Tensor<B, 1>) {
+/// If values, gradients or moments are not f32, copies are of several dtypes, the tensors of a parameter differ in length,
+/// or they lie on several devices.
+pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
     let _op = recorder::op("optimizer_step", || parameters.iter().map(|one| recorder::operand(&one.value)).collect());
-    B::optimizer_step(parameters, adamw)
+    dispatch!(B: OptimizerOps::optimizer_step(Checked::new(OptimizerStep { parameters, adamw })))
 }

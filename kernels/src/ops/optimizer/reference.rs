@@ -1,15 +1,12 @@
 //! AdamW from small operations.
 
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
-use super::{AdamW, AdamWParameter};
-use crate::Backend;
+use super::{AdamWParameter, OptimizerStep, Stepped};
 
-/// Reference body of [`optimizer_step`](crate::optimizer_step).
-pub fn optimizer_step<B: Backend>(
-    parameters: Vec<AdamWParameter<B>>,
-    adamw: &AdamW,
-) -> (Vec<AdamWParameter<B>>, Tensor<B, 1>) {
+/// Reference body of [`optimizer_step`](crate::optimizer_step()).
+pub fn optimizer_step<B: Backend>(OptimizerStep { parameters, adamw }: OptimizerStep<'_, B>) -> Stepped<B> {
     let squares = parameters.iter().map(|parameter| parameter.gradient.clone().powi_scalar(2).sum());
     let norm = match squares.reduce(|sum, square| sum + square) {
         Some(sum) => sum.sqrt(),

@@ -7,14 +7,15 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
 
-use crate::Backend;
-use crate::autodiff::{float, inner, primitive};
+use super::ReshapeOps;
+use crate::autodiff::inner;
+use crate::tensor::{float, primitive};
 
 /// From `E` dimensions back to `D`.
 #[derive(Debug)]
 struct ReshapeNode<const D: usize, const E: usize>;
 
-impl<B: Backend, const D: usize, const E: usize> Backward<B, 1> for ReshapeNode<D, E> {
+impl<B: ReshapeOps, const D: usize, const E: usize> Backward<B, 1> for ReshapeNode<D, E> {
     type State = [usize; D];
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -23,15 +24,14 @@ impl<B: Backend, const D: usize, const E: usize> Backward<B, 1> for ReshapeNode<
     }
 }
 
-pub(crate) fn reshape<B: Backend, C: CheckpointStrategy, const D: usize, const E: usize>(
-    x: Tensor<Autodiff<B, C>, D>,
-    shape: [usize; E],
-) -> Tensor<Autodiff<B, C>, E> {
-    let before = x.dims();
-    let output = primitive(B::reshape(inner(&x), shape));
-    let node = ReshapeNode::<D, E>;
-    float(match Backward::<B, 1>::prepare::<C>(node, [primitive(x).node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish(before, output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+impl<B: ReshapeOps, C: CheckpointStrategy> ReshapeOps for Autodiff<B, C> {
+    fn reshape<const D: usize, const E: usize>(x: Tensor<Self, D>, shape: [usize; E]) -> Tensor<Self, E> {
+        let before = x.dims();
+        let output = primitive(B::reshape(inner(&x), shape));
+        let node = ReshapeNode::<D, E>;
+        float(match Backward::<B, 1>::prepare::<C>(node, [primitive(x).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish(before, output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
 }

@@ -7,23 +7,26 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{Int, Tensor};
 
-use super::{PackedHeads, RotaryTable};
-use crate::Backend;
-use crate::autodiff::{float, inner, inner_int, primitive};
+use super::{QkvRotaryForward, RotaryForward, RotaryOps, RotaryTable, qkv_rotary_forward, rotary_forward};
+use crate::autodiff::{inner, inner_int};
+use crate::checked::Checked;
+use crate::packed_heads::PackedHeads;
 use crate::recorder;
+use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
 struct RotaryNode;
 
-impl<B: Backend> Backward<B, 1> for RotaryNode {
+impl<B: RotaryOps> Backward<B, 1> for RotaryNode {
     type State = (RotaryTable<B>, Tensor<B, 2, Int>, bool);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (table, positions, inverse) = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            let grad = float(grad);
-            let _op = recorder::op("rotary backward", || vec![recorder::operand::<B, 4, _>(&grad)]);
-            primitive(B::rotary(grad, &table, positions, !inverse))
+            let x = float(grad);
+            let _op = recorder::op("rotary backward", || vec![recorder::operand::<B, 4, _>(&x)]);
+            let operands = RotaryForward { x, table, positions, inverse: !inverse };
+            primitive(rotary_forward::<B>(Checked::new(operands)))
         });
     }
 }
@@ -31,48 +34,48 @@ impl<B: Backend> Backward<B, 1> for RotaryNode {
 #[derive(Debug)]
 struct QkvRotaryNode;
 
-impl<B: Backend> Backward<B, 1> for QkvRotaryNode {
+impl<B: RotaryOps> Backward<B, 1> for QkvRotaryNode {
     type State = (PackedHeads, RotaryTable<B>, Tensor<B, 2, Int>, bool);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (heads, table, positions, inverse) = ops.state;
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            let grad = float(grad);
-            let _op = recorder::op("qkv_rotary backward", || vec![recorder::operand::<B, 3, _>(&grad)]);
-            primitive(B::qkv_rotary(grad, heads, &table, positions, !inverse))
+            let qkv = float(grad);
+            let _op = recorder::op("qkv_rotary backward", || vec![recorder::operand::<B, 3, _>(&qkv)]);
+            let operands = QkvRotaryForward { qkv, heads, table, positions, inverse: !inverse };
+            primitive(qkv_rotary_forward::<B>(Checked::new(operands)))
         });
     }
 }
 
-pub(crate) fn rotary<B: Backend, C: CheckpointStrategy>(
-    x: Tensor<Autodiff<B, C>, 4>,
-    table: &RotaryTable<Autodiff<B, C>>,
-    positions: Tensor<Autodiff<B, C>, 2, Int>,
-    inverse: bool,
-) -> Tensor<Autodiff<B, C>, 4> {
-    let table = RotaryTable { cos: inner(&table.cos), sin: inner(&table.sin) };
-    let positions = inner_int(positions);
-    let output = primitive(B::rotary(inner(&x), &table, positions.clone(), inverse));
-    float(match RotaryNode.prepare::<C>([primitive(x).node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish((table, positions, inverse), output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
+    fn rotary(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
+        let RotaryForward { x, table, positions, inverse } = operands.into_inner();
+        let (table, positions) = (inner_table(&table), inner_int(positions));
+        let forward = RotaryForward { x: inner(&x), table: table.clone(), positions: positions.clone(), inverse };
+        let output = primitive(rotary_forward::<B>(Checked::new(forward)));
+        float(match RotaryNode.prepare::<C>([primitive(x).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish((table, positions, inverse), output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
+
+    fn qkv_rotary(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
+        let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands.into_inner();
+        let (table, positions) = (inner_table(&table), inner_int(positions));
+        // Moved, not cloned: the rotation may then take place where the heads lie.
+        let qkv = primitive(qkv);
+        let (node, own) = (qkv.node, float(qkv.primitive));
+        let (own_table, at) = (table.clone(), positions.clone());
+        let forward = QkvRotaryForward { qkv: own, heads, table: own_table, positions: at, inverse };
+        let output = primitive(qkv_rotary_forward::<B>(Checked::new(forward)));
+        float(match QkvRotaryNode.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish((heads, table, positions, inverse), output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
 }
 
-pub(crate) fn qkv_rotary<B: Backend, C: CheckpointStrategy>(
-    qkv: Tensor<Autodiff<B, C>, 3>,
-    heads: PackedHeads,
-    table: &RotaryTable<Autodiff<B, C>>,
-    positions: Tensor<Autodiff<B, C>, 2, Int>,
-    inverse: bool,
-) -> Tensor<Autodiff<B, C>, 3> {
-    let table = RotaryTable { cos: inner(&table.cos), sin: inner(&table.sin) };
-    let positions = inner_int(positions);
-    // Moved, not cloned: the rotation may then take place where the heads lie.
-    let qkv = primitive(qkv);
-    let output = primitive(B::qkv_rotary(float(qkv.primitive), heads, &table, positions.clone(), inverse));
-    float(match QkvRotaryNode.prepare::<C>([qkv.node]).compute_bound().stateful() {
-        OpsKind::Tracked(node) => node.finish((heads, table, positions, inverse), output),
-        OpsKind::UnTracked(node) => node.finish(output),
-    })
+fn inner_table<B: RotaryOps, C: CheckpointStrategy>(table: &RotaryTable<Autodiff<B, C>>) -> RotaryTable<B> {
+    RotaryTable { cos: inner(&table.cos), sin: inner(&table.sin) }
 }

@@ -1,14 +1,17 @@
 //! The rotation in CubeCL: over heads as attention sees them, or where a projection left them, in place if it can be.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{self, Tensor};
-use burn_cubecl::CubeRuntime;
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{PackedHeads, RotaryTable};
-use crate::Backend;
-use crate::autodiff::primitive;
-use crate::cubecl::{array, contiguous, empty, grid, launch, rows, vector_width};
+use super::{NextPositions, QkvRotaryForward, RotaryForward, RotaryOps, RotaryTable};
+use crate::checked::Checked;
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, rows, vector_width};
+use crate::packed_heads::PackedHeads;
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
@@ -16,7 +19,7 @@ const UNITS: u32 = 256;
 const MAX_HEADS: usize = 4;
 
 /// A table's cosines and sines, their positions, and which way to turn.
-pub(crate) struct Turn<R: CubeRuntime> {
+struct Turn<R: CubeRuntime> {
     cos: CubeTensor<R>,
     sin: CubeTensor<R>,
     positions: CubeTensor<R>,
@@ -24,12 +27,35 @@ pub(crate) struct Turn<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Turn<R> {
-    pub(crate) fn new<B>(table: &RotaryTable<B>, positions: Tensor<B, 2, tensor::Int>, inverse: bool) -> Self
+    fn new<B>(table: RotaryTable<B>, positions: Tensor<B, 2, tensor::Int>, inverse: bool) -> Self
     where
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
-        let (cos, sin) = (primitive(table.cos.clone()), primitive(table.sin.clone()));
+        let (cos, sin) = (primitive(table.cos), primitive(table.sin));
         Self { cos, sin, positions: positions.into_primitive(), inverse }
+    }
+}
+
+impl<R, F, I, BT> RotaryOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn rotary_forward(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
+        let RotaryForward { x, table, positions, inverse } = operands.into_inner();
+        float(rotary(primitive(x), Turn::new(table, positions, inverse)))
+    }
+
+    fn qkv_rotary_forward(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
+        let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands.into_inner();
+        float(qkv_rotary(primitive(qkv), heads, Turn::new(table, positions, inverse)))
+    }
+
+    fn next_positions(operands: Checked<NextPositions<Self>>) -> Tensor<Self, 2, tensor::Int> {
+        let NextPositions { positions, last } = operands.into_inner();
+        Tensor::from_primitive(next_positions(positions.into_primitive(), last))
     }
 }
 
@@ -42,7 +68,7 @@ struct Strides {
 }
 
 /// Rotates `[batch_size, heads, seq_length, head_dim]`; the result lies as the input does, tokens or heads outside.
-pub(crate) fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTensor<R> {
+fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTensor<R> {
     let x = if x.meta.shape()[3] == 1 || x.meta.strides()[3] == 1 { x } else { contiguous(x) };
     let [batch_size, heads, seq_length, head_dim] = dims(&x);
     let strides = [x.meta.strides()[0], x.meta.strides()[1], x.meta.strides()[2]];
@@ -60,7 +86,7 @@ pub(crate) fn rotary<R: CubeRuntime>(x: CubeTensor<R>, turn: Turn<R>) -> CubeTen
 }
 
 /// Rotates the query and key heads of `[batch_size, seq_length, width]`, and leaves the value heads as they are.
-pub(crate) fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads, turn: Turn<R>) -> CubeTensor<R> {
+fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads, turn: Turn<R>) -> CubeTensor<R> {
     let qkv = if qkv.meta.strides()[2] == 1 { qkv } else { contiguous(qkv) };
     let [batch_size, seq_length, width] = dims(&qkv);
     let strides = [qkv.meta.strides()[0], heads.head_dim, qkv.meta.strides()[1]];
@@ -79,7 +105,7 @@ pub(crate) fn qkv_rotary<R: CubeRuntime>(qkv: CubeTensor<R>, heads: PackedHeads,
 }
 
 /// One more than each of `positions`, but none beyond `last`.
-pub(crate) fn next_positions<R: CubeRuntime>(positions: CubeTensor<R>, last: usize) -> CubeTensor<R> {
+fn next_positions<R: CubeRuntime>(positions: CubeTensor<R>, last: usize) -> CubeTensor<R> {
     let positions = contiguous(positions);
     let out = empty(&positions, positions.meta.shape().clone(), positions.dtype);
     let size = positions.meta.num_elements();
@@ -224,7 +250,7 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
         first[i] = x[x_at as usize];
         second[i] = x[(x_at + half) as usize];
     }
-    let position = min(u32::cast_from(positions[(batch * batch_step + token * token_step) as usize]), last);
+    let position = clamp_index::<I>(positions[(batch * batch_step + token * token_step) as usize], last);
     let cos = Vector::<f32, N>::cast_from(cos[(position * cos_stride + pair) as usize]);
     let sin = Vector::<f32, N>::cast_from(sin[(position * sin_stride + pair) as usize]) * Vector::new(sign);
     #[unroll]

@@ -1,16 +1,19 @@
 //! Rotary position embedding.
 
-pub(crate) mod autodiff;
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 
+use crate::checked::{Checked, Operands, Part, part};
+use crate::packed_heads::PackedHeads;
 use crate::recorder;
-use crate::{Backend, PackedHeads};
+use crate::selection::dispatch;
 
 /// Cosines and sines of every position's angles, f32.
 #[derive(Clone, Debug)]
@@ -35,39 +38,154 @@ impl<B: Backend> RotaryTable<B> {
     }
 }
 
+impl<B: Backend> RotaryTable<B> {
+    /// Panics unless the table is for heads of `head_dim`.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &'static str, x: &Part<'_, B::Device>, head_dim: usize) {
+        let [_, half] = self.cos.dims();
+        let cos = part(op, "cosines", &self.cos).float().fits(half.checked_mul(2) == Some(head_dim), x);
+        part(op, "sines", &self.sin).shaped(&self.cos.dims(), &cos).alike(&cos);
+    }
+}
+
+/// What [`rotary`] computes with.
+#[derive(Clone, Debug)]
+pub struct RotaryForward<B: Backend> {
+    /// `[batch_size, heads, seq_length, head_dim]`.
+    pub x: Tensor<B, 4>,
+    /// `[.., head_dim / 2]`.
+    pub table: RotaryTable<B>,
+    /// `[batch_size, seq_length]`.
+    pub positions: Tensor<B, 2, Int>,
+    /// The rotation back, which is also the gradient.
+    pub inverse: bool,
+}
+
+impl<B: Backend> Operands for RotaryForward<B> {
+    fn check(&self) {
+        let x = part("rotary", "x", &self.x).float();
+        let [batch_size, _, seq_length, head_dim] = self.x.dims();
+        self.table.check("rotary", &x, head_dim);
+        part("rotary", "positions", &self.positions).integer().shaped(&[batch_size, seq_length], &x);
+    }
+}
+
+/// What [`qkv_rotary`] computes with.
+#[derive(Clone, Debug)]
+pub struct QkvRotaryForward<B: Backend> {
+    /// `[batch_size, seq_length, width]`.
+    pub qkv: Tensor<B, 3>,
+    /// How its heads lie.
+    pub heads: PackedHeads,
+    /// `[.., head_dim / 2]`.
+    pub table: RotaryTable<B>,
+    /// `[batch_size, seq_length]`.
+    pub positions: Tensor<B, 2, Int>,
+    /// The rotation back, which is also the gradient.
+    pub inverse: bool,
+}
+
+impl<B: Backend> Operands for QkvRotaryForward<B> {
+    fn check(&self) {
+        let x = part("qkv_rotary", "qkv", &self.qkv).float();
+        let [batch_size, seq_length, _] = self.qkv.dims();
+        self.heads.check("qkv_rotary", "qkv", self.qkv.dims());
+        self.table.check("qkv_rotary", &x, self.heads.head_dim);
+        part("qkv_rotary", "positions", &self.positions).integer().shaped(&[batch_size, seq_length], &x);
+    }
+}
+
+/// What [`next_positions`] computes with.
+#[derive(Clone, Debug)]
+pub struct NextPositions<B: Backend> {
+    /// `[batch_size, seq_length]`.
+    pub positions: Tensor<B, 2, Int>,
+    /// The last place that there is.
+    pub last: usize,
+}
+
+impl<B: Backend> Operands for NextPositions<B> {
+    fn check(&self) {
+        part("next_positions", "positions", &self.positions).integer();
+        assert!(i32::try_from(self.last).is_ok(), "next_positions: place {} is too far", self.last);
+    }
+}
+
+/// Rotary embedding on a backend.
+pub trait RotaryOps: Backend {
+    /// Body of [`rotary`]; [`Autodiff`](burn::backend::Autodiff) ties it and its inverse together here.
+    fn rotary(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
+        rotary_forward(operands)
+    }
+    /// Forward of [`rotary`], and with `inverse` its backward.
+    fn rotary_forward(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
+        reference::rotary_forward(operands.into_inner())
+    }
+    /// Body of [`qkv_rotary`]; otherwise as [`rotary`](Self::rotary).
+    fn qkv_rotary(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
+        qkv_rotary_forward(operands)
+    }
+    /// Forward of [`qkv_rotary`], and with `inverse` its backward.
+    fn qkv_rotary_forward(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
+        reference::qkv_rotary_forward(operands.into_inner())
+    }
+    /// Body of [`next_positions`].
+    fn next_positions(operands: Checked<NextPositions<Self>>) -> Tensor<Self, 2, Int> {
+        reference::next_positions(operands.into_inner())
+    }
+}
+
 /// Rotates pairs of elements of `x` `[batch_size, heads, seq_length, head_dim]` by its token's position (Su et al.,
 /// 2021), in the hub's layout: element `i` pairs with `i + head_dim / 2`.
 ///
-/// `positions` `[batch_size, seq_length]` index the table's rows. Computes in f32 and returns the dtype of `x`.
+/// `positions` `[batch_size, seq_length]` index the table's rows; one outside of it counts as its last. Computes in f32
+/// and returns the dtype of `x`.
 ///
 /// # Panics
-/// If the table is not of `head_dim / 2` columns.
-pub fn rotary<B: Backend>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
-    let head_dim = x.dims()[3];
-    assert_eq!(head_dim, 2 * table.cos.dims()[1], "rotary: the table is made for another head_dim");
+/// If the table is not of `head_dim / 2` columns, or there is not a position for each token.
+pub fn rotary<B: RotaryOps>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
     let _op = recorder::op("rotary", || vec![recorder::operand(&x)]);
-    B::rotary(x, table, positions, false)
+    rotary_heads(x, table, positions)
+}
+
+/// [`rotary`] as a part of another operation.
+pub(crate) fn rotary_heads<B: RotaryOps>(
+    x: Tensor<B, 4>,
+    table: &RotaryTable<B>,
+    positions: Tensor<B, 2, Int>,
+) -> Tensor<B, 4> {
+    B::rotary(Checked::new(RotaryForward { x, table: table.clone(), positions, inverse: false }))
 }
 
 /// [`rotary`] of the query and key heads of `qkv` `[batch_size, seq_length, width]`, where a projection left them; the
 /// value heads stay as they are.
 ///
 /// # Panics
-/// If `width` is not that of `heads`, or the table is not of `head_dim / 2` columns.
-pub fn qkv_rotary<B: Backend>(
+/// If `width` is not that of `heads`, the table is not of `head_dim / 2` columns, or there is not a position for each
+/// token.
+pub fn qkv_rotary<B: RotaryOps>(
     qkv: Tensor<B, 3>,
     heads: PackedHeads,
     table: &RotaryTable<B>,
     positions: Tensor<B, 2, Int>,
 ) -> Tensor<B, 3> {
-    assert_eq!(qkv.dims()[2], heads.width(), "qkv_rotary: the tensor is not of these heads");
-    assert_eq!(heads.head_dim, 2 * table.cos.dims()[1], "qkv_rotary: the table is made for another head_dim");
     let _op = recorder::op("qkv_rotary", || vec![recorder::operand(&qkv)]);
-    B::qkv_rotary(qkv, heads, table, positions, false)
+    B::qkv_rotary(Checked::new(QkvRotaryForward { qkv, heads, table: table.clone(), positions, inverse: false }))
 }
 
 /// One more than each of `positions` `[batch_size, seq_length]`, but none beyond `last`: where the next tokens stand.
-pub fn next_positions<B: Backend>(positions: Tensor<B, 2, Int>, last: usize) -> Tensor<B, 2, Int> {
+///
+/// # Panics
+/// If `last` is above 2^31.
+pub fn next_positions<B: RotaryOps>(positions: Tensor<B, 2, Int>, last: usize) -> Tensor<B, 2, Int> {
     let _op = recorder::op("next_positions", Vec::new);
-    B::next_positions(positions, last)
+    dispatch!(B: RotaryOps::next_positions(Checked::new(NextPositions { positions, last })))
+}
+
+pub(crate) fn rotary_forward<B: RotaryOps>(operands: Checked<RotaryForward<B>>) -> Tensor<B, 4> {
+    dispatch!(B: RotaryOps::rotary_forward(operands))
+}
+
+pub(crate) fn qkv_rotary_forward<B: RotaryOps>(operands: Checked<QkvRotaryForward<B>>) -> Tensor<B, 3> {
+    dispatch!(B: RotaryOps::qkv_rotary_forward(operands))
 }

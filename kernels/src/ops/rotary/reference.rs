@@ -1,47 +1,45 @@
 //! The rotation from small operations.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
-use super::{PackedHeads, RotaryTable};
-use crate::Backend;
+use super::{NextPositions, QkvRotaryForward, RotaryForward};
+use crate::checked::clamp_index;
+use crate::packed_heads::PackedHeads;
 
-/// Reference body of [`rotary`](crate::rotary).
-pub fn rotary<B: Backend>(
-    x: Tensor<B, 4>,
-    table: &RotaryTable<B>,
-    positions: Tensor<B, 2, Int>,
-    inverse: bool,
-) -> Tensor<B, 4> {
+/// Reference forward of [`rotary`](crate::rotary()).
+pub fn rotary_forward<B: Backend>(operands: RotaryForward<B>) -> Tensor<B, 4> {
+    let RotaryForward { x, table, positions, inverse } = operands;
     let [batch_size, _, seq_length, head_dim] = x.dims();
     let half = head_dim / 2;
     let dtype = x.dtype();
     let x = x.cast(DType::F32);
-    let rows = |table: &Tensor<B, 2>| {
-        let rows = table.clone().select(0, positions.clone().reshape([batch_size * seq_length]));
-        rows.reshape([batch_size, 1, seq_length, half])
+    let rows = |table: Tensor<B, 2>| {
+        let positions = clamp_index(positions.clone(), table.dims()[0] - 1).reshape([batch_size * seq_length]);
+        table.cast(DType::F32).select(0, positions).reshape([batch_size, 1, seq_length, half])
     };
-    let cos = rows(&table.cos);
-    let sin = if inverse { rows(&table.sin).neg() } else { rows(&table.sin) };
+    let cos = rows(table.cos);
+    let sin = if inverse { rows(table.sin).neg() } else { rows(table.sin) };
     let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
     let turned_first = first.clone() * cos.clone() - second.clone() * sin.clone();
     let turned_second = second * cos + first * sin;
     Tensor::cat(vec![turned_first, turned_second], 3).cast(dtype)
 }
 
-/// Reference body of [`qkv_rotary`](crate::qkv_rotary).
-pub fn qkv_rotary<B: Backend>(
-    qkv: Tensor<B, 3>,
-    heads: PackedHeads,
-    table: &RotaryTable<B>,
-    positions: Tensor<B, 2, Int>,
-    inverse: bool,
-) -> Tensor<B, 3> {
+/// Reference forward of [`qkv_rotary`](crate::qkv_rotary).
+pub fn qkv_rotary_forward<B: Backend>(operands: QkvRotaryForward<B>) -> Tensor<B, 3> {
+    let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands;
     let [batch_size, seq_length, _] = qkv.dims();
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let rotated = n_heads + n_kv_heads;
     let packed = qkv.clone().narrow(2, 0, rotated * head_dim);
-    let packed = packed.reshape([batch_size, seq_length, rotated, head_dim]).swap_dims(1, 2);
-    let turned = rotary(packed, table, positions, inverse).swap_dims(1, 2);
+    let x = packed.reshape([batch_size, seq_length, rotated, head_dim]).swap_dims(1, 2);
+    let turned = rotary_forward(RotaryForward { x, table, positions, inverse }).swap_dims(1, 2);
     let turned = turned.reshape([batch_size, seq_length, rotated * head_dim]);
     Tensor::cat(vec![turned, qkv.narrow(2, rotated * head_dim, n_kv_heads * head_dim)], 2)
+}
+
+/// Reference body of [`next_positions`](crate::next_positions).
+pub fn next_positions<B: Backend>(NextPositions { positions, last }: NextPositions<B>) -> Tensor<B, 2, Int> {
+    positions.add_scalar(1).clamp_max(last as i32)
 }

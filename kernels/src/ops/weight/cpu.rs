@@ -4,8 +4,9 @@ use burn::tensor::{Int, Tensor};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
 
-use super::{Int8Weight, PACKED};
-use crate::cpu::{Values, integers, new_rows, tensor};
+use super::{Int8ToFloat, PACKED, WeightOps};
+use crate::checked::Checked;
+use crate::cpu::{Values, new_rows, tensor};
 
 /// The words of a weight on the host, where they are anyway.
 pub(crate) struct Words(SharedArray<i32>);
@@ -37,32 +38,19 @@ impl std::ops::Deref for Words {
     }
 }
 
-/// The weight as floats.
-pub(crate) fn int8_to_float(weight: &Int8Weight<NdArray>) -> Tensor<NdArray, 2> {
-    let [d_output, words_each] = weight.packed.dims();
-    let d_input = words_each * PACKED;
-    let (words, scales) = (Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
-    let [out] = new_rows(d_output, [d_input], |first, [out]| {
-        for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
-            spread(&words[row * words_each..][..words_each], scales[row], out);
-        }
-    });
-    tensor(out, [d_output, d_input])
-}
-
-/// The rows that `tokens` `[batch_size, seq_length]` name.
-pub(crate) fn embed(weight: &Int8Weight<NdArray>, tokens: Tensor<NdArray, 2, Int>) -> Tensor<NdArray, 3> {
-    let ([batch_size, seq_length], [_, words_each]) = (tokens.dims(), weight.packed.dims());
-    let (words, scales) = (Words::of(weight.packed.clone()), Values::rows(weight.scales.clone()));
-    let tokens = integers(tokens);
-    let d_input = words_each * PACKED;
-    let [out] = new_rows(tokens.len(), [d_input], |first, [out]| {
-        for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_input)) {
-            let row = *token as usize;
-            spread(&words[row * words_each..][..words_each], scales[row], out);
-        }
-    });
-    tensor(out, [batch_size, seq_length, d_input])
+impl WeightOps for NdArray {
+    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
+        let weight = operands.into_inner().weight;
+        let [d_output, words_each] = weight.packed.dims();
+        let d_input = words_each * PACKED;
+        let (words, scales) = (Words::of(weight.packed), Values::rows(weight.scales));
+        let [out] = new_rows(d_output, [d_input], |first, [out]| {
+            for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
+                spread(&words[row * words_each..][..words_each], scales[row], out);
+            }
+        });
+        tensor(out, [d_output, d_input])
+    }
 }
 
 /// A row's bytes times its scale.

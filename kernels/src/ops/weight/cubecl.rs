@@ -1,12 +1,16 @@
 //! Bytes in CubeCL: spread into floats, or looked up by token.
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::PACKED;
-use crate::cubecl::{array, contiguous, empty, grid};
+use super::{Int8ToFloat, Int8Weight, PACKED, WeightOps};
+use crate::checked::Checked;
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
@@ -20,16 +24,34 @@ pub(crate) struct CubeInt8<R: CubeRuntime> {
     pub(crate) scales: CubeTensor<R>,
 }
 
-/// All rows, `[d_output, d_input]` of `dtype`.
-pub(crate) fn int8_to_float<R: CubeRuntime>(weight: CubeInt8<R>, dtype: DType) -> CubeTensor<R> {
-    let [rows, words] = [weight.packed.meta.shape()[0], weight.packed.meta.shape()[1]];
-    let out = empty(&weight.packed, [rows, words * PACKED], dtype);
-    spread(weight, None, &out, rows, words);
-    out
+/// Bytes and scales as primitives.
+pub(crate) fn cube_int8<R, B>(weight: Int8Weight<B>) -> CubeInt8<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    CubeInt8 { packed: weight.packed.into_primitive(), scales: primitive(weight.scales) }
+}
+
+impl<R, F, I, BT> WeightOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
+        let Int8ToFloat { weight, dtype } = operands.into_inner();
+        let weight = cube_int8(weight);
+        let [rows, words] = [weight.packed.meta.shape()[0], weight.packed.meta.shape()[1]];
+        let out = empty(&weight.packed, [rows, words * PACKED], dtype.into());
+        spread(weight, None, &out, rows, words);
+        float(out)
+    }
 }
 
 /// The rows that `tokens` `[batch_size, seq_length]` name, `[batch_size, seq_length, d_input]` of `dtype`.
-pub(crate) fn embed<R: CubeRuntime>(weight: CubeInt8<R>, tokens: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+pub(crate) fn int8_embed<R: CubeRuntime>(weight: CubeInt8<R>, tokens: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     let [batch_size, seq_length] = [tokens.meta.shape()[0], tokens.meta.shape()[1]];
     let words = weight.packed.meta.shape()[1];
     let out = empty(&weight.packed, [batch_size, seq_length, words * PACKED], dtype);
@@ -88,7 +110,7 @@ fn spread_kernel<I: Int, O: Float>(
     }
     let mut row = at / words;
     if named {
-        row = min(u32::cast_from(tokens[row as usize]), last);
+        row = clamp_index::<I>(tokens[row as usize], last);
     }
     let word = packed[(row * words + at % words) as usize];
     out[at as usize] = Four::<O>::cast_from(bytes(word) * Four::<f32>::new(scales[row as usize]));

@@ -1,17 +1,20 @@
 //! Weights of projections, as they are stored.
 
+mod autodiff;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::module::Module;
-use burn::tensor::backend::ExecutionError;
-use burn::tensor::{BasicOps, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::backend::{Backend, ExecutionError};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
-use crate::Backend;
+use super::upload::{UploadOps, upload};
+use crate::checked::{Checked, Operands, Part, part};
 use crate::recorder::{self, Operand};
+use crate::selection::dispatch;
 
 /// Weights in a word of [`Int8Weight`].
 pub(crate) const PACKED: usize = 4;
@@ -31,14 +34,33 @@ impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
     }
 }
 
-impl<B: Backend> Weight<B> {
+impl<B: Backend> From<Int8Weight<B>> for Weight<B> {
+    fn from(weight: Int8Weight<B>) -> Self {
+        Self::Int8(weight)
+    }
+}
+
+impl<B: WeightOps> Weight<B> {
     /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
     /// gradient is the parameter's, f32, as long as only operations of this crate read it. [`optimizer_step`](crate::optimizer_step)
     /// refreshes copies.
+    ///
+    /// # Panics
+    /// If the two differ in shape or device.
     pub fn rounded(value: Tensor<B, 2>, copy: Tensor<B, 2>) -> Self {
-        Self::Float(B::rounded(value, copy))
+        Self::Float(B::rounded(Checked::new(Rounded { value, copy })))
     }
 
+    /// As floats: bytes are spread into a new tensor of `dtype`, floats stay as they are.
+    pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
+        match self {
+            Self::Float(weight) => weight,
+            Self::Int8(weight) => int8_to_float(weight, dtype),
+        }
+    }
+}
+
+impl<B: Backend> Weight<B> {
     /// `[d_output, d_input]`.
     pub fn dims(&self) -> [usize; 2] {
         match self {
@@ -58,18 +80,23 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// As floats: bytes are spread into a new tensor of `dtype`, floats stay as they are.
-    pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
+    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits `other`.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {
         match self {
-            Self::Float(weight) => weight,
-            Self::Int8(weight) => B::int8_to_float(&weight, dtype),
+            Self::Float(weight) => {
+                part(op, name, weight).float().fits(holds, other);
+            }
+            Self::Int8(weight) => {
+                weight.check(op, name).fits(holds, other);
+            }
         }
     }
 }
 
 /// A matrix of signed bytes, each row with the scale that makes numbers of them: the row's largest magnitude over 127.
 #[derive(Module, Debug)]
-pub struct Int8Weight<B: burn::tensor::backend::Backend> {
+pub struct Int8Weight<B: Backend> {
     /// Four bytes of a row in each 32-bit word, the first one lowest: `[d_output, d_input / 4]`.
     pub packed: Tensor<B, 2, Int>,
     /// f32 `[d_output]`.
@@ -77,6 +104,77 @@ pub struct Int8Weight<B: burn::tensor::backend::Backend> {
 }
 
 impl<B: Backend> Int8Weight<B> {
+    /// Panics unless there is a scale for each row.
+    #[track_caller]
+    fn check<'a>(&self, op: &'static str, name: &'a str) -> Part<'a, B::Device> {
+        let packed = part(op, name, &self.packed).integer();
+        assert!(
+            self.packed.dtype().size() == 4,
+            "{op}: {name} has {:?} words, and not 32-bit ones",
+            self.packed.dtype()
+        );
+        part(op, "scales", &self.scales).of(DType::F32).shaped(&packed.dims()[..1], &packed);
+        packed
+    }
+}
+
+/// A parameter and its copy in another dtype.
+#[derive(Clone, Debug)]
+pub struct Rounded<B: Backend> {
+    /// `[d_output, d_input]`.
+    pub value: Tensor<B, 2>,
+    /// The same, in another dtype.
+    pub copy: Tensor<B, 2>,
+}
+
+impl<B: Backend> Operands for Rounded<B> {
+    fn check(&self) {
+        let value = part("rounded", "value", &self.value).float();
+        part("rounded", "copy", &self.copy).float().shaped(value.dims(), &value);
+    }
+}
+
+/// A weight of bytes that becomes floats.
+#[derive(Clone, Debug)]
+pub struct Int8ToFloat<B: Backend> {
+    /// `[d_output, d_input]`.
+    pub weight: Int8Weight<B>,
+    /// What it becomes.
+    pub dtype: FloatDType,
+}
+
+impl<B: Backend> Operands for Int8ToFloat<B> {
+    fn check(&self) {
+        self.weight.check("int8_to_float", "weight");
+        assert_float("int8_to_float", self.dtype);
+    }
+}
+
+/// Panics unless kernels compute with `dtype`.
+#[track_caller]
+pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
+    let known = matches!(dtype, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16);
+    assert!(known, "{op}: the result cannot be {dtype:?}, but f32, f16 or bf16");
+}
+
+/// Weights as they are stored, on a backend.
+pub trait WeightOps: UploadOps {
+    /// Body of [`Weight::into_float`]: the rows of a weight of bytes as floats.
+    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
+        reference::int8_to_float(operands.into_inner())
+    }
+
+    /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
+    fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
+        operands.into_inner().copy
+    }
+}
+
+fn int8_to_float<B: WeightOps>(weight: Int8Weight<B>, dtype: FloatDType) -> Tensor<B, 2> {
+    dispatch!(B: WeightOps::int8_to_float(Checked::new(Int8ToFloat { weight, dtype })))
+}
+
+impl<B: UploadOps> Int8Weight<B> {
     /// The nearest bytes to `values` `[d_output, d_input]`, or nothing where `d_input` is no multiple of four.
     ///
     /// # Errors
@@ -121,33 +219,4 @@ impl<B: Backend> Int8Weight<B> {
         let scales = upload(TensorData::new(scales, [d_output]), device)?;
         Ok(Some(Self { packed, scales }))
     }
-}
-
-/// Bytes that are uploaded together.
-const PIECE: usize = 32 << 20;
-
-/// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the
-/// host holds no more than `data` and some megabytes until then.
-///
-/// # Errors
-/// If the device fails.
-pub fn upload<B: Backend, K: BasicOps<B>>(
-    data: TensorData,
-    device: &B::Device,
-) -> Result<Tensor<B, 1, K>, ExecutionError> {
-    let (size, dtype) = (data.shape.iter().product::<usize>(), data.dtype);
-    let each = PIECE / dtype.size();
-    if size <= each {
-        let all = Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
-        B::finish_uploads(device)?;
-        return Ok(all);
-    }
-    let mut all = Tensor::<B, 1, K>::empty([size], (device, dtype));
-    for (at, bytes) in data.bytes.chunks(each * dtype.size()).enumerate() {
-        let (first, count) = (at * each, bytes.len() / dtype.size());
-        let piece = TensorData::from_bytes_vec(bytes.to_vec(), [count], dtype);
-        all = all.slice_assign(first..first + count, Tensor::from_data(piece, (device, dtype)));
-        B::finish_uploads(device)?;
-    }
-    Ok(all)
 }

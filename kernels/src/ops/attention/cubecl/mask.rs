@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use crate::cubecl::clamp_index;
+
 /// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
 pub(super) const HIDDEN: f32 = -1e30;
 
@@ -45,9 +47,19 @@ pub(super) fn last_key<I: Int>(
     match mask {
         MaskKind::None => i32::cast_from(sizes.keys) - 1,
         MaskKind::Causal => i32::cast_from(query + sizes.keys) - i32::cast_from(sizes.queries),
-        MaskKind::Positions => i32::cast_from(ints[(batch * sizes.queries + query) as usize]),
-        MaskKind::Lengths => i32::cast_from(ints[batch as usize]) - 1,
+        MaskKind::Positions => {
+            i32::cast_from(clamp_index::<I>(ints[(batch * sizes.queries + query) as usize], sizes.keys - 1))
+        }
+        MaskKind::Lengths => length::<I>(ints, batch, sizes) - 1,
     }
+}
+
+/// Keys that a padded row has: one at the least, and no more than there are.
+#[cube]
+fn length<I: Int>(ints: &Array<I>, batch: u32, sizes: &Sizes) -> i32 {
+    let length = ints[batch as usize];
+    let some = i32::cast_from(clamp_index::<I>(length, sizes.keys));
+    select(length < I::from_int(1), 1i32, some)
 }
 
 /// Whether a query whose last key is `last` sees `key`.
@@ -147,7 +159,7 @@ pub(super) fn queries_of<I: Int>(
             (u32::cast_from(low), u32::cast_from(max(low, high)))
         }
         MaskKind::Lengths => {
-            let length = i32::cast_from(ints[batch as usize]);
+            let length = length::<I>(ints, batch, sizes);
             let hidden = length > 0 && start >= length;
             (0u32.runtime(), select(hidden, 0u32, sizes.queries))
         }

@@ -5,20 +5,107 @@
 //! and once for those of queries, a cube for each tile of queries: no two cubes write to one place.
 
 mod mask;
-mod matrix;
 mod parts;
-mod tiles;
+mod simt;
+mod tensor_cores;
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use self::mask::{MaskKind, NO_WINDOW, SizesLaunch};
 use self::parts::PlaceLaunch;
-use super::AttentionOptions;
-use crate::RandomKey;
+use super::{
+    AttentionBackward, AttentionForward, AttentionGradients, AttentionMask, AttentionOps, AttentionOptions,
+    AttentionOutput, QkvAttentionBackward, QkvAttentionForward,
+};
+use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, vector_width};
+use crate::packed_heads::PackedHeads;
+use crate::random::RandomKey;
 use crate::random::cubecl::RoundsLaunch;
+use crate::tensor::{float, primitive};
+
+impl<R, F, I, BT> AttentionOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn attention_forward(operands: Checked<AttentionForward<Self>>) -> AttentionOutput<Self> {
+        let AttentionForward { query, key, value, mask, options } = operands.into_inner();
+        let dims = Dims::new(query.dims(), key.dims());
+        let [query, key, value] = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
+        let (output, log_sum_exp) = attention_forward([&query, &key, &value], dims, &cube_mask(mask), options);
+        AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) }
+    }
+
+    fn attention_backward(operands: Checked<AttentionBackward<Self>>) -> AttentionGradients<Self> {
+        let AttentionBackward { grad, query, key, value, saved, mask, options } = operands.into_inner();
+        let dims = Dims::new(query.dims(), key.dims());
+        let inputs = [query, key, value].map(|x| Heads::from_tensor(primitive(x)));
+        let gradients = inputs.each_ref().map(|heads| heads.empty_like());
+        attention_backward(
+            primitive(grad),
+            inputs.each_ref(),
+            [primitive(saved.output), primitive(saved.log_sum_exp)],
+            dims,
+            &cube_mask(mask),
+            options,
+            gradients.each_ref(),
+        );
+        let [query, key, value] = gradients.map(|heads| float::<Self, 4>(heads.tensor).swap_dims(1, 2));
+        AttentionGradients { query, key, value }
+    }
+
+    fn qkv_attention_forward(operands: Checked<QkvAttentionForward<Self>>) -> AttentionOutput<Self> {
+        let QkvAttentionForward { qkv, heads, mask, options } = operands.into_inner();
+        let (dims, qkv) = (Dims::packed(qkv.dims(), heads), primitive(qkv));
+        let inputs = packed(&qkv, heads);
+        let (output, log_sum_exp) = attention_forward(inputs.each_ref(), dims, &cube_mask(mask), options);
+        AttentionOutput { output: float(output), log_sum_exp: float(log_sum_exp) }
+    }
+
+    fn qkv_attention_backward(operands: Checked<QkvAttentionBackward<Self>>) -> Tensor<Self, 3> {
+        let QkvAttentionBackward { grad, qkv, heads, saved, mask, options } = operands.into_inner();
+        let (shape, dims, qkv) = (qkv.dims(), Dims::packed(qkv.dims(), heads), primitive(qkv));
+        let gradient = empty(&qkv, shape, qkv.dtype);
+        attention_backward(
+            primitive(grad),
+            packed(&qkv, heads).each_ref(),
+            [primitive(saved.output), primitive(saved.log_sum_exp)],
+            dims,
+            &cube_mask(mask),
+            options,
+            packed(&gradient, heads).each_ref(),
+        );
+        float(gradient)
+    }
+}
+
+/// Queries, keys and values in a packed tensor.
+fn packed<R: CubeRuntime>(qkv: &CubeTensor<R>, heads: PackedHeads) -> [Heads<R>; 3] {
+    [0, heads.n_heads, heads.n_heads + heads.n_kv_heads].map(|first| Heads::packed(qkv, first, heads.head_dim))
+}
+
+/// The mask's tensors as primitives.
+pub(crate) fn cube_mask<R, B>(mask: AttentionMask<B>) -> CubeMask<R>
+where
+    R: CubeRuntime,
+    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
+{
+    match mask {
+        AttentionMask::None => CubeMask::None,
+        AttentionMask::Causal { window } => CubeMask::Causal { window },
+        AttentionMask::Positions { positions, window } => {
+            CubeMask::Positions { positions: positions.into_primitive(), window }
+        }
+        AttentionMask::Lengths(lengths) => CubeMask::Lengths(lengths.into_primitive()),
+    }
+}
 
 /// The sizes of an attention.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +125,12 @@ impl Dims {
         let [batch_size, n_heads, seq_length, head_dim] = query;
         let [_, n_kv_heads, keys, _] = key;
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim }
+    }
+
+    /// The sizes of packed heads `[batch_size, seq_length, width]`.
+    fn packed([batch_size, seq_length, _]: [usize; 3], heads: PackedHeads) -> Self {
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+        Self { batch_size, n_heads, n_kv_heads, seq_length, keys: seq_length, head_dim }
     }
 }
 
@@ -148,14 +241,13 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let Dims { batch_size, n_heads, seq_length, head_dim, .. } = dims;
-    assert_one_dtype(&inputs);
     let like = &inputs[0].tensor;
     let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
-    if matrix::supported(&inputs, head_dim) {
-        matrix::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+    if tensor_cores::supported(&inputs, head_dim) {
+        tensor_cores::forward(inputs, &output, &log_sum_exp, dims, mask, options);
     } else {
-        tiles::forward(inputs, &output, &log_sum_exp, dims, mask, options);
+        simt::forward(inputs, &output, &log_sum_exp, dims, mask, options);
     }
     (output.tensor, log_sum_exp)
 }
@@ -172,24 +264,14 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     [d_query, d_key, d_value]: [&Heads<R>; 3],
 ) {
     let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
-    let rows = tiles::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
+    let rows = simt::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
     let inputs = [query, key, value, &grad];
-    assert_one_dtype(&inputs);
-    assert_one_dtype(&[query, d_query, d_key, d_value]);
-    if matrix::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
-        matrix::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
-        matrix::backward_queries(inputs, &rows, d_query, dims, mask, options);
+    if tensor_cores::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
+        tensor_cores::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
+        tensor_cores::backward_q(inputs, &rows, d_query, dims, mask, options);
     } else {
-        tiles::backward_keys(inputs, &rows, [d_key, d_value], dims, mask, options);
-        tiles::backward_queries(inputs, &rows, d_query, dims, mask, options);
-    }
-}
-
-/// The kernels read and write one dtype.
-fn assert_one_dtype<R: CubeRuntime>(heads: &[&Heads<R>]) {
-    let dtype = heads[0].tensor.dtype;
-    for heads in heads {
-        assert_eq!(heads.tensor.dtype, dtype, "attention: query, key, value and gradients of one dtype");
+        simt::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
+        simt::backward_q(inputs, &rows, d_query, dims, mask, options);
     }
 }
 
@@ -224,8 +306,7 @@ mod tests {
     use burn::tensor::{Distribution, Tensor};
 
     use super::*;
-    use crate::autodiff::{float, primitive};
-    use crate::{Dropout, RandomKey};
+    use crate::ops::dropout::Dropout;
 
     const DIMS: Dims = Dims { batch_size: 2, n_heads: 4, n_kv_heads: 2, seq_length: 37, keys: 37, head_dim: 20 };
 

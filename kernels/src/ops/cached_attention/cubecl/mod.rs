@@ -4,14 +4,21 @@
 mod planes;
 mod units;
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use crate::PackedHeads;
+use super::{CachedAttention, CachedAttentionOps, CachedTokens, Placement, reference};
+use crate::checked::Checked;
 use crate::cubecl::reduce::Team;
-use crate::cubecl::{array, contiguous, empty, grid, launch, spare};
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, spare};
+use crate::ops::attention::AttentionOptions;
+use crate::ops::attention::cubecl::{Dims, Heads, attention_forward, cube_mask};
+use crate::packed_heads::PackedHeads;
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 /// The most heads that a cube places, and the most query heads that it attends for.
@@ -19,19 +26,66 @@ const MOST_HEADS: usize = 8;
 /// The maximum of no scores: finite, so that differences are.
 const NOTHING: f32 = -1e30;
 
-/// [`Placement`](super::Placement) on the device.
-pub(crate) struct CubePlacement<R: CubeRuntime> {
+/// The widest heads that the kernels take.
+const MOST_COLUMNS: usize = 256;
+
+impl<R, F, I, BT> CachedAttentionOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = operands.heads;
+        if head_dim > MOST_COLUMNS {
+            return reference::cached_attention(operands.into_inner());
+        }
+        let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
+        let [batch_size, seq_length, _] = qkv.dims();
+        let (placement, qkv) = (cube_placement(placement), primitive(qkv));
+        let cached = [&cache.keys, &cache.values].map(|cached| primitive(cached.clone()));
+        let places = cube_at(at);
+        if seq_length == 1 {
+            return float(decode(qkv, heads, placement, &places, cached.each_ref()));
+        }
+        let query = rotary_append(qkv, heads, placement, &places, cached.each_ref());
+        let dims = Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: at.keys, head_dim };
+        let [keys, values] = cached.map(Heads::from_tensor);
+        let inputs = [&Heads::from_rows(query), &keys, &values];
+        float(attention_forward(inputs, dims, &cube_mask(at.mask()), AttentionOptions::new(head_dim)).0)
+    }
+}
+
+/// The placement's tensors as primitives. Both norms are there, or none.
+fn cube_placement<R: CubeRuntime, B: Backend<FloatTensorPrimitive = CubeTensor<R>>>(
+    placement: Placement<B>,
+) -> CubePlacement<R> {
+    let norms = placement.query_norm.zip(placement.key_norm);
+    CubePlacement {
+        norms: norms.map(|(query, key)| ([query.gamma, key.gamma].map(primitive), query.epsilon)),
+        rotary: placement.rotary.map(|table| [table.cos, table.sin].map(primitive)),
+    }
+}
+
+/// Positions and window with their primitive.
+fn cube_at<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(at: &CachedTokens<B>) -> At<R> {
+    At { positions: at.positions.clone().into_primitive(), keys: at.keys, window: at.window }
+}
+
+/// [`Placement`] on the device.
+struct CubePlacement<R: CubeRuntime> {
     /// Gammas of queries and keys, and epsilon.
-    pub(crate) norms: Option<([CubeTensor<R>; 2], f64)>,
+    norms: Option<([CubeTensor<R>; 2], f64)>,
     /// Cosines and sines.
-    pub(crate) rotary: Option<[CubeTensor<R>; 2]>,
+    rotary: Option<[CubeTensor<R>; 2]>,
 }
 
 /// Where the new tokens stand, and what they see.
-pub(crate) struct At<R: CubeRuntime> {
-    pub(crate) positions: CubeTensor<R>,
-    pub(crate) keys: usize,
-    pub(crate) window: Option<usize>,
+struct At<R: CubeRuntime> {
+    positions: CubeTensor<R>,
+    keys: usize,
+    window: Option<usize>,
 }
 
 /// What the kernels are compiled for, beside their dtypes.
@@ -124,7 +178,7 @@ fn sizes<R: CubeRuntime>(
 /// Places the queries and keys of `qkv` `[batch_size, seq_length, width]`, and writes keys and values into the cache
 /// `[batch_size, n_kv_heads, capacity, head_dim]`, where it lies: the queries, `[batch_size, seq_length, n_heads,
 /// head_dim]`.
-pub(crate) fn rotary_append<R: CubeRuntime>(
+fn rotary_append<R: CubeRuntime>(
     qkv: CubeTensor<R>,
     heads: PackedHeads,
     placement: CubePlacement<R>,
@@ -162,7 +216,7 @@ pub(crate) fn rotary_append<R: CubeRuntime>(
 }
 
 /// [`rotary_append`] and attention for one new token a row: `[batch_size, 1, n_heads, head_dim]`.
-pub(crate) fn decode<R: CubeRuntime>(
+fn decode<R: CubeRuntime>(
     qkv: CubeTensor<R>,
     heads: PackedHeads,
     placement: CubePlacement<R>,
@@ -346,7 +400,7 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     }
     let batch = token / sizes.seq_length;
     let within = batch * sizes.batch_stride + token % sizes.seq_length * sizes.token_stride;
-    let position = min(u32::cast_from(positions[within as usize]), sizes.capacity - 1);
+    let position = clamp_index::<I>(positions[within as usize], sizes.keys - 1);
     let placed_heads = sizes.n_heads + sizes.n_kv_heads;
     let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
     let first = CUBE_POS as u32 % sizes.pieces * most;

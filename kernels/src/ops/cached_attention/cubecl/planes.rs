@@ -9,9 +9,9 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, UNITS, sizes};
-use crate::PackedHeads;
 use crate::cubecl::reduce::{Team, lanes_sum, row_vector, team_sum};
-use crate::cubecl::{array, grid, launch};
+use crate::cubecl::{array, clamp_index, grid, launch};
+use crate::packed_heads::PackedHeads;
 
 /// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
 const RUN: usize = 8;
@@ -175,7 +175,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         let line = row + sizes.n_heads + sizes.n_kv_heads + kv_head;
         new_value[e] = qkv[(line * columns + column) as usize];
     }
-    let position = min(u32::cast_from(positions[(batch * sizes.batch_stride) as usize]), sizes.capacity - 1);
+    let position = clamp_index::<I>(positions[(batch * sizes.batch_stride) as usize], sizes.keys - 1);
 
     // Queries, and behind them the new key.
     let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((plan.heads + 1) * plan.head_dim / width));

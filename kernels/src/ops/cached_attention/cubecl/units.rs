@@ -5,9 +5,9 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, Source, UNITS, place, sizes};
-use crate::PackedHeads;
 use crate::cubecl::reduce::{team_max, team_sum};
-use crate::cubecl::{array, grid, vector_width};
+use crate::cubecl::{array, clamp_index, grid, vector_width};
+use crate::packed_heads::PackedHeads;
 
 /// Keys of a piece.
 const PIECE: u32 = UNITS;
@@ -96,7 +96,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
     let head = group * heads;
     let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
-    let position = min(u32::cast_from(positions[(batch * sizes.batch_stride) as usize]), sizes.capacity - 1);
+    let position = clamp_index::<I>(positions[(batch * sizes.batch_stride) as usize], sizes.keys - 1);
     let row = batch * (sizes.n_heads + 2 * sizes.n_kv_heads) * head_dim;
     let first = piece * PIECE;
     let end = min(first + PIECE, position + 1);

@@ -7,15 +7,20 @@
 mod chained;
 mod sorted;
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
-use burn_cubecl::ops::numeric::zeros_client;
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
 use self::chained::sum_chained;
 use self::sorted::sum_sorted;
-use crate::cubecl::{array, contiguous, empty, grid, rows, vector_width};
+use super::{EmbedBackward, EmbedForward, EmbedOps};
+use crate::checked::Checked;
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, rows, vector_width};
+use crate::ops::weight::Weight;
+use crate::ops::weight::cubecl::{cube_int8, int8_embed};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 /// Tables of more tokens have their rows chained, unless there are [`MANY_ROWS`] a token.
@@ -26,9 +31,37 @@ const LOADS: u32 = 8;
 /// Vectors that a unit looks up, all of them before it writes the first.
 const LOOKUPS: u32 = 4;
 
+impl<R, F, I, BT> EmbedOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
+        let tokens = tokens.into_primitive();
+        match table {
+            Weight::Float(table) => float(embed_forward(primitive(table), tokens, dtype.into(), added.map(primitive))),
+            Weight::Int8(table) => {
+                let rows: Tensor<Self, 3> = float(int8_embed(cube_int8(table), tokens, dtype.into()));
+                match added {
+                    Some(x) => x + rows,
+                    None => rows,
+                }
+            }
+        }
+    }
+
+    fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
+        let EmbedBackward { grad, tokens, vocabulary } = operands.into_inner();
+        float(embed_backward(primitive(grad), tokens.into_primitive(), vocabulary))
+    }
+}
+
 /// Rows of `table` as `tokens` `[batch_size, seq_length]` name them, added to `x` where there is one, which must be of
 /// `dtype`, too: `[batch_size, seq_length, d_model]` of `dtype`.
-pub(crate) fn embed_forward<R: CubeRuntime>(
+fn embed_forward<R: CubeRuntime>(
     table: CubeTensor<R>,
     tokens: CubeTensor<R>,
     dtype: DType,
@@ -70,16 +103,9 @@ pub(crate) fn embed_forward<R: CubeRuntime>(
 }
 
 /// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`.
-pub(crate) fn embed_backward<R: CubeRuntime>(
-    grad: CubeTensor<R>,
-    tokens: CubeTensor<R>,
-    vocabulary: usize,
-) -> CubeTensor<R> {
+fn embed_backward<R: CubeRuntime>(grad: CubeTensor<R>, tokens: CubeTensor<R>, vocabulary: usize) -> CubeTensor<R> {
     let (grad, stride) = rows(grad);
     let [n_rows, d_model] = [grad.meta.shape()[0], grad.meta.shape()[1]];
-    if n_rows == 0 {
-        return zeros_client(grad.client.clone(), grad.device.clone(), [vocabulary, d_model].into(), DType::F32);
-    }
     let tokens = contiguous(tokens);
     let out = empty(&grad, [vocabulary, d_model], DType::F32);
     let vector = vector_width(&[&grad, &out], &[d_model, stride]);
@@ -128,7 +154,7 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     for i in 0..LOOKUPS {
         let row = min(first + i * UNITS, units - 1) / columns;
         let at = row / seq_length * batch_step + row % seq_length * token_step;
-        tokens_held[i as usize] = min(u32::cast_from(tokens[at as usize]), last);
+        tokens_held[i as usize] = clamp_index::<I>(tokens[at as usize], last);
     }
     let mut vectors = Array::<Vector<f32, N>>::new(LOOKUPS as usize);
     #[unroll]
@@ -152,7 +178,7 @@ fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
 /// A row's token, held within the vocabulary as the lookup holds it.
 #[cube]
 fn key<I: Int>(keys: &Array<I>, row: u32, last: u32) -> u32 {
-    min(u32::cast_from(keys[row as usize]), last)
+    clamp_index::<I>(keys[row as usize], last)
 }
 
 /// The sum of every so many of the rows that a list names from `start` up to `end`.

@@ -5,7 +5,6 @@
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::features::Tma;
 use cubek::matmul::components::global::read::ReaderMode;
 use cubek::matmul::components::global::{InputLoadFlow, LoadFlows};
 use cubek::matmul::components::stage::PartitionBuffering;
@@ -20,24 +19,13 @@ use cubek::std::cube_count::{CubeCountStrategy, GlobalOrder, HypercubeBlueprint,
 use cubek::std::stage::SwizzleMode;
 use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 
-use super::gemm_simt::unit_product;
+use super::gemm_simt::simt_product;
 pub(crate) use super::gemm_tensor_cores::Added;
-use super::gemm_tensor_cores::small_product;
+use super::gemm_tensor_cores::{self, small_product};
 use crate::cubecl::transpose::transpose;
-use crate::cubecl::{cast, contiguous, empty, multiprocessors, sum_pieces};
+use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
+use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_tma, tma_slices};
 
-/// Edge of the tile that a cube computes where the device's copy engine is not used.
-const TILE: usize = 128;
-/// The tile of a cube where it is, rows and columns.
-pub(crate) const BULK_TILE: [usize; 2] = [256, 128];
-/// Bytes of shared memory that this takes, or somewhat less: two stages of 64 columns of both matrices, and the result.
-const BULK_MEMORY: usize = 112 << 10;
-/// The least length of a piece when the inner dimension is cut.
-const MIN_PIECE: usize = 512;
-/// The most pieces.
-const MAX_PIECES: usize = 32;
-/// The fewest: two do not make up for the launch that adds them.
-const MIN_PIECES: usize = 4;
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
 ///
@@ -51,65 +39,51 @@ pub(crate) fn product<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
-    if copies_in_bulk(&a, within, [m, n, k]) {
-        return bulk_product(a, b, within, dtype);
+    if takes_tma(&a, within, [m, n, k]) {
+        return tma_product(a, b, within, dtype);
     }
     let (a, b) = (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within)));
-    if let Some(out) = unit_product(&a, &b, dtype) {
-        return out;
+    match route::gemm(&a, &b) {
+        Gemm::Tma => tma_product(a, b, within, dtype),
+        Gemm::Simt { split_k } => simt_product(&a, &b, split_k, dtype),
+        Gemm::TensorCores { split_k } => small_product(&a, &b, Added::none(), split_k, dtype),
+        Gemm::Cubek { split_k: 1 } => {
+            let out = empty(&a, [m, n], dtype);
+            multiply(a, b, out.clone(), None);
+            out
+        }
+        Gemm::Cubek { split_k } => {
+            let partial = empty(&a, [split_k, m, n], DType::F32);
+            multiply(cut(a, 1, split_k), cut(b, 0, split_k), partial.clone(), None);
+            cast(sum_pieces(partial, [m, n]), dtype)
+        }
     }
-    let pieces = pieces(&a, [m, n, k]);
-    if let Some(out) = small_product(&a, &b, Added::none(), pieces, dtype) {
-        return out;
-    }
-    if pieces == 1 {
-        let out = empty(&a, [m, n], dtype);
-        multiply(a, b, out.clone(), None);
-        return out;
-    }
-    let partial = empty(&a, [pieces, m, n], DType::F32);
-    multiply(cut(a, 1, pieces), cut(b, 0, pieces), partial.clone(), None);
-    cast(sum_pieces(partial, [m, n]), dtype)
 }
 
-/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`; `None` where the dtypes differ, or the small
-/// products' kernel, which does both in a launch, is not for them.
-pub(crate) fn product_add<R: CubeRuntime>(
-    a: &CubeTensor<R>,
-    b: &CubeTensor<R>,
-    added: Added<R>,
-) -> Option<CubeTensor<R>> {
-    let sizes = [a.meta.shape()[0], b.meta.shape()[1], a.meta.shape()[1]];
-    if a.dtype != b.dtype || copies_in_bulk(a, a.dtype, sizes) || pieces(a, sizes) > 1 {
-        return None;
-    }
+/// Whether [`product_add`] can add `added` to `a * b`: in one dtype, by the small GEMM, in one slice.
+pub(crate) fn adds<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, added: &Added<R>) -> bool {
+    let unit_stride = a.meta.strides().contains(&1) && b.meta.strides().contains(&1);
+    a.dtype == b.dtype
+        && unit_stride
+        && route::gemm(a, b) == Gemm::TensorCores { split_k: 1 }
+        && gemm_tensor_cores::can_add(added)
+}
+
+/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`, where [`adds`] says so.
+pub(crate) fn product_add<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, added: Added<R>) -> CubeTensor<R> {
     small_product(a, b, added, 1, a.dtype)
-}
-
-/// Whether a product goes to the kernel whose matrices the device's copy engine brings: it wants halves, of which each
-/// row begins at a multiple of 16 bytes, and enough of them.
-fn copies_in_bulk<R: CubeRuntime>(x: &CubeTensor<R>, within: DType, [m, n, k]: [usize; 3]) -> bool {
-    let properties = x.client.properties();
-    let engine =
-        properties.features.tma.contains(Tma::Base) && properties.hardware.max_shared_memory_size >= BULK_MEMORY;
-    engine && within.size() == 2 && is_large(m, n) && (k * within.size()).is_multiple_of(16)
-}
-
-/// Whether there is a tile for each of several multiprocessors.
-fn is_large(m: usize, n: usize) -> bool {
-    m >= TILE && n >= TILE && m * n >= 16 * TILE * TILE
 }
 
 /// A product by that kernel. It is fastest where the inner dimension is the inner one in memory, too, on both sides, so
 /// much that a matrix which lies otherwise is turned over first; and then two kernels do for all products of whole tiles.
-fn bulk_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
+fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
     let processors = multiprocessors(&a);
     let b = transposed(b);
     // Only what is turned over is cut without another copy.
     let turned = is_turned(&a) && is_turned(&b);
-    let pieces = if turned { bulk_pieces([m, n, k], processors as usize) } else { 1 };
+    let pieces = if turned { tma_slices([m, n, k], processors as usize) } else { 1 };
     let whole = pieces == 1 && dtype == within;
     let mut a = inner_first(a, within, pieces, whole);
     let mut b = inner_first(b, within, pieces, whole);
@@ -151,26 +125,10 @@ fn inner_first<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, wh
     cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
 }
 
-/// The number of pieces that takes the least time: the tiles of all of them should fill the multiprocessors a whole
-/// number of times, or nearly so, and their sums want to be written and read. In numbers of an H200, of which a
-/// multiprocessor multiplies 1e12 times and adds as often in a second, and the memory moves 3.3e12 bytes.
-fn bulk_pieces([m, n, k]: [usize; 3], processors: usize) -> usize {
-    let [rows, columns] = BULK_TILE;
-    let tiles = m.div_ceil(rows) * n.div_ceil(columns);
-    let seconds = |pieces: usize| {
-        let turns = (tiles * pieces).div_ceil(processors);
-        let sums = if pieces == 1 { 0 } else { 8 * (pieces + 1) * m * n };
-        (turns * rows * columns) as f64 * (k / pieces) as f64 / 1e12 + sums as f64 / 3.3e12
-    };
-    let allowed = |pieces: &usize| *pieces == 1 || k.is_multiple_of(pieces * 8) && k / pieces >= MIN_PIECE;
-    let options = (0..).map(|power| 1 << power).take_while(|pieces| *pieces <= MAX_PIECES).filter(allowed);
-    options.min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(1)
-}
-
 /// How that kernel does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
 /// inner dimension at a time.
 fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
-    let [rows, columns] = BULK_TILE;
+    let [rows, columns] = TMA_TILE;
     let inner = 64;
     let scheme = TilingScheme::builder()
         .with_tile_size((16, 8, 16).into())
@@ -209,21 +167,6 @@ fn cast_as_it_lies<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor
     if x.meta.strides()[1] == 1 { cast(x, dtype) } else { transposed(cast(transposed(x), dtype)) }
 }
 
-/// How many pieces the inner dimension is cut into.
-fn pieces<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
-    let processors = multiprocessors(a);
-    let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
-    let mut pieces = 1;
-    while pieces < MAX_PIECES
-        && tiles * pieces < processors as usize
-        && k.is_multiple_of(pieces * 2)
-        && k / (pieces * 2) >= MIN_PIECE
-    {
-        pieces *= 2;
-    }
-    if pieces < MIN_PIECES { 1 } else { pieces }
-}
-
 /// A matrix as a batch of `pieces` matrices, cut along `axis`.
 fn cut<R: CubeRuntime>(mut x: CubeTensor<R>, axis: usize, pieces: usize) -> CubeTensor<R> {
     let length = x.meta.shape()[axis] / pieces;
@@ -245,6 +188,9 @@ fn multiply<R: CubeRuntime>(
     out: CubeTensor<R>,
     blueprint: Option<TilingBlueprint>,
 ) {
+    for x in [&a, &b, &out] {
+        assert_addressable(x.meta.num_elements());
+    }
     let client = out.client.clone();
     let bulk = blueprint.map(|blueprint| Strategy::SpecializedTmaMma(Forced(blueprint)));
     let mut refusal = None;

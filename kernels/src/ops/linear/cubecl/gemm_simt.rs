@@ -12,24 +12,15 @@ use cubecl::prelude::*;
 use crate::cubecl::{array, cast, empty, grid, launch, sum_pieces};
 
 /// Edge of a cube's tile of the result.
-const EDGE: usize = 128;
+pub(crate) const EDGE: usize = 128;
 /// How far a step goes along the inner dimension.
-const DEPTH: usize = 16;
+pub(crate) const DEPTH: usize = 16;
 const UNITS: usize = 256;
 /// Vectors of four across a tile, and in a side's part of a step.
 const QUADS: usize = EDGE / 4;
 const PART: usize = DEPTH * QUADS;
 /// Shared memory: two steps of two sides.
-const SHARED_BYTES: usize = 2 * 2 * PART * 16;
-/// The fewest cubes: smaller products, and those of which a tile would be more than half empty, are left to kernels with
-/// smaller tiles.
-const FEWEST: usize = 16;
-/// The inner dimension is cut until there are so many cubes, into whole steps, as far as a piece keeps this length, and into
-/// at most so many pieces.
-const ENOUGH: usize = 256;
-const MIN_PIECE: usize = 512;
-const MAX_PIECES: usize = 32;
-
+pub(crate) const SHARED_BYTES: usize = 2 * 2 * PART * 16;
 /// Four elements side by side.
 type Quad = Vector<f32, Const<4>>;
 
@@ -64,27 +55,20 @@ struct Sizes {
     b_stride: u32,
 }
 
-/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of one, as `[m, n]` of `dtype`. `None` where the
-/// device or the sizes are not for it.
-pub(super) fn unit_product<R: CubeRuntime>(
+/// `a * b` for f32 matrices `[m, k]` and `[k, n]`, each with one stride of one, K in `split_k` slices, as `[m, n]` of `dtype`.
+pub(super) fn simt_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
+    split_k: usize,
     dtype: DType,
-) -> Option<CubeTensor<R>> {
-    if a.dtype != DType::F32 || b.dtype != DType::F32 || !is_for(&a.client) {
-        return None;
-    }
+) -> CubeTensor<R> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     let tiles = m.div_ceil(EDGE) * n.div_ceil(EDGE);
-    let pieces = pieces(tiles, k);
-    if m.min(n) < EDGE / 2 || k == 0 || tiles * pieces < FEWEST {
-        return None;
-    }
-    let piece = k / pieces;
+    let piece = k / split_k;
     let (a_side, b_side) = (side(a, 1, piece), side(b, 0, piece));
-    let out = empty(a, [pieces, m, n], DType::F32);
+    let out = empty(a, [split_k, m, n], DType::F32);
     let written = if n.is_multiple_of(4) { 4 } else { 1 };
-    let sizes = [m, n, piece, pieces, a_side.stride, b_side.stride].map(|size| size as u32);
+    let sizes = [m, n, piece, split_k, a_side.stride, b_side.stride].map(|size| size as u32);
     let [rows, columns, inner, count, a_stride, b_stride] = sizes;
     let plan = Plan { a_turned: a_side.turned, b_turned: b_side.turned, whole: piece.is_multiple_of(DEPTH) };
     // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the sides: outputs are no
@@ -92,43 +76,22 @@ pub(super) fn unit_product<R: CubeRuntime>(
     // either, since vectors are wide only where runs, strides and beginnings are multiples of them.
     unsafe {
         launch!(
-            unit_product_kernel::UnitProductKernel,
+            simt_product_kernel::SimtProductKernel,
             &a.client,
-            grid(tiles * pieces),
+            grid(tiles * split_k),
             CubeDim::new_1d(UNITS as u32),
             [NA = a_side.width, NB = b_side.width, NO = written],
             [],
             [
-                a: Array<Vector<f32, unit_product_kernel::NA>> = array(a),
-                b: Array<Vector<f32, unit_product_kernel::NB>> = array(b),
-                out: Array<Vector<f32, unit_product_kernel::NO>> = array(&out),
+                a: Array<Vector<f32, simt_product_kernel::NA>> = array(a),
+                b: Array<Vector<f32, simt_product_kernel::NB>> = array(b),
+                out: Array<Vector<f32, simt_product_kernel::NO>> = array(&out),
                 sizes: Sizes = SizesLaunch::new(rows, columns, inner, count, a_stride, b_stride),
             ],
             [plan: Plan = plan]
         );
     }
-    Some(cast(sum_pieces(out, [m, n]), dtype))
-}
-
-/// Whether the device has room for the kernel, and nothing faster.
-fn is_for<R: CubeRuntime>(client: &ComputeClient<R>) -> bool {
-    let properties = client.properties();
-    let floats = [f32::as_type_native_unchecked(), cubecl::tf32::as_type_native_unchecked()].map(|x| x.storage_type());
-    let matrix_units = properties.features.matmul.cmma.iter().any(|product| floats.contains(&product.a_type));
-    !matrix_units && properties.hardware.max_shared_memory_size >= SHARED_BYTES
-}
-
-/// How many pieces the inner dimension is cut into where there are so few `tiles` that the device has units to spare.
-fn pieces(tiles: usize, k: usize) -> usize {
-    let mut pieces = 1;
-    while pieces < MAX_PIECES
-        && tiles * pieces < ENOUGH
-        && k.is_multiple_of(pieces * 2 * DEPTH)
-        && k / (pieces * 2) >= MIN_PIECE
-    {
-        pieces *= 2;
-    }
-    pieces
+    cast(sum_pieces(out, [m, n]), dtype)
 }
 
 /// How a matrix lies of which `inner` is the inner axis of the product, which goes in pieces of `piece`.
@@ -144,7 +107,7 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
 }
 
 #[cube(launch_unchecked)]
-fn unit_product_kernel<NA: Size, NB: Size, NO: Size>(
+fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
     a: &Array<Vector<f32, NA>>,
     b: &Array<Vector<f32, NB>>,
     out: &mut Array<Vector<f32, NO>>,

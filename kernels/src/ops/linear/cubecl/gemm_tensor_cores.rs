@@ -12,7 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use crate::cubecl::tensor_cores::{
-    Half, Pair, Wide, has_matrix_units, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
+    Half, Pair, Wide, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
 };
 use crate::cubecl::{array, cast, contiguous, dtype_of, empty, grid, launch, optional, rows, sum_pieces};
 
@@ -25,9 +25,6 @@ const WIDE: usize = EDGE / 8;
 const STRIDE: usize = WIDE + 1;
 /// Vectors of a tile that a unit carries.
 const SHARE: usize = EDGE * WIDE / UNITS;
-/// The most multiplications: larger products have better kernels.
-const MOST: usize = 1 << 28;
-
 /// How a side lies in memory.
 #[derive(Clone, Copy, Debug)]
 struct Side {
@@ -73,44 +70,49 @@ struct Sizes {
     residual_stride: u32,
 }
 
-/// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` of one half-precision dtype, the inner dimension in as
-/// many `pieces`, as `[m, n]` of `dtype`. `None` where the device or the sizes are not for it, and where something is to be
-/// added to several pieces.
+/// Whether the kernel takes these matrices `[m, k]` and `[k, n]`, of one 16-bit dtype that the device's tensor cores have,
+/// with K split into `split_k` slices.
+pub(crate) fn supports<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, split_k: usize) -> bool {
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    let whole = k > 0 && n.is_multiple_of(2) && (split_k == 1 || (k / split_k).is_multiple_of(EDGE));
+    m * n > 0 && whole && a.dtype == b.dtype && side(a, 1).is_some() && side(b, 0).is_some()
+}
+
+/// Whether what is to be added begins at whole pairs of elements, row after row.
+pub(crate) fn can_add<R: CubeRuntime>(added: &Added<R>) -> bool {
+    let begins = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
+    let residual = added.residual.as_ref().is_none_or(|residual| {
+        let (shape, strides) = (residual.meta.shape(), residual.meta.strides());
+        // Otherwise it is copied, and then has an even number of columns from row to row, as the product has.
+        let copied = strides[1] != 1 && shape[1] != 1;
+        copied || (shape[0] == 1 || strides[0].is_multiple_of(2)) && begins(residual)
+    });
+    residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
+}
+
+/// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` that the kernel [`supports`], K in `split_k` slices,
+/// as `[m, n]` of `dtype`. Something is added only to one slice, and if it [`can`](can_add) be.
 pub(super) fn small_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
     added: Added<R>,
-    pieces: usize,
+    split_k: usize,
     dtype: DType,
-) -> Option<CubeTensor<R>> {
+) -> CubeTensor<R> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
-    let whole = k > 0 && n.is_multiple_of(2) && (pieces == 1 || (k / pieces).is_multiple_of(EDGE));
-    let addable = pieces == 1 || (added.bias.is_none() && added.residual.is_none());
-    if m * n == 0 || m * n * k > MOST || !whole || !addable || !has_matrix_units(a) {
-        return None;
-    }
-    let (a_side, b_side) = (side(a, 1)?, side(b, 0)?);
-    assert!(
-        added.bias.as_ref().is_none_or(|bias| bias.meta.num_elements() == n),
-        "a bias has an element for each column"
-    );
-    assert!(
-        added.residual.as_ref().is_none_or(|residual| residual.meta.shape()[..] == [m, n]),
-        "a residual is as large"
-    );
+    let (a_side, b_side) = match (side(a, 1), side(b, 0)) {
+        (Some(a_side), Some(b_side)) => (a_side, b_side),
+        _ => panic!("linear: {:?} by {:?} has no such kernel", a.meta, b.meta),
+    };
+    assert!(split_k == 1 || (added.bias.is_none() && added.residual.is_none()), "linear: something is added to slices");
     let (residual, residual_stride) = added.residual.map(rows).unzip();
     let residual_stride = residual_stride.unwrap_or(n);
     let bias = added.bias.map(contiguous);
-    let begins_at_pair =
-        |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(2 * x.dtype.size() as u64);
-    if !residual_stride.is_multiple_of(2) || !bias.iter().chain(&residual).all(begins_at_pair) {
-        return None;
-    }
     let plan =
         Plan { a_turned: a_side.turned, b_turned: b_side.turned, biased: bias.is_some(), adds: residual.is_some() };
-    let sums = if pieces == 1 { dtype } else { DType::F32 };
-    let out = empty(a, [pieces, m, n], sums);
-    let sizes = [m, n, k / pieces, pieces, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
+    let sums = if split_k == 1 { dtype } else { DType::F32 };
+    let out = empty(a, [split_k, m, n], sums);
+    let sizes = [m, n, k / split_k, split_k, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
     let [rows, columns, inner, pieces, a_stride, b_stride, residual_stride] = sizes;
     // SAFETY: reads are guarded by both sizes of each side, writes by those of the result, of which a cube has its own tile;
     // a bias has its columns, and a residual its shape.
@@ -134,7 +136,7 @@ pub(super) fn small_product<R: CubeRuntime>(
         );
     }
     let out = sum_pieces(out, [m, n]);
-    Some(cast(out, dtype))
+    cast(out, dtype)
 }
 
 /// How a matrix lies of which `inner` is the inner axis of the product, if its runs are whole vectors.

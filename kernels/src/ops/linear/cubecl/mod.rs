@@ -1,35 +1,118 @@
-//! Projections in CubeCL: products, and what stands around them, the end of a sub-layer in one pass. Column sums, for the
-//! gradient of the bias, are [`sum_over_rows`](crate::cubecl::reduce::sum_over_rows).
+//! Projections in CubeCL: products, and what stands around them, the end of a sub-layer in one pass.
 
 pub(crate) mod gemm;
-mod gemm_simt;
-mod gemm_tensor_cores;
+pub(crate) mod gemm_simt;
+pub(crate) mod gemm_tensor_cores;
 pub(crate) mod skinny;
 
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use crate::Dropout;
-use crate::RandomKey;
-use crate::cubecl::reduce::row_vector;
+use self::gemm::{Added, adds, product, product_add, transposed};
+use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
+use super::route::SKINNY_ROWS;
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
+use crate::checked::Checked;
+use crate::cubecl::reduce::{row_vector, sum_over_rows};
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
+use crate::ops::activation::cubecl::{activate, activate_backward};
 use crate::ops::dropout::cubecl::kept;
-use crate::ops::linear::cubecl::gemm::{Added, product, product_add, transposed};
+use crate::ops::dropout::{Dropout, dropout_rows};
+use crate::ops::norm::cubecl::cube_norm;
+use crate::ops::norm::norm_rows;
+use crate::ops::weight::Weight;
+use crate::ops::weight::cubecl::cube_int8;
+use crate::random::RandomKey;
 use crate::random::cubecl::{Rounds, row_bits};
+use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
+impl<R, F, I, BT> LinearOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
+        let operands = operands.into_inner();
+        let plain = !operands.keeps || operands.activation.is_none();
+        if operands.x.dims()[0] <= SKINNY_ROWS && operands.dropout.is_none() && plain {
+            return LinearOutput { output: skinny_linear(operands), saved: None };
+        }
+        let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = normed(operands);
+        let weight = primitive(float_weight(weight, &x));
+        let (x, bias) = (primitive(x), bias.map(primitive));
+        if let Some(activation) = activation {
+            let product = project(x, weight);
+            let output = float(activate(product.clone(), bias, activation));
+            return LinearOutput { output, saved: keeps.then(|| float(product)) };
+        }
+        let output = float(project_add(x, weight, bias, dropout, residual.map(primitive)));
+        LinearOutput { output, saved: None }
+    }
+
+    fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
+        let LinearBackward { grad, x, weight, bias, activation, dropout } = operands.into_inner();
+        let mut grad = primitive(dropout_rows(grad, dropout));
+        let has_bias = bias.is_some();
+        if let Some((activation, product)) = activation {
+            grad = activate_backward(grad, primitive(product), bias.map(primitive), activation);
+        }
+        let bias = has_bias.then(|| float(sum_over_rows(grad.clone())));
+        let (x, weight) = project_backward(grad, primitive(x), primitive(weight));
+        LinearGradients { x: float(x), weight: float(weight), bias }
+    }
+}
+
+/// A projection of few rows, in one launch where the norm before it can be part of it.
+fn skinny_linear<R, F, I, BT>(operands: LinearForward<CubeBackend<R, F, I, BT>>) -> Tensor<CubeBackend<R, F, I, BT>, 2>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let LinearForward { x, norm, weight, bias, activation, residual, .. } = operands;
+    let (x, weight) = (primitive(x), cube_weight(weight));
+    let (bias, residual) = (bias.map(primitive), residual.map(primitive));
+    let epilogue = Epilogue { bias, activation, residual, dtype: x.dtype };
+    float(match norm {
+        Some(norm) if on_tensor_cores(&x, &weight) => norm_project_skinny(x, cube_norm(norm), weight, epilogue),
+        Some(norm) => {
+            let x = norm_rows::<CubeBackend<R, F, I, BT>>(float(x), norm);
+            project_skinny(primitive(x), weight, epilogue)
+        }
+        None => project_skinny(x, weight, epilogue),
+    })
+}
+
+/// A weight's tensors as primitives.
+pub(crate) fn cube_weight<R, B>(weight: Weight<B>) -> CubeWeight<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match weight {
+        Weight::Float(weight) => CubeWeight::Float(primitive(weight)),
+        Weight::Int8(weight) => CubeWeight::Int8(cube_int8(weight)),
+    }
+}
+
 /// `x * weight^T` in the dtype of `x`.
-pub(crate) fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -> CubeTensor<R> {
+fn project<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeTensor<R>) -> CubeTensor<R> {
     let dtype = x.dtype;
     product(x, transposed(weight), dtype, dtype)
 }
 
 /// `residual + dropout(x * weight^T + bias)` in the dtype of `x`, of which bias, dropout and residual may be missing: `x`
 /// `[rows, d_input]`, `residual` `[rows, d_output]`.
-pub(crate) fn project_add<R: CubeRuntime>(
+fn project_add<R: CubeRuntime>(
     x: CubeTensor<R>,
     weight: CubeTensor<R>,
     bias: Option<CubeTensor<R>>,
@@ -37,16 +120,16 @@ pub(crate) fn project_add<R: CubeRuntime>(
     residual: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
     if dropout.is_none() {
-        let added = Added { bias: bias.clone(), residual: residual.clone() };
-        if let Some(out) = product_add(&x, &transposed(weight.clone()), added) {
-            return out;
+        let (added, b) = (Added { bias: bias.clone(), residual: residual.clone() }, transposed(weight.clone()));
+        if adds(&x, &b, &added) {
+            return product_add(&x, &b, added);
         }
     }
     bias_add(project(x, weight), bias, dropout, residual)
 }
 
 /// The gradients of `x`, in its dtype, and of `weight`, in f32.
-pub(crate) fn project_backward<R: CubeRuntime>(
+fn project_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
     weight: CubeTensor<R>,

@@ -7,22 +7,20 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use self::simt::by_teams;
-use self::tensor_cores::by_matrix_units;
-pub(crate) use self::tensor_cores::{floats_on_matrix_units, on_matrix_units};
+use self::simt::by_simt;
+use self::tensor_cores::by_tensor_cores;
+pub(crate) use self::tensor_cores::on_tensor_cores;
 use crate::cubecl::{array, contiguous, rows, spare};
 use crate::ops::activation::cubecl::value;
+use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::norm::cubecl::CubeNorm;
 use crate::ops::weight::PACKED;
 use crate::ops::weight::cubecl::CubeInt8;
-use crate::{Activation, ActivationKind};
 
 mod simt;
 mod stream;
 mod tensor_cores;
-
-/// More rows than this are a product like any other.
-pub(crate) const FEW_ROWS: usize = 32;
+mod tile;
 
 /// A weight that is read once.
 #[expect(clippy::large_enum_variant, reason = "made and taken apart within one call")]
@@ -61,7 +59,7 @@ impl<R: CubeRuntime> CubeWeight<R> {
 }
 
 /// What follows the product.
-pub(crate) struct Ending<R: CubeRuntime> {
+pub(crate) struct Epilogue<R: CubeRuntime> {
     /// `[d_output]`.
     pub(crate) bias: Option<CubeTensor<R>>,
     /// A nonlinearity, which may gate: then the first half of the outputs is the gate, and there are half as many.
@@ -72,7 +70,7 @@ pub(crate) struct Ending<R: CubeRuntime> {
     pub(crate) dtype: DType,
 }
 
-impl<R: CubeRuntime> Ending<R> {
+impl<R: CubeRuntime> Epilogue<R> {
     /// The product alone, in `dtype`.
     pub(crate) fn none(dtype: DType) -> Self {
         Self { bias: None, activation: None, residual: None, dtype }
@@ -124,24 +122,28 @@ struct Sizes {
     epsilon: f32,
 }
 
-/// `x` times `weight^T`, and what follows: `x` `[rows, d_input]` of at most [`FEW_ROWS`] rows, `weight`
+/// `x` times `weight^T`, and what follows: `x` `[rows, d_input]` of at most [`SKINNY_ROWS`](crate::ops::linear::route::SKINNY_ROWS) rows, `weight`
 /// `[d_output, d_input]` of any float dtype, or bytes.
-pub(crate) fn project_few<R: CubeRuntime>(x: CubeTensor<R>, weight: CubeWeight<R>, ending: Ending<R>) -> CubeTensor<R> {
-    if on_matrix_units(&x, &weight) {
-        return by_matrix_units(x, None, weight, ending);
+pub(crate) fn project_skinny<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    weight: CubeWeight<R>,
+    epilogue: Epilogue<R>,
+) -> CubeTensor<R> {
+    if on_tensor_cores(&x, &weight) {
+        return by_tensor_cores(x, None, weight, epilogue);
     }
-    by_teams(rows(x), weight, ending)
+    by_simt(rows(x), weight, epilogue)
 }
 
-/// [`project_few`] of `x` normalised. Only for what [`on_matrix_units`] has: elsewhere, a norm for each output again
+/// [`project_skinny`] of `x` normalised. Only for what [`on_tensor_cores`] has: elsewhere, a norm for each output again
 /// would cost more than a launch of its own.
-pub(crate) fn norm_project_few<R: CubeRuntime>(
+pub(crate) fn norm_project_skinny<R: CubeRuntime>(
     x: CubeTensor<R>,
     norm: CubeNorm<R>,
     weight: CubeWeight<R>,
-    ending: Ending<R>,
+    epilogue: Epilogue<R>,
 ) -> CubeTensor<R> {
-    by_matrix_units(x, Some(norm), weight, ending)
+    by_tensor_cores(x, Some(norm), weight, epilogue)
 }
 
 struct Bound<R: CubeRuntime> {
@@ -167,34 +169,34 @@ impl<R: CubeRuntime> Bound<R> {
     }
 }
 
-/// The ending's tensors, and what the kernel is to do.
-fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, ending: Ending<R>) -> Bound<R> {
+/// The epilogue's tensors, and what the kernel is to do.
+fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogue<R>) -> Bound<R> {
     let d_output = weight.d_output;
     let n_rows = x.meta.shape()[0];
-    let outputs = ending.activation.map_or(d_output, |activation| activation.output_width(d_output));
+    let outputs = epilogue.activation.map_or(d_output, |activation| activation.output_width(d_output));
     let parts = Parts {
-        biased: ending.bias.is_some(),
-        activation: ending.activation.map(|activation| activation.kind),
-        gated: ending.activation.is_some_and(|activation| activation.gated),
-        adds: ending.residual.is_some(),
+        biased: epilogue.bias.is_some(),
+        activation: epilogue.activation.map(|activation| activation.kind),
+        gated: epilogue.activation.is_some_and(|activation| activation.gated),
+        adds: epilogue.residual.is_some(),
         normed: None,
         int8: weight.packed.is_some(),
     };
     // What nobody else holds is written where it lies: each element is read by the unit that writes it.
     let free = |residual: &&CubeTensor<R>| {
         residual.can_mut()
-            && residual.dtype == ending.dtype
+            && residual.dtype == epilogue.dtype
             && residual.is_contiguous()
             && residual.meta.shape()[1] == outputs
     };
-    let free = ending.residual.as_ref().filter(free).cloned();
+    let free = epilogue.residual.as_ref().filter(free).cloned();
     let in_place = free.is_some();
-    let out = free.unwrap_or_else(|| spare(x, [n_rows, outputs], ending.dtype));
-    let (residual, residual_stride) = match ending.residual.map(rows) {
+    let out = free.unwrap_or_else(|| spare(x, [n_rows, outputs], epilogue.dtype));
+    let (residual, residual_stride) = match epilogue.residual.map(rows) {
         Some((residual, stride)) => (Some(residual), stride),
         None => (None, outputs),
     };
-    Bound { parts, outputs, bias: ending.bias.map(contiguous), residual, residual_stride, out, in_place }
+    Bound { parts, outputs, bias: epilogue.bias.map(contiguous), residual, residual_stride, out, in_place }
 }
 
 /// Scale, bias and activation of a product, and what is added to that.

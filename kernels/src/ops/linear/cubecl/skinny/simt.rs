@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{CubeWeight, Ending, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
+use super::{CubeWeight, Epilogue, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
 use crate::cubecl::reduce::{Team, lanes_sum, team_sum};
 use crate::cubecl::{array, dtype_of, grid, optional, vector_width};
 use crate::ops::weight::PACKED;
@@ -12,14 +12,14 @@ use crate::ops::weight::PACKED;
 /// Rows of a block.
 const BLOCK: usize = 8;
 
-pub(super) fn by_teams<R: CubeRuntime>(
+pub(super) fn by_simt<R: CubeRuntime>(
     (x, x_stride): (CubeTensor<R>, usize),
     weight: CubeWeight<R>,
-    ending: Ending<R>,
+    epilogue: Epilogue<R>,
 ) -> CubeTensor<R> {
     let weight = weight.stored();
     let [n_rows, d_input] = [x.meta.shape()[0], x.meta.shape()[1]];
-    let bound = bind(&x, &weight, ending);
+    let bound = bind(&x, &weight, epilogue);
     let (parts, outputs) = (bound.parts, bound.outputs);
     let vector = match &weight.floats {
         // A word of bytes at a time.
@@ -32,7 +32,7 @@ pub(super) fn by_teams<R: CubeRuntime>(
     // SAFETY: a team reads its own rows of the weight and a block's of `x`, below `outputs` and `n_rows`, and writes
     // what no other does.
     unsafe {
-        teams_kernel::launch_unchecked(
+        simt_kernel::launch_unchecked(
             &x.client,
             grid(outputs.div_ceil(team.rows as usize) * n_rows.div_ceil(block)),
             team.cube_dim(),
@@ -70,7 +70,7 @@ pub(super) fn by_teams<R: CubeRuntime>(
 /// Here `d_input` and the strides count vectors.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn teams_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
+fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     weight: &ComptimeOption<Array<Vector<W, N>>>,
     packed: &ComptimeOption<Array<u32>>,

@@ -9,7 +9,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::tensor_cores::{CHUNK, GROUP, eight, multiply, planes_sum};
+use super::tile::{CHUNK, GROUP, eight, multiply, planes_sum};
 use super::{Sizes, SizesLaunch, Stored};
 use crate::cubecl::tensor_cores::{Pair, Wide};
 use crate::cubecl::{array, empty, grid, optional};

@@ -11,26 +11,21 @@
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::stream::{Tiles, stream};
-use super::{CubeWeight, Ending, Normed, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
+use super::tile::{CHUNK, GROUP, eight, multiply, planes_sum};
+use super::{CubeWeight, Epilogue, Normed, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
 use crate::cubecl::reduce::lanes_sum;
-use crate::cubecl::tensor_cores::{Half, Pair, Wide, has_matrix_units};
+use crate::cubecl::tensor_cores::{Pair, Wide, has_tensor_cores};
 use crate::cubecl::{array, contiguous, dtype_of, grid, launch, multiprocessors, optional, rows, vector_width};
 use crate::ops::norm::cubecl::CubeNorm;
-use crate::ops::weight::cubecl::bytes;
 
 /// Planes of a cube of the matrix kernel where there are many cubes, and where there are few.
 const PLANES: usize = 8;
 const MORE_PLANES: usize = 16;
 /// Cubes that are few.
 const FEW_CUBES: usize = 256;
-/// Outputs of a group: columns of `mma`'s result.
-pub(super) const GROUP: usize = 8;
-/// Columns of the inner dimension that a plane works on at a time, eight for each of a lane's four neighbours.
-pub(super) const CHUNK: usize = 32;
 /// The most groups of outputs of a cube, without those of a gate.
 const MOST_GROUPS: usize = 4;
 /// Sixteen-byte reads that a lane has under way at a time: of the weight, of the weight where the cubes are few and the
@@ -64,9 +59,9 @@ impl Shape {
 }
 
 /// Whether the matrix kernel takes `x` and `weight`.
-pub(crate) fn on_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWeight<R>) -> bool {
+pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWeight<R>) -> bool {
     match weight {
-        CubeWeight::Float(weight) => floats_on_matrix_units(x, weight),
+        CubeWeight::Float(weight) => floats_on_tensor_cores(x, weight),
         // A word of bytes is as wide as two elements.
         CubeWeight::Int8(weight) => {
             let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
@@ -77,7 +72,7 @@ pub(crate) fn on_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWe
 }
 
 /// Whether the matrix kernel takes `x` and a weight of floats.
-pub(crate) fn floats_on_matrix_units<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeTensor<R>) -> bool {
+fn floats_on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeTensor<R>) -> bool {
     let lengths = [stride(x), stride(weight), x.meta.shape()[1], 8];
     is_taken(x) && weight.dtype == x.dtype && weight.meta.strides()[1] == 1 && vector_width(&[x, weight], &lengths) == 8
 }
@@ -89,23 +84,23 @@ fn stride<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
 
 /// Whether the device multiplies matrices of the dtype of `x`, and its columns lie one after another.
 fn is_taken<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
-    x.meta.strides()[1] == 1 && has_matrix_units(x)
+    x.meta.strides()[1] == 1 && has_tensor_cores(x)
 }
 
-pub(super) fn by_matrix_units<R: CubeRuntime>(
+pub(super) fn by_tensor_cores<R: CubeRuntime>(
     x: CubeTensor<R>,
     norm: Option<CubeNorm<R>>,
     weight: CubeWeight<R>,
-    ending: Ending<R>,
+    epilogue: Epilogue<R>,
 ) -> CubeTensor<R> {
     let (x, x_stride) = rows(x);
     let weight = weight.stored();
-    let plain = norm.is_none() && ending.is_plain();
+    let plain = norm.is_none() && epilogue.is_plain();
     if let Some(tiles) = plain.then(|| Tiles::new(&x, weight.d_output)).flatten() {
-        return stream(x, x_stride, weight, ending.dtype, tiles);
+        return stream(x, x_stride, weight, epilogue.dtype, tiles);
     }
     let [n_rows, d_input] = [x.meta.shape()[0], x.meta.shape()[1]];
-    let bound = bind(&x, &weight, ending);
+    let bound = bind(&x, &weight, epilogue);
     let (mut parts, outputs) = (bound.parts, bound.outputs);
     let mut epsilon = 0.0;
     let (mut gamma, mut beta) = (None, None);
@@ -139,7 +134,7 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
     // column for each of `x`.
     unsafe {
         launch!(
-            matrix_kernel::MatrixKernel,
+            tensor_core_kernel::TensorCoreKernel,
             &x.client,
             grid(cubes),
             CubeDim::new_1d(32 * planes as u32),
@@ -153,15 +148,15 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
                 O = bound.out.dtype,
             ],
             [
-                x: Array<Wide<matrix_kernel::F>> = array(&x),
-                gamma: ComptimeOption<Array<Wide<matrix_kernel::G>>> = optional(&gamma),
-                beta: ComptimeOption<Array<Wide<matrix_kernel::H>>> = optional(&beta),
-                weight: ComptimeOption<Array<Wide<matrix_kernel::F>>> = optional(&weight.floats),
+                x: Array<Wide<tensor_core_kernel::F>> = array(&x),
+                gamma: ComptimeOption<Array<Wide<tensor_core_kernel::G>>> = optional(&gamma),
+                beta: ComptimeOption<Array<Wide<tensor_core_kernel::H>>> = optional(&beta),
+                weight: ComptimeOption<Array<Wide<tensor_core_kernel::F>>> = optional(&weight.floats),
                 packed: ComptimeOption<Array<Vector<u32, Const<2>>>> = optional(&weight.packed),
                 scales: ComptimeOption<Array<f32>> = optional(&weight.scales),
-                bias: ComptimeOption<Array<matrix_kernel::V>> = optional(&bound.bias),
-                residual: ComptimeOption<Array<matrix_kernel::S>> = optional(&bound.residual),
-                out: Array<matrix_kernel::O> =
+                bias: ComptimeOption<Array<tensor_core_kernel::V>> = optional(&bound.bias),
+                residual: ComptimeOption<Array<tensor_core_kernel::S>> = optional(&bound.residual),
+                out: Array<tensor_core_kernel::O> =
                     bound.out_array(&[&gamma, &beta, &weight.floats, &weight.packed, &weight.scales]),
                 sizes: Sizes = SizesLaunch::new(
                     n_rows as u32,
@@ -182,7 +177,7 @@ pub(super) fn by_matrix_units<R: CubeRuntime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
-fn matrix_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
+fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
     x: &Array<Wide<F>>,
     gamma: &ComptimeOption<Array<Wide<G>>>,
     beta: &ComptimeOption<Array<Wide<H>>>,
@@ -436,77 +431,6 @@ fn fetch<F: Float, G: Float>(
             inputs[comptime!(i * shape.blocks + block)] = value;
         }
     }
-}
-
-/// Adds to the sums of `[band, side]` what the chunk `i` of weights gives with 16 rows of `x`: `upper` and `lower` are
-/// eight columns of a row, and of the row eight below it.
-#[cube]
-pub(super) fn multiply<F: Float>(
-    upper: Wide<F>,
-    lower: Wide<F>,
-    weights: &Array<Wide<F>>,
-    sums: &mut Array<Pair>,
-    #[comptime] i: usize,
-    #[comptime] band: usize,
-    #[comptime] sides: usize,
-) {
-    let product = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
-    #[unroll]
-    for half in 0..2usize {
-        let mut left = Array::<Half<F>>::new(4usize);
-        left[0usize] = pair_of::<F>(upper, comptime!(4 * half));
-        left[1usize] = pair_of::<F>(lower, comptime!(4 * half));
-        left[2usize] = pair_of::<F>(upper, comptime!(4 * half + 2));
-        left[3usize] = pair_of::<F>(lower, comptime!(4 * half + 2));
-        #[unroll]
-        for side in 0..sides {
-            let eight = weights[comptime!(i * sides + side)];
-            let mut right = Array::<Half<F>>::new(2usize);
-            right[0usize] = pair_of::<F>(eight, comptime!(4 * half));
-            right[1usize] = pair_of::<F>(eight, comptime!(4 * half + 2));
-            let at = comptime!(2 * (band * sides + side));
-            let mut sum = Array::<Pair>::new(2usize);
-            sum[0usize] = sums[at];
-            sum[1usize] = sums[comptime!(at + 1)];
-            product.execute_inplace(&left, &right, &mut sum);
-            sums[at] = sum[0usize];
-            sums[comptime!(at + 1)] = sum[1usize];
-        }
-    }
-}
-
-#[cube]
-pub(super) fn planes_sum(shared: &SharedMemory<Pair>, place: u32, tile: u32, #[comptime] planes: usize) -> Pair {
-    let mut sum = shared[place as usize];
-    #[unroll]
-    for plane in 1..planes {
-        sum += shared[(place + plane as u32 * tile) as usize];
-    }
-    sum
-}
-
-/// Eight signed bytes.
-#[cube]
-pub(super) fn eight<F: Float>(words: Vector<u32, Const<2>>) -> Wide<F> {
-    let mut wide = Wide::<f32>::new(0.0);
-    #[unroll]
-    for i in 0..2usize {
-        let four = bytes(words[i]);
-        #[unroll]
-        for j in 0..4usize {
-            wide[comptime!(4 * i + j)] = four[j];
-        }
-    }
-    Wide::<F>::cast_from(wide)
-}
-
-/// Two neighbouring elements of eight.
-#[cube]
-fn pair_of<F: Float>(wide: Wide<F>, #[comptime] at: usize) -> Half<F> {
-    let mut pair = Half::<F>::cast_from(0.0f32);
-    pair[0usize] = wide[at];
-    pair[1usize] = wide[comptime!(at + 1)];
-    pair
 }
 
 /// Eight elements of a row of `x`, normalised where there is a norm; zeros beyond its rows and columns.

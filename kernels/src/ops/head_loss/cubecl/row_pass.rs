@@ -1,12 +1,12 @@
-//! Softmax in CubeCL: a row stays in registers where it fits. Longer ones are worked through a block at a time with a
-//! running maximum, and read again from shared memory, as far as they fit there, or through the cache.
+//! Online softmax statistics of a row in CubeCL: a row stays in registers where it fits. Longer ones are worked through a
+//! block at a time with a running maximum, and read again from shared memory, as far as they fit there, or through the
+//! cache.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use crate::cubecl::reduce::{Team, lanes_max, lanes_sum, row_vector, team_max, team_sum, within};
-use crate::cubecl::{array, empty, grid, rows};
+use crate::cubecl::reduce::{Team, lanes_max, lanes_sum, team_max, team_sum, within};
 
 /// Elements of a row that a unit holds where the whole row stays in registers.
 const HELD: usize = 32;
@@ -21,23 +21,23 @@ const SHARED: usize = 96 << 10;
 
 /// How a team goes over a row: in blocks, of each of which a unit has as many vectors as the team says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Passes {
-    pub(crate) team: Team,
+pub(super) struct Passes {
+    pub(super) team: Team,
     /// With a single block, the row stays in registers.
-    pub(crate) blocks: u32,
+    pub(super) blocks: u32,
     /// Blocks, from the first on, that stay in shared memory.
-    pub(crate) kept: u32,
+    pub(super) kept: u32,
     /// Vectors of those blocks.
-    pub(crate) shared: u32,
+    pub(super) shared: u32,
     /// Whether the device has a faster exponential, good to some units in the last place.
-    pub(crate) fast: bool,
+    pub(super) fast: bool,
     /// Whether the last vector has lanes beyond the row's end.
-    pub(crate) padded: bool,
+    pub(super) padded: bool,
 }
 
 impl Passes {
     /// The passes over rows of `x`, of `columns` elements in vectors of `width`.
-    pub(crate) fn new<R: CubeRuntime>(x: &CubeTensor<R>, columns: usize, width: usize) -> Self {
+    pub(super) fn new<R: CubeRuntime>(x: &CubeTensor<R>, columns: usize, width: usize) -> Self {
         let vectors = columns.div_ceil(width);
         let padded = !columns.is_multiple_of(width);
         // Only CUDA has one that is right for infinities.
@@ -59,91 +59,36 @@ impl Passes {
     }
 }
 
-/// Softmax over the rows of `x` `[rows, columns]`.
-pub(crate) fn softmax<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
-    let (x, stride) = rows(x);
-    let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
-    let out = empty(&x, [n_rows, columns], x.dtype);
-    let vector = row_vector(&[&x, &out], &[columns, stride]);
-    let passes = Passes::new(&x, columns, vector);
-    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
-    unsafe {
-        softmax_kernel::launch_unchecked(
-            &x.client,
-            grid(n_rows.div_ceil(passes.team.rows as usize)),
-            passes.team.cube_dim(),
-            vector,
-            array(&x),
-            array(&out),
-            n_rows as u32,
-            (columns / vector) as u32,
-            (stride / vector) as u32,
-            passes,
-            x.dtype.into(),
-        );
-    }
-    out
-}
-
-/// The gradient of softmax's input, from its output.
-pub(crate) fn softmax_backward<R: CubeRuntime>(grad: CubeTensor<R>, output: CubeTensor<R>) -> CubeTensor<R> {
-    let (grad, grad_stride) = rows(grad);
-    let (output, stride) = rows(output);
-    let [n_rows, columns] = [output.meta.shape()[0], output.meta.shape()[1]];
-    let d_x = empty(&output, [n_rows, columns], output.dtype);
-    let vector = row_vector(&[&output, &grad, &d_x], &[columns, stride, grad_stride]);
-    let passes = Passes::new(&output, columns, vector);
-    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width.
-    unsafe {
-        softmax_backward_kernel::launch_unchecked(
-            &output.client,
-            grid(n_rows.div_ceil(passes.team.rows as usize)),
-            passes.team.cube_dim(),
-            vector,
-            array(&grad),
-            array(&output),
-            array(&d_x),
-            n_rows as u32,
-            (columns / vector) as u32,
-            (grad_stride / vector) as u32,
-            (stride / vector) as u32,
-            passes,
-            output.dtype.into(),
-        );
-    }
-    d_x
-}
-
 /// What the first pass finds out about a row.
 #[derive(CubeType)]
-pub(crate) struct Statistics {
+pub(super) struct Statistics {
     /// The largest element.
-    pub(crate) max: f32,
+    pub(super) max: f32,
     /// The sum of `exp(x - max)`.
-    pub(crate) sum: f32,
+    pub(super) sum: f32,
     /// The sum of the elements, by `weight`, and the one at `target`, by `target_weight`, where asked for.
-    pub(crate) weighed: f32,
+    pub(super) weighed: f32,
 }
 
 /// What the first pass sums up besides the exponentials.
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Weights {
-    pub(crate) target: u32,
-    pub(crate) target_weight: f32,
-    pub(crate) weight: f32,
+pub(super) struct Weights {
+    pub(super) target: u32,
+    pub(super) target_weight: f32,
+    pub(super) weight: f32,
     /// Whether the sum over all elements is wanted.
     #[cube(comptime)]
-    pub(crate) all: bool,
+    pub(super) all: bool,
     /// Whether any of it is.
     #[cube(comptime)]
-    pub(crate) any: bool,
+    pub(super) any: bool,
 }
 
 /// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
 /// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end have to be zeros.
 #[cube]
 #[allow(clippy::collapsible_if, clippy::too_many_arguments)]
-pub(crate) fn first_pass<F: Float, N: Size>(
+pub(super) fn first_pass<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,
     columns: u32,
@@ -214,7 +159,7 @@ pub(crate) fn first_pass<F: Float, N: Size>(
 /// A vector of the row once more, after [`first_pass`].
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn read_again<F: Float, N: Size>(
+pub(super) fn read_again<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,
     column: u32,
@@ -238,7 +183,7 @@ pub(crate) fn read_again<F: Float, N: Size>(
 
 /// `e^x` of what is at most zero.
 #[cube]
-pub(crate) fn exponential<N: Size>(x: Vector<f32, N>, #[comptime] fast: bool) -> Vector<f32, N> {
+pub(super) fn exponential<N: Size>(x: Vector<f32, N>, #[comptime] fast: bool) -> Vector<f32, N> {
     if fast { fast_exponential::<N>(x) } else { x.exp() }
 }
 
@@ -249,7 +194,7 @@ fn fast_exponential<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
 
 /// The vector with `other` in the lanes beyond the row's end.
 #[cube]
-pub(crate) fn within_row<N: Size>(
+pub(super) fn within_row<N: Size>(
     value: Vector<f32, N>,
     column: u32,
     length: u32,
@@ -278,95 +223,4 @@ fn lane_of<N: Size>(vector: Vector<f32, N>, lane: u32) -> f32 {
         value = select(lane == other as u32, vector[other], value);
     }
     value
-}
-
-#[cube(launch_unchecked)]
-fn softmax_kernel<F: Float, N: Size>(
-    x: &Array<Vector<F, N>>,
-    out: &mut Array<Vector<F, N>>,
-    rows: u32,
-    columns: u32,
-    stride: u32,
-    #[comptime] passes: Passes,
-    #[define(F)] _dtype: StorageType,
-) {
-    let team = comptime!(passes.team);
-    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
-    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
-    let row = min(own, rows - 1);
-    let start = row * stride;
-    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
-    let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
-    let none = Weights { target: 0, target_weight: 0.0, weight: 0.0, all: false, any: false };
-    let found = first_pass::<F, N>(x, start, columns, columns * N::value() as u32, &mut held, &mut kept, none, passes);
-    let scale = 1.0f32 / found.sum;
-    if own < rows {
-        for block in 0..passes.blocks {
-            let first = block * (team.count * team.units) + UNIT_POS_X;
-            #[unroll]
-            for i in 0..team.count {
-                let column = first + i * team.units;
-                if within(column, columns, team) {
-                    let value = read_again::<F, N>(x, start, column, block, i, &held, &kept, passes);
-                    let value = exponential::<N>(value - Vector::new(found.max), passes.fast) * Vector::new(scale);
-                    out[(row * columns + column) as usize] = Vector::cast_from(value);
-                }
-            }
-        }
-    }
-}
-
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn softmax_backward_kernel<F: Float, N: Size>(
-    grad: &Array<Vector<F, N>>,
-    output: &Array<Vector<F, N>>,
-    d_x: &mut Array<Vector<F, N>>,
-    rows: u32,
-    columns: u32,
-    grad_stride: u32,
-    stride: u32,
-    #[comptime] passes: Passes,
-    #[define(F)] _dtype: StorageType,
-) {
-    let team = comptime!(passes.team);
-    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
-    let row = min(own, rows - 1);
-    let count = comptime!(team.count as usize);
-    let mut grad_held = Array::<Vector<F, N>>::new(count);
-    let mut held = Array::<Vector<F, N>>::new(count);
-    let mut along = 0.0f32;
-    for block in 0..passes.blocks {
-        let first = block * (team.count * team.units) + UNIT_POS_X;
-        let mut sums = Vector::<f32, N>::new(0.0);
-        #[unroll]
-        for i in 0..team.count {
-            let column = first + i * team.units;
-            if within(column, columns, team) {
-                grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
-                held[i as usize] = output[(row * stride + column) as usize];
-                sums += Vector::<f32, N>::cast_from(grad_held[i as usize]) * Vector::cast_from(held[i as usize]);
-            }
-        }
-        along += lanes_sum::<N>(sums);
-    }
-    let along = team_sum(along, team);
-    if own < rows {
-        for block in 0..passes.blocks {
-            let first = block * (team.count * team.units) + UNIT_POS_X;
-            #[unroll]
-            for i in 0..team.count {
-                let column = first + i * team.units;
-                if within(column, columns, team) {
-                    if comptime!(passes.blocks > 1) {
-                        grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
-                        held[i as usize] = output[(row * stride + column) as usize];
-                    }
-                    let grad = Vector::<f32, N>::cast_from(grad_held[i as usize]) - Vector::new(along);
-                    let value = grad * Vector::cast_from(held[i as usize]);
-                    d_x[(row * columns + column) as usize] = Vector::cast_from(value);
-                }
-            }
-        }
-    }
 }

@@ -1,35 +1,48 @@
 //! The head's loss in CubeCL: one pass over the logits of a chunk of rows gives their losses and turns them into their
 //! own gradient in place.
 
+mod row_pass;
+
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{HeadLossOptions, HeadLossOutput};
-use crate::autodiff::{float, primitive};
+use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
+use super::{HeadLossForward, HeadLossOps, HeadLossOutput};
+use crate::checked::Checked;
 use crate::cubecl::reduce::{Team, row_vector, team_sum};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
-use crate::ops::linear::cubecl::gemm::{BULK_TILE, product, transposed};
-use crate::ops::softmax::cubecl::{Passes, Weights, exponential, first_pass, read_again, within_row};
+use crate::ops::linear::cubecl::gemm::{product, transposed};
+use crate::ops::linear::route::TMA_TILE;
+use crate::tensor::{float, primitive};
 
 /// Bytes of logits held at a time when no chunk is asked for, on devices with memory of their own and on others.
 const LOGITS: [u64; 2] = [1 << 29, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
-const ROWS: usize = BULK_TILE[0];
+const ROWS: usize = TMA_TILE[0];
 /// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
-const TILE: usize = BULK_TILE[0];
+const TILE: usize = TMA_TILE[0];
 const TILES: usize = 1024;
 const VECTOR: usize = 8;
 
-pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement>(
-    hidden: Tensor<CubeBackend<R, F, I, BT>, 2>,
-    weight: Tensor<CubeBackend<R, F, I, BT>, 2>,
-    targets: Tensor<CubeBackend<R, F, I, BT>, 1, burn::tensor::Int>,
-    options: HeadLossOptions,
-    gradients: bool,
+impl<R, F, I, BT> HeadLossOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
+        head_loss_forward(operands.into_inner())
+    }
+}
+
+fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement>(
+    operands: HeadLossForward<CubeBackend<R, F, I, BT>>,
 ) -> HeadLossOutput<CubeBackend<R, F, I, BT>> {
+    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
     let [n_rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
     let (dtype, device) = (hidden.dtype(), hidden.device());
@@ -45,10 +58,10 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
         Some(chunk) => chunk,
         None => default_chunk(&targets, n_rows, padded * dtype.size()),
     };
-    let chunk = chunk.clamp(1, n_rows.max(1));
+    let chunk = chunk.clamp(1, n_rows);
 
     let nats = empty(&targets, [n_rows], DType::F32);
-    let share = gradients.then(|| share(&targets, options.weight));
+    let share = gradients.then(|| share(&targets, vocabulary, options.weight));
     let mut d_hidden = Vec::new();
     let mut d_weight: Option<Tensor<CubeBackend<R, F, I, BT>, 2>> = None;
     for start in (0..n_rows).step_by(chunk) {
@@ -67,7 +80,7 @@ pub(crate) fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, 
             });
         }
     }
-    let loss = float(mean(&nats, &targets, options.weight));
+    let loss = float(mean(&nats, &targets, vocabulary, options.weight));
     let gradients = gradients.then(|| {
         let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)));
         let d_weight = d_weight.narrow(0, 0, vocabulary);
@@ -139,20 +152,32 @@ fn loss_of_rows<R: CubeRuntime>(
 }
 
 /// The weight over the number of targets that count, `[1]`.
-fn share<R: CubeRuntime>(targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
+fn share<R: CubeRuntime>(targets: &CubeTensor<R>, vocabulary: usize, weight: f64) -> CubeTensor<R> {
     let out = empty(targets, [1], DType::F32);
-    sum_up(targets, &out, &out, weight, false);
+    sum_up(targets, vocabulary, None, &out, weight);
     out
 }
 
 /// The sum of `nats` over the number of targets that count, times the weight, `[1]`.
-fn mean<R: CubeRuntime>(nats: &CubeTensor<R>, targets: &CubeTensor<R>, weight: f64) -> CubeTensor<R> {
+fn mean<R: CubeRuntime>(
+    nats: &CubeTensor<R>,
+    targets: &CubeTensor<R>,
+    vocabulary: usize,
+    weight: f64,
+) -> CubeTensor<R> {
     let out = empty(targets, [1], DType::F32);
-    sum_up(targets, nats, &out, weight, true);
+    sum_up(targets, vocabulary, Some(nats), &out, weight);
     out
 }
 
-fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &CubeTensor<R>, weight: f64, sums: bool) {
+/// Into `out`: the sum of `nats`, or one, over the number of targets that count, times the weight.
+fn sum_up<R: CubeRuntime>(
+    targets: &CubeTensor<R>,
+    vocabulary: usize,
+    nats: Option<&CubeTensor<R>>,
+    out: &CubeTensor<R>,
+    weight: f64,
+) {
     let size = targets.meta.shape()[0];
     let team = Team::new(&targets.client, size, 4, 1024);
     // SAFETY: each team of the cube reads `size` targets and losses, and one unit writes the one number of `out`.
@@ -162,15 +187,22 @@ fn sum_up<R: CubeRuntime>(targets: &CubeTensor<R>, nats: &CubeTensor<R>, out: &C
             CubeCount::Static(1, 1, 1),
             team.cube_dim(),
             array(targets),
-            array(nats),
+            array(nats.unwrap_or(out)),
             array(out),
             size as u32,
+            vocabulary as u32,
             weight as f32,
             team,
-            sums,
+            nats.is_some(),
             targets.dtype.into(),
         );
     }
+}
+
+/// Whether a target counts: whether it is a word.
+#[cube]
+fn counts<I: Int>(target: I, vocabulary: u32) -> bool {
+    target >= I::from_int(0) && target < I::cast_from(vocabulary)
 }
 
 #[cube(launch_unchecked)]
@@ -198,9 +230,9 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
     let row = min(own, rows - 1);
     let start = row * stride;
-    let target = i32::cast_from(targets[(first + row) as usize]);
-    let counts = target >= 0;
-    let target = u32::cast_from(select(counts, target, 0i32));
+    let target = targets[(first + row) as usize];
+    let counts = counts::<I>(target, vocabulary);
+    let target = select(counts, u32::cast_from(target), 0u32);
     let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
     let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let weights = Weights { target, target_weight, weight, all: smooth, any: true };
@@ -246,6 +278,7 @@ fn mean_kernel<I: Int>(
     nats: &Array<f32>,
     out: &mut Array<f32>,
     size: u32,
+    vocabulary: u32,
     weight: f32,
     #[comptime] team: Team,
     #[comptime] sums: bool,
@@ -255,7 +288,7 @@ fn mean_kernel<I: Int>(
     let mut sum = 0.0f32;
     let mut at = UNIT_POS_X;
     while at < size {
-        counted += select(i32::cast_from(targets[at as usize]) >= 0, 1.0f32, 0.0f32);
+        counted += select(counts::<I>(targets[at as usize], vocabulary), 1.0f32, 0.0f32);
         if sums {
             sum += nats[at as usize];
         }

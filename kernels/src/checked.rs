@@ -1,0 +1,156 @@
+//! Operands of the backends' methods, checked where they are put together.
+//!
+//! Kernels launch without bounds checks, so what they rely on is checked before: each method of an operation's trait
+//! takes one [`Checked`] struct, and there is no other way to make one than by its checks. Operands that do not fit
+//! panic with the operation's name and the two shapes.
+
+use std::ops::Deref;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{BasicOps, DType, Int, Tensor};
+
+/// Operands that know what has to hold of them.
+pub trait Operands {
+    /// Panics, with the operation's name, where the operands do not fit together.
+    fn check(&self);
+}
+
+/// Operands that fit together: shapes, dtypes and devices.
+///
+/// ```should_panic
+/// use burn::tensor::Tensor;
+/// use fireclay_kernels::Norm;
+/// use fireclay_kernels::operands::{Checked, NormForward};
+/// type B = burn::backend::NdArray;
+///
+/// let device = Default::default();
+/// let (x, gamma) = (Tensor::<B, 2>::ones([2, 8], &device), Tensor::<B, 1>::ones([9], &device));
+/// Checked::new(NormForward { x, norm: Norm::rms(gamma, 1e-6) }); // norm: gamma [9] does not fit x [2, 8]
+/// ```
+#[derive(Clone, Debug)]
+pub struct Checked<T>(T);
+
+impl<T: Operands> Checked<T> {
+    /// The operands, if they fit.
+    ///
+    /// # Panics
+    /// If they do not, with the operation's name and the two shapes, dtypes or devices.
+    #[track_caller]
+    pub fn new(operands: T) -> Self {
+        operands.check();
+        Self(operands)
+    }
+}
+
+impl<T> Checked<T> {
+    /// The operands, to be taken apart.
+    pub fn into_inner(self) -> T {
+        self.0
+    }
+}
+
+impl<T> Deref for Checked<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+/// A tensor among others: its name, and what has to fit.
+pub(crate) struct Part<'a, D> {
+    op: &'static str,
+    name: &'a str,
+    dims: [usize; 4],
+    rank: usize,
+    dtype: DType,
+    device: D,
+}
+
+/// Begins the check of an operand of `op`: it must not be empty.
+#[track_caller]
+pub(crate) fn part<'a, B, const D: usize, K>(
+    op: &'static str,
+    name: &'a str,
+    tensor: &Tensor<B, D, K>,
+) -> Part<'a, B::Device>
+where
+    B: Backend,
+    K: BasicOps<B>,
+{
+    let own: [usize; D] = tensor.dims();
+    assert!(own.iter().all(|size| *size > 0), "{op}: {name} {own:?} is empty");
+    let mut dims = [1; 4];
+    dims[..D].copy_from_slice(&own);
+    Part { op, name, dims, rank: D, dtype: tensor.dtype(), device: tensor.device() }
+}
+
+impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
+    pub(crate) fn dims(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+
+    /// Of a dtype that kernels compute with.
+    #[track_caller]
+    pub(crate) fn float(self) -> Self {
+        let Self { op, name, dtype, .. } = &self;
+        assert!(
+            matches!(dtype, DType::F32 | DType::F16 | DType::BF16),
+            "{op}: {name} is {dtype:?}, and has to be f32, f16 or bf16"
+        );
+        self
+    }
+
+    /// Of this dtype alone.
+    #[track_caller]
+    pub(crate) fn of(self, wanted: DType) -> Self {
+        let Self { op, name, dtype, .. } = &self;
+        assert!(*dtype == wanted, "{op}: {name} is {dtype:?}, and has to be {wanted:?}");
+        self
+    }
+
+    /// Integers of 32 or 64 bits.
+    #[track_caller]
+    pub(crate) fn integer(self) -> Self {
+        let Self { op, name, dtype, .. } = &self;
+        assert!(
+            matches!(dtype, DType::I32 | DType::I64 | DType::U32 | DType::U64),
+            "{op}: {name} is {dtype:?}, and has to be integers of 32 or 64 bits"
+        );
+        self
+    }
+
+    /// Of the shape `wanted`, which follows from `other`, and on its device.
+    #[track_caller]
+    pub(crate) fn shaped(self, wanted: &[usize], other: &Part<'_, D>) -> Self {
+        let holds = self.dims() == wanted;
+        self.fits(holds, other)
+    }
+
+    /// Beside `other`: on one device, and of shapes of which `holds` says that they fit.
+    #[track_caller]
+    pub(crate) fn fits(self, holds: bool, other: &Part<'_, D>) -> Self {
+        let Self { op, name, .. } = &self;
+        assert!(holds, "{op}: {name} {:?} does not fit {} {:?}", self.dims(), other.name, other.dims());
+        let (own, others) = (&self.device, &other.device);
+        assert!(own == others, "{op}: {name} lies on {own:?}, {} on {others:?}", other.name);
+        self
+    }
+
+    /// Of the dtype of `other`.
+    #[track_caller]
+    pub(crate) fn alike(self, other: &Part<'_, D>) -> Self {
+        let Self { op, name, dtype, .. } = &self;
+        assert!(*dtype == other.dtype, "{op}: {name} is {dtype:?}, {} is {:?}", other.name, other.dtype);
+        self
+    }
+}
+
+/// Integers held in `0..=last`: one behaviour for ids and positions out of range, whatever the backend.
+///
+/// What lies outside, on either side, counts as `last`.
+pub(crate) fn clamp_index<B: Backend, const D: usize>(ids: Tensor<B, D, Int>, last: usize) -> Tensor<B, D, Int> {
+    let last = i32::try_from(last).unwrap_or(i32::MAX);
+    let outside = ids.clone().lower_elem(0).bool_or(ids.clone().greater_elem(last));
+    ids.mask_fill(outside, last)
+}

@@ -1,0 +1,191 @@
+//! Gradients of a tile of queries.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use super::super::mask::{Sizes, all_seen, keys_of, last_key};
+use super::super::parts::{Place, cube_place, kept_pair};
+use super::super::{CubeMask, Dims, Heads, rounds, sizes};
+use super::tile::{accumulate, dots, fetch, hide, hold, load, put, store};
+use super::{Plan, UNITS};
+use crate::cubecl::tensor_cores::{Half, Pair, Wide, clear, zeroed};
+use crate::cubecl::{array, grid, launch};
+use crate::ops::attention::AttentionOptions;
+use crate::random::cubecl::{Rounds, row_bits};
+
+pub(in crate::ops::attention::cubecl) fn backward_q<R: CubeRuntime>(
+    [query, key, value, grad]: [&Heads<R>; 4],
+    rows: &CubeTensor<R>,
+    d_query: &Heads<R>,
+    dims: Dims,
+    mask: &CubeMask<R>,
+    options: AttentionOptions,
+) {
+    let plan = Plan::backward_q(dims.head_dim, mask.kind(), options.dropout.is_some());
+    let ints = mask.ints(&query.tensor);
+    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.rows());
+    // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
+    unsafe {
+        launch!(
+            backward_q_kernel::BackwardQKernel,
+            &query.tensor.client,
+            grid(cubes),
+            CubeDim::new_1d(UNITS as u32),
+            [],
+            [F = query.tensor.dtype, I = ints.dtype],
+            [
+                query: Array<Wide<backward_q_kernel::F>> = array(&query.tensor),
+                key: Array<Wide<backward_q_kernel::F>> = array(&key.tensor),
+                value: Array<Wide<backward_q_kernel::F>> = array(&value.tensor),
+                grad: Array<Wide<backward_q_kernel::F>> = array(&grad.tensor),
+                ints: Array<backward_q_kernel::I> = array(&ints),
+                statistics: Array<Pair> = array(rows),
+                d_query: Array<Half<backward_q_kernel::F>> = array(&d_query.tensor),
+                query_place: Place = query.place(8),
+                key_place: Place = key.place(8),
+                value_place: Place = value.place(8),
+                grad_place: Place = grad.place(8),
+                d_query_place: Place = d_query.place(2),
+                sizes: Sizes = sizes(dims, mask, options),
+                rounds: Rounds = rounds(options),
+            ],
+            [plan: Plan = plan]
+        );
+    }
+}
+
+/// Gradients of the queries of a tile, from all keys that any of them sees.
+#[cube(launch_unchecked, fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
+#[allow(clippy::too_many_arguments)]
+fn backward_q_kernel<F: Float, I: Int>(
+    query: &Array<Wide<F>>,
+    key: &Array<Wide<F>>,
+    value: &Array<Wide<F>>,
+    grad: &Array<Wide<F>>,
+    ints: &Array<I>,
+    statistics: &Array<Pair>,
+    d_query: &mut Array<Half<F>>,
+    query_place: &Place,
+    key_place: &Place,
+    value_place: &Place,
+    grad_place: &Place,
+    d_query_place: &Place,
+    sizes: &Sizes,
+    rounds: &Rounds,
+    #[comptime] plan: Plan,
+    #[define(F)] _dtype: StorageType,
+    #[define(I)] _int: StorageType,
+) {
+    let tile = comptime!(plan.rows() as u32);
+    let columns = comptime!(plan.columns as u32);
+    let blocks = comptime!(plan.columns / 8);
+    let lines = comptime!(2 * plan.bands);
+    let mask = comptime!(plan.mask);
+    let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
+    if batch >= sizes.batch_size {
+        terminate!();
+    }
+    let first = (sizes.queries.div_ceil(tile) - 1 - number) * tile;
+    let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
+    let queries = query_place.rows(batch, head, sizes.queries);
+    let grads = grad_place.rows(batch, head, sizes.queries);
+    let keys = key_place.rows(batch, kv_head, sizes.keys);
+    let values = value_place.rows(batch, kv_head, sizes.keys);
+    let line = (batch * sizes.n_heads + head) * sizes.queries;
+
+    let mut query_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.rows() * plan.stride()));
+    let mut grad_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.rows() * plan.stride()));
+    let mut key_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
+    let mut value_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
+
+    let plane_row = UNIT_POS / 32 * comptime!(16 * plan.bands as u32);
+    let lane_row = UNIT_POS % 32 / 4;
+    let lane_column = UNIT_POS % 4 * 2;
+    let mut last = Array::<i32>::new(lines);
+    let mut bits = Array::<u32>::new(lines);
+    let mut log = Array::<f32>::new(lines);
+    let mut delta = Array::<f32>::new(lines);
+    #[unroll]
+    for i in 0..lines {
+        let row = min(first + plane_row + lane_row + comptime!(i as u32 * 8), sizes.queries - 1);
+        last[i] = last_key::<I>(ints, batch, row, sizes, mask);
+        let pair = statistics[(line + row) as usize];
+        log[i] = pair[0usize];
+        delta[i] = pair[1usize];
+        if comptime!(plan.drops) {
+            bits[i] = row_bits(line + row, rounds);
+        }
+    }
+
+    let (start, end) = keys_of::<I>(ints, batch, first, sizes, tile, mask);
+    load::<F>(query, &queries, first, &mut query_tile, comptime!(plan.rows()), plan);
+    load::<F>(grad, &grads, first, &mut grad_tile, comptime!(plan.rows()), plan);
+    sync_cube();
+    let held_queries = hold::<F>(&query_tile, plane_row, plan);
+    let held_grads = hold::<F>(&grad_tile, plane_row, plan);
+
+    let mut scores = Array::<Pair>::new(comptime!(plan.bands * blocks * 2));
+    let mut d_scores = Array::<Pair>::new(comptime!(plan.bands * blocks * 2));
+    let mut sums = zeroed(comptime!(plan.bands * plan.depth() * 4));
+    let start = start / columns;
+    let end = end.div_ceil(columns);
+    let mut key_part = Array::<Wide<F>>::new(comptime!(plan.share(plan.columns)));
+    let mut value_part = Array::<Wide<F>>::new(comptime!(plan.share(plan.columns)));
+    if comptime!(plan.ahead) {
+        fetch::<F>(key, &keys, start * columns, &mut key_part, comptime!(plan.columns), plan);
+        fetch::<F>(value, &values, start * columns, &mut value_part, comptime!(plan.columns), plan);
+    }
+    for at in start..end {
+        let first_key = at * columns;
+        if comptime!(!plan.ahead) {
+            fetch::<F>(key, &keys, first_key, &mut key_part, comptime!(plan.columns), plan);
+            fetch::<F>(value, &values, first_key, &mut value_part, comptime!(plan.columns), plan);
+        }
+        sync_cube();
+        put::<F>(&key_part, &mut key_tile, comptime!(plan.columns), plan);
+        put::<F>(&value_part, &mut value_tile, comptime!(plan.columns), plan);
+        if comptime!(plan.ahead) {
+            fetch::<F>(key, &keys, first_key + columns, &mut key_part, comptime!(plan.columns), plan);
+            fetch::<F>(value, &values, first_key + columns, &mut value_part, comptime!(plan.columns), plan);
+        }
+        sync_cube();
+
+        clear(&mut scores, comptime!(plan.bands * blocks * 2));
+        clear(&mut d_scores, comptime!(plan.bands * blocks * 2));
+        dots::<F>(&held_queries, &query_tile, plane_row, &key_tile, &mut scores, plan);
+        dots::<F>(&held_grads, &grad_tile, plane_row, &value_tile, &mut d_scores, plan);
+        let scale = Pair::new(sizes.scale);
+        #[unroll]
+        for i in 0..comptime!(plan.bands * blocks * 2) {
+            scores[i] *= scale;
+        }
+        if !all_seen::<I>(ints, batch, first, tile, first_key, columns, sizes, mask) {
+            hide(&mut scores, &last, first_key + lane_column, sizes, plan);
+        }
+        #[unroll]
+        for i in 0..lines {
+            let row_log = Pair::new(log[i]);
+            let row_delta = Pair::new(delta[i]);
+            #[unroll]
+            for block in 0..blocks {
+                let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
+                let mut d_pair = d_scores[index];
+                if comptime!(plan.drops) {
+                    let key = first_key + comptime!(block as u32 * 8) + lane_column;
+                    d_pair *= kept_pair(bits[i], key / 2, sizes, rounds);
+                }
+                d_scores[index] = (scores[index] - row_log).exp() * (d_pair - row_delta);
+            }
+        }
+        accumulate::<F>(&d_scores, &key_tile, &mut sums, 0u32, plan);
+    }
+
+    let mut factors = Array::<f32>::new(lines);
+    #[unroll]
+    for i in 0..lines {
+        factors[i] = sizes.scale;
+    }
+    let d_queries = d_query_place.rows(batch, head, sizes.queries);
+    store::<F>(d_query, &d_queries, first + plane_row, &sums, &factors, 0u32, plan);
+}

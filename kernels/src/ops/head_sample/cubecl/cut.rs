@@ -1,0 +1,126 @@
+//! The least logit that top-k, top-p and min-p leave in the draw.
+
+use cubecl::prelude::*;
+
+use super::{HALVINGS, NOTHING, Numbers, Plan, ROUGH_HALVINGS, logit};
+use crate::cubecl::reduce::{team_max, team_sum};
+
+/// A bound that the words lie above which may be kept: so many units' largest words do. Every plane looks for it by itself,
+/// without a barrier for each halving; where there are no planes, all units do together.
+#[cube]
+pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Plan) -> f32 {
+    if comptime!(plan.searches()) {
+        let searchers = comptime!(plan.searchers());
+        let each = comptime!((plan.team.units / searchers.units) as usize);
+        // As in an exchange, nobody still reads what may lie here.
+        sync_cube();
+        let mut bests = SharedMemory::<f32>::new(comptime!(plan.team.units as usize));
+        bests[UNIT_POS_X as usize] = best;
+        sync_cube();
+        let mut values = Array::<f32>::new(each);
+        let mut least = top;
+        #[unroll]
+        for i in 0..each {
+            let unit = UNIT_POS_X % searchers.units + comptime!(i as u32 * searchers.units);
+            values[i] = bests[unit as usize];
+            least = select(values[i] > NOTHING, min(least, values[i]), least);
+        }
+        let wanted = if comptime!(plan.top_k) { numbers.top_k } else { comptime!(plan.team.units / 4).runtime() };
+        let mut low = 0.0f32 - team_max(0.0f32 - least, searchers);
+        let mut high = top;
+        for _ in 0..ROUGH_HALVINGS {
+            let middle = (low + high) * 0.5;
+            let mut above = 0.0f32;
+            #[unroll]
+            for i in 0..each {
+                above += select(values[i] >= middle, 1.0f32, 0.0f32);
+            }
+            let enough = team_sum(above, searchers) >= f32::cast_from(wanted);
+            low = select(enough, middle, low);
+            high = select(enough, high, middle);
+        }
+        low
+    } else {
+        top + numbers.min_p_ln
+    }
+}
+
+/// The least logit that is kept, by halving over all words.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn halved_cut(
+    logits: &Array<f32>,
+    prompt: &Array<f32>,
+    written: &Array<f32>,
+    start: u32,
+    end: u32,
+    top: f32,
+    numbers: &Numbers,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let team = comptime!(plan.team);
+    let halvings = select(start < end, HALVINGS, 0u32);
+    let mut floor = NOTHING.runtime();
+    if comptime!(plan.top_k) {
+        let wanted = f32::cast_from(numbers.top_k);
+        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, false, numbers, plan);
+    }
+    if comptime!(plan.top_p) {
+        let mut above_floor = 0.0f32;
+        for at in range_stepped(start + UNIT_POS_X, end, comptime!(plan.team.units)) {
+            let value = logit(logits, prompt, written, at, numbers, plan);
+            above_floor += select(value >= floor, (value - top).exp(), 0.0f32);
+        }
+        let wanted = team_sum(above_floor, team) * numbers.top_p;
+        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, true, numbers, plan);
+    }
+    if comptime!(plan.min_p) {
+        floor = max(floor, top + numbers.min_p_ln);
+    }
+    floor
+}
+
+/// The largest bound, no lower than `floor`, above which words weigh `wanted`: one each, or by probability.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn halved(
+    logits: &Array<f32>,
+    prompt: &Array<f32>,
+    written: &Array<f32>,
+    start: u32,
+    end: u32,
+    floor: f32,
+    top: f32,
+    wanted: f32,
+    halvings: u32,
+    #[comptime] by_mass: bool,
+    numbers: &Numbers,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let team = comptime!(plan.team);
+    let units = comptime!(plan.team.units);
+    let mut least = top;
+    for at in range_stepped(start + UNIT_POS_X, end, units) {
+        least = min(least, logit(logits, prompt, written, at, numbers, plan));
+    }
+    let mut low = max(0.0f32 - team_max(0.0f32 - least, team), floor);
+    let mut high = top;
+    for _ in 0..halvings {
+        let middle = (low + high) * 0.5;
+        let mut weight = 0.0f32;
+        for at in range_stepped(start + UNIT_POS_X, end, units) {
+            let value = logit(logits, prompt, written, at, numbers, plan);
+            if value >= middle {
+                if comptime!(by_mass) {
+                    weight += (value - top).exp();
+                } else {
+                    weight += 1.0f32;
+                }
+            }
+        }
+        let enough = team_sum(weight, team) >= wanted;
+        low = select(enough, middle, low);
+        high = select(enough, high, middle);
+    }
+    low
+}

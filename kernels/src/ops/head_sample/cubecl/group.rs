@@ -1,0 +1,77 @@
+//! The largest word of every group, by many cubes.
+
+use cubecl::prelude::*;
+
+use super::{BROKEN, GROUPERS, NOTHING, Numbers, Plan, adjusted, first_of, noisy};
+use crate::random::cubecl::{Rounds, row_bits};
+
+/// The largest word of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn group_kernel<I: Int>(
+    logits: &Array<f32>,
+    streams: &Array<I>,
+    prompt: &Array<f32>,
+    written: &Array<f32>,
+    largest: &mut Array<f32>,
+    largest_word: &mut Array<u32>,
+    masses: &mut Array<f32>,
+    rows: u32,
+    numbers: &Numbers,
+    rounds: &Rounds,
+    #[comptime] plan: Plan,
+    #[define(I)] _stream_dtype: StorageType,
+) {
+    let parts = numbers.groups / GROUPERS;
+    let row = CUBE_POS as u32 / parts;
+    if row >= rows {
+        terminate!();
+    }
+    let group = CUBE_POS as u32 % parts * GROUPERS + UNIT_POS;
+    let first = first_of(group, plan);
+    let start = row * numbers.vocabulary;
+    let mut values = Array::<f32>::new(plan.words as usize);
+    #[unroll]
+    for i in 0..plan.words {
+        values[i as usize] = logits[(start + min(first + i * GROUPERS, numbers.vocabulary - 1)) as usize];
+    }
+    #[unroll]
+    for i in 0..plan.words {
+        let at = start + min(first + i * GROUPERS, numbers.vocabulary - 1);
+        values[i as usize] = adjusted(values[i as usize], prompt, written, at, numbers, plan);
+    }
+    let mut best = NOTHING.runtime();
+    let mut word = first;
+    let mut bits = 0u32;
+    if comptime!(plan.draws && !plan.cuts()) {
+        bits = row_bits(u32::cast_from(streams[row as usize]), rounds);
+    }
+    #[unroll]
+    for i in 0..plan.words {
+        let at = first + i * GROUPERS;
+        let mut value = values[i as usize];
+        if comptime!(plan.draws && !plan.cuts()) {
+            value = noisy(value, bits, at, rounds);
+        }
+        if value > best && at < numbers.vocabulary {
+            best = value;
+            word = at;
+        }
+    }
+    let mut broken = 0u32;
+    #[unroll]
+    for i in 0..plan.words {
+        broken |= select(values[i as usize].is_nan(), 1u32, 0u32);
+    }
+    let to = (row * numbers.groups + group) as usize;
+    largest[to] = best;
+    largest_word[to] = select(broken == 1u32, BROKEN, word);
+    if comptime!(plan.weighs()) {
+        let mut mass = 0.0f32;
+        #[unroll]
+        for i in 0..plan.words {
+            mass += select(first + i * GROUPERS < numbers.vocabulary, (values[i as usize] - best).exp(), 0.0f32);
+        }
+        masses[to] = mass;
+    }
+}

@@ -1,0 +1,98 @@
+//! The references, of operands as the public functions take them.
+
+use burn::tensor::{FloatDType, Int, Tensor};
+use fireclay_kernels::operands::{
+    ActivateForward, AttentionForward, CachedAttention, Draw, DropoutForward, EmbedForward, HeadLossForward,
+    Int8ToFloat, LinearForward, Logits, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
+};
+use fireclay_kernels::traits::Stepped;
+use fireclay_kernels::{
+    Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
+    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RotaryTable, SampledRows, Sampling, Weight,
+    reference,
+};
+
+pub(crate) fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
+    reference::dropout_forward(DropoutForward { x, dropout })
+}
+
+pub(crate) fn embed<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
+    reference::embed_forward(EmbedForward { table: Weight::Float(table), tokens, dtype, added: None })
+}
+
+pub(crate) fn norm<B: Backend>(x: Tensor<B, 2>, norm: &Norm<B>) -> Tensor<B, 2> {
+    reference::norm_forward(NormForward { x, norm: norm.clone() }).output
+}
+
+pub(crate) fn linear<B: Backend>(x: Tensor<B, 2>, weight: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+    reference::linear_forward(LinearForward::new(x, weight, bias)).output
+}
+
+pub(crate) fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
+    reference::activate_forward(ActivateForward { x, activation })
+}
+
+pub(crate) fn int8_to_float<B: Backend>(weight: &Int8Weight<B>, dtype: FloatDType) -> Tensor<B, 2> {
+    reference::int8_to_float(Int8ToFloat { weight: weight.clone(), dtype })
+}
+
+pub(crate) fn rotary<B: Backend>(
+    x: Tensor<B, 4>,
+    table: &RotaryTable<B>,
+    positions: Tensor<B, 2, Int>,
+) -> Tensor<B, 4> {
+    reference::rotary_forward(RotaryForward { x, table: table.clone(), positions, inverse: false })
+}
+
+pub(crate) fn qkv_rotary<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    table: &RotaryTable<B>,
+    positions: Tensor<B, 2, Int>,
+) -> Tensor<B, 3> {
+    reference::qkv_rotary_forward(QkvRotaryForward { qkv, heads, table: table.clone(), positions, inverse: false })
+}
+
+/// `[batch_size, seq_length, n_heads, head_dim]`.
+pub(crate) fn attention<B: Backend>(
+    query: Tensor<B, 4>,
+    key: Tensor<B, 4>,
+    value: Tensor<B, 4>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 4> {
+    reference::attention_forward(AttentionForward { query, key, value, mask: mask.clone(), options }).output
+}
+
+pub(crate) fn cached_attention<B: Backend>(
+    qkv: Tensor<B, 3>,
+    heads: PackedHeads,
+    placement: Placement<B>,
+    at: &CachedTokens<B>,
+    cache: &mut LayerCache<B>,
+) -> Tensor<B, 4> {
+    reference::cached_attention(CachedAttention { qkv, heads, placement, at, cache })
+}
+
+pub(crate) fn head_loss<B: Backend>(
+    hidden: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    targets: Tensor<B, 1, Int>,
+    options: HeadLossOptions,
+) -> Tensor<B, 1> {
+    reference::head_loss_forward(HeadLossForward { hidden, weight, targets, options, gradients: false }).loss
+}
+
+pub(crate) fn head_sample<B: Backend>(
+    hidden: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    sampling: &Sampling,
+    rows: &mut SampledRows<B>,
+) -> Tensor<B, 1, Int> {
+    let logits = reference::logits(Logits { hidden, weight: Weight::Float(weight) });
+    reference::draw(Draw { logits, sampling, rows })
+}
+
+pub(crate) fn optimizer_step<B: Backend>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
+    reference::optimizer_step(OptimizerStep { parameters, adamw })
+}

@@ -1,0 +1,451 @@
+//! Operands that do not fit: each public operation refuses each of them by its name, before anything is launched.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use fireclay_kernels::{
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
+    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RandomKey, RotaryTable, SampledRows,
+    Sampling, TokenCounts, Weight, activate, attention, cached_attention, dropout, embed, embed_add, head_loss,
+    head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention,
+    qkv_rotary, reshape, rotary,
+};
+
+use crate::backend_test;
+
+/// Asserts that `call` panics with a message that begins with `op` and has all of `parts` in it.
+#[track_caller]
+fn refused<T>(op: &str, parts: &[&str], call: impl FnOnce() -> T) {
+    let Err(panic) = catch_unwind(AssertUnwindSafe(call)) else { panic!("{op} takes what {parts:?} should name") };
+    let text = panic.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default();
+    assert!(text.starts_with(&format!("{op}: ")), "{op} names itself: {text}");
+    for part in parts {
+        assert!(text.contains(part), "{op} names {part}: {text}");
+    }
+}
+
+/// What operands are made from.
+struct Make<B: Backend>(B::Device);
+
+impl<B: Backend> Make<B> {
+    fn float<const D: usize>(&self, dims: [usize; D]) -> Tensor<B, D> {
+        Tensor::ones(dims, (&self.0, DType::F32))
+    }
+
+    fn ints<const D: usize>(&self, dims: [usize; D]) -> Tensor<B, D, Int> {
+        Tensor::ones(dims, &self.0)
+    }
+
+    /// Another float dtype than f32 that the device has.
+    fn half(&self) -> Option<DType> {
+        [DType::BF16, DType::F16].into_iter().find(|dtype| B::supports_dtype(&self.0, *dtype))
+    }
+
+    /// Another device that is the same hardware, as WGPU's may be.
+    fn elsewhere(&self) -> Option<Self> {
+        #[cfg(feature = "wgpu")]
+        {
+            let device: Box<dyn Any> = Box::new(burn::backend::wgpu::WgpuDevice::Cpu);
+            if let Ok(device) = device.downcast::<B::Device>() {
+                return Some(Self(*device));
+            }
+        }
+        let _: Option<Box<dyn Any>> = None;
+        None
+    }
+
+    fn rms(&self, width: usize) -> Norm<B> {
+        Norm::rms(self.float([width]), 1e-6)
+    }
+
+    fn table(&self, positions: usize, half: usize) -> RotaryTable<B> {
+        RotaryTable::new(positions, &vec![0.5; half], 1.0, &self.0)
+    }
+
+    fn bytes(&self, [rows, columns]: [usize; 2]) -> Int8Weight<B> {
+        let values = vec![1.0; rows * columns];
+        Int8Weight::quantize(&values, [rows, columns], &self.0).expect("the device works").expect("whole words")
+    }
+}
+
+const GATED: Activation = Activation { kind: ActivationKind::Silu, gated: true };
+const PLAIN: Activation = Activation { kind: ActivationKind::Silu, gated: false };
+
+backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let x = || make.float([3, 8]);
+    refused("norm", &["gamma [7]", "x [3, 8]"], || norm(x(), &make.rms(7)));
+    let layer = |beta| Norm::layer(make.float([8]), Some(make.float([beta])), 1e-5);
+    refused("norm", &["beta [9]", "x [3, 8]"], || norm(x(), &layer(9)));
+    refused("norm", &["x [0, 8] is empty"], || norm(make.float([0, 8]), &make.rms(8)));
+    refused("norm", &["x [3, 0] is empty"], || norm(make.float([3, 0]), &make.rms(0)));
+    refused("activate", &["even width", "[3, 7]"], || activate(make.float([3, 7]), GATED));
+    refused("activate", &["empty"], || activate(make.float([0, 8]), PLAIN));
+    let drop = Dropout { probability: 0.5, key: RandomKey::new(1) };
+    refused("dropout", &["empty"], || dropout(make.float([0, 8]), drop));
+    refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));
+    refused("reshape", &["[3, 8]"], || reshape(x(), [usize::MAX, 8, 2]));
+    if let Some(other) = make.elsewhere() {
+        refused("norm", &["gamma lies on"], || norm(x(), &other.rms(8)));
+    }
+});
+
+backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    // Skinny, and not.
+    for rows in [3, 40] {
+        let (x, weight, bias) = (|| make.float([rows, 8]), || make.float([16, 8]), |size| Some(make.float([size])));
+        let dims = format!("x [{rows}, 8]");
+        let narrow = || make.float([16, 7]);
+        refused("linear", &["weight [16, 7]", &dims], || linear(x(), narrow(), None));
+        refused("linear", &["bias [15]", "weight [16, 8]"], || linear(x(), weight(), bias(15)));
+        refused("linear", &["weight [0, 8] is empty"], || linear(x(), make.float([0, 8]), None));
+        refused("linear", &["x [0, 8] is empty"], || linear(make.float([0, 8]), weight(), None));
+        refused("norm_linear", &["gamma [9]", &dims], || norm_linear(x(), Some(&make.rms(9)), weight(), None));
+        refused("norm_linear", &["weight [16, 7]", &dims], || norm_linear(x(), Some(&make.rms(8)), narrow(), None));
+        for (rows, columns) in [(rows - 1, 16), (rows + 1, 16), (rows, 15), (rows, 17)] {
+            let residual = make.float([rows, columns]);
+            let named = format!("residual [{rows}, {columns}]");
+            refused("linear_add", &[&named, &dims], || linear_add(x(), weight(), None, None, residual));
+        }
+        refused("linear_add", &["bias [17]"], || linear_add(x(), weight(), bias(17), None, make.float([rows, 16])));
+        refused("norm_gate_up", &["even width", "[15, 8]"], || {
+            norm_gate_up(x(), None, make.float([15, 8]), None, GATED)
+        });
+        refused("norm_gate_up", &["gamma [1]"], || norm_gate_up(x(), Some(&make.rms(1)), weight(), None, PLAIN));
+        refused("norm_gate_up", &["bias [8]"], || norm_gate_up(x(), None, weight(), bias(8), GATED));
+        // The same with a weight of bytes.
+        refused("linear", &["weight [16, 3]", &dims], || linear(x(), make.bytes([16, 12]), None));
+        refused("linear", &["bias [4]"], || linear(x(), make.bytes([16, 8]), bias(4)));
+        refused("norm_linear", &["gamma [12]"], || norm_linear(x(), Some(&make.rms(12)), make.bytes([16, 8]), None));
+        refused("linear_add", &["residual"], || linear_add(x(), make.bytes([16, 8]), None, None, make.float([1, 16])));
+        let drop = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
+        refused("linear_add", &["without dropout"], || {
+            linear_add(x(), make.bytes([16, 8]), None, drop, make.float([rows, 16]))
+        });
+        let mut short = make.bytes([16, 8]);
+        short.scales = make.float([15]);
+        refused("linear", &["scales [15]", "weight [16, 2]"], || linear(x(), short, None));
+        if let Some(other) = make.elsewhere() {
+            refused("linear", &["weight lies on"], || linear(x(), other.float([16, 8]), None));
+            refused("linear", &["bias lies on"], || linear(x(), weight(), Some(other.float([16]))));
+            refused("linear_add", &["residual lies on"], || {
+                linear_add(x(), weight(), None, None, other.float([rows, 16]))
+            });
+        }
+    }
+});
+
+backend_test!(embeddings_refuse_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let (table, tokens) = (|| make.float([5, 8]), || make.ints([2, 3]));
+    for x in [[1, 3, 8], [2, 4, 8], [2, 3, 7]] {
+        let named = format!("x {x:?}");
+        refused("embed_add", &[&named, "tokens [2, 3]"], || embed_add(table(), tokens(), make.float(x)));
+    }
+    refused("embed", &["tokens [2, 0] is empty"], || embed(table(), make.ints([2, 0]), FloatDType::F32));
+    refused("embed", &["table [0, 8] is empty"], || embed(make.float([0, 8]), tokens(), FloatDType::F32));
+    refused("embed", &["F64"], || embed(table(), tokens(), FloatDType::F64));
+    let mut short = make.bytes([5, 8]);
+    short.scales = make.float([4]);
+    refused("embed", &["scales [4]"], || embed(short, tokens(), FloatDType::F32));
+    if let Some(other) = make.elsewhere() {
+        refused("embed", &["table lies on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));
+    }
+});
+
+backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let options = AttentionOptions::new(8);
+    let mask = || AttentionMask::None;
+    let call = |q: [usize; 4], k: [usize; 4], v: [usize; 4], mask: AttentionMask<B>| {
+        attention(make.float(q), make.float(k), make.float(v), &mask, options)
+    };
+    let good = [2, 4, 5, 8];
+    let kv = [2, 2, 6, 8];
+    for key in [[1, 2, 6, 8], [2, 3, 6, 8], [2, 2, 6, 7]] {
+        let named = format!("key {key:?}");
+        refused("attention", &[&named, "query [2, 4, 5, 8]"], || call(good, key, key, mask()));
+    }
+    for value in [[1, 2, 6, 8], [2, 1, 6, 8], [2, 2, 5, 8], [2, 2, 7, 8], [2, 2, 6, 9]] {
+        let named = format!("value {value:?}");
+        refused("attention", &[&named, "key [2, 2, 6, 8]"], || call(good, kv, value, mask()));
+    }
+    refused("attention", &["empty"], || call([2, 4, 0, 8], kv, kv, mask()));
+    refused("attention", &["see none"], || call([2, 4, 7, 8], kv, kv, AttentionMask::Causal { window: None }));
+    refused("attention", &["no keys"], || call(good, kv, kv, AttentionMask::Causal { window: Some(0) }));
+    for positions in [[1, 5], [2, 4], [5, 2]] {
+        let mask = AttentionMask::Positions { positions: make.ints(positions), window: None };
+        let named = format!("positions {positions:?}");
+        refused("attention", &[&named, "query"], || call(good, kv, kv, mask));
+    }
+    for lengths in [1, 3] {
+        let named = format!("lengths [{lengths}]");
+        refused("attention", &[&named], || call(good, kv, kv, AttentionMask::Lengths(make.ints([lengths]))));
+    }
+    if let Some(dtype) = make.half() {
+        let key = || make.float(kv).cast(dtype);
+        refused("attention", &["key is"], || attention(make.float(good), key(), key(), &mask(), options));
+    }
+
+    let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
+    let packed = |width: usize, heads, mask: AttentionMask<B>| {
+        qkv_attention(make.float([2, 5, width]), heads, &mask, options)
+    };
+    refused("qkv_attention", &["qkv [2, 5, 63]", "n_heads: 4"], || packed(63, heads, mask()));
+    refused("qkv_attention", &["divide"], || packed(80, PackedHeads { n_kv_heads: 3, ..heads }, mask()));
+    refused("qkv_attention", &["divide"], || packed(32, PackedHeads { n_kv_heads: 0, ..heads }, mask()));
+    let huge = PackedHeads { n_heads: 1 << 62, n_kv_heads: 1 << 62, head_dim: 8 };
+    refused("qkv_attention", &["fit"], || packed(64, huge, mask()));
+    refused("qkv_attention", &["lengths [3]"], || packed(64, heads, AttentionMask::Lengths(make.ints([3]))));
+    if let Some(other) = make.elsewhere() {
+        let lengths = AttentionMask::Lengths(other.ints([2]));
+        refused("qkv_attention", &["lengths lies on"], || packed(64, heads, lengths));
+    }
+});
+
+backend_test!(rotary_embeddings_refuse_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
+    let x = || make.float([2, 4, 5, 8]);
+    let qkv = || make.float([2, 5, 64]);
+    refused("rotary", &["cosines [10, 3]", "x [2, 4, 5, 8]"], || rotary(x(), &make.table(10, 3), make.ints([2, 5])));
+    refused("qkv_rotary", &["cosines [10, 5]"], || qkv_rotary(qkv(), heads, &make.table(10, 5), make.ints([2, 5])));
+    refused("qkv_rotary", &["qkv [2, 5, 60]"], || {
+        qkv_rotary(make.float([2, 5, 60]), heads, &make.table(10, 4), make.ints([2, 5]))
+    });
+    for positions in [[1, 5], [2, 4], [5, 2]] {
+        let named = format!("positions {positions:?}");
+        refused("rotary", &[&named], || rotary(x(), &make.table(10, 4), make.ints(positions)));
+        refused("qkv_rotary", &[&named], || qkv_rotary(qkv(), heads, &make.table(10, 4), make.ints(positions)));
+    }
+    let table = RotaryTable { sin: make.float([9, 4]), ..make.table(10, 4) };
+    refused("rotary", &["sines [9, 4]", "cosines [10, 4]"], || rotary(x(), &table, make.ints([2, 5])));
+    refused("next_positions", &["too far"], || next_positions(make.ints([2, 1]), usize::MAX));
+});
+
+backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
+    let new = |rows, capacity, heads| LayerCache::<B>::new(rows, capacity, heads, FloatDType::F32, &make.0);
+    let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
+    let at = |positions: [usize; 2], keys| CachedTokens {
+        positions: make.ints(positions),
+        keys,
+        aligned: true,
+        window: None,
+    };
+    for seq_length in [1, 3] {
+        let qkv = || make.float([2, seq_length, 64]);
+        let call = |placement, at: CachedTokens<B>, mut cache: LayerCache<B>| {
+            cached_attention(qkv(), heads, placement, &at, &mut cache)
+        };
+        let here = || at([2, seq_length], 4);
+        let other = PackedHeads { n_kv_heads: 1, ..heads };
+        let op = "cached_attention";
+        refused(op, &["cache [3, 2, 6, 8]", "qkv"], || call(bare(), here(), new(3, 6, heads)));
+        refused(op, &["cache [2, 1, 6, 8]"], || call(bare(), here(), new(2, 6, other)));
+        refused(op, &["cache [2, 2, 6, 4]"], || call(bare(), here(), new(2, 6, PackedHeads { head_dim: 4, ..heads })));
+        refused(op, &["7 keys", "cache of 6"], || call(bare(), at([2, seq_length], 7), new(2, 6, heads)));
+        refused(op, &["keys in a cache"], || call(bare(), at([2, seq_length], seq_length - 1), new(2, 6, heads)));
+        refused(op, &["positions [1, "], || call(bare(), at([1, seq_length], 4), new(2, 6, heads)));
+        refused(op, &["positions"], || call(bare(), at([2, seq_length + 1], 4), new(2, 6, heads)));
+        let normed = |query: usize, key: usize| Placement {
+            query_norm: Some(make.rms(query)),
+            key_norm: Some(make.rms(key)),
+            rotary: None,
+        };
+        refused(op, &["gamma [7]"], || call(normed(7, 8), here(), new(2, 6, heads)));
+        refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(2, 6, heads)));
+        let half = Placement { key_norm: None, ..normed(8, 8) };
+        refused(op, &["or none"], || call(half, here(), new(2, 6, heads)));
+        let turned = Placement { rotary: Some(make.table(10, 3)), ..bare() };
+        refused(op, &["cosines [10, 3]"], || call(turned, here(), new(2, 6, heads)));
+        if let Some(dtype) = make.half() {
+            let mut cache = LayerCache::<B>::new(2, 6, heads, FloatDType::from(dtype), &make.0);
+            refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
+        }
+    }
+    refused("cached_attention", &["no room"], || new(2, 0, heads));
+    refused("cached_attention", &["no room"], || new(usize::MAX / 2, 6, heads));
+});
+
+backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let loss = |hidden: [usize; 2], weight: [usize; 2], targets: usize| {
+        head_loss(make.float(hidden), make.float(weight), make.ints([targets]), HeadLossOptions::new())
+    };
+    refused("head_loss", &["weight [5, 7]", "hidden [3, 8]"], || loss([3, 8], [5, 7], 3));
+    refused("head_loss", &["targets [4]", "hidden [3, 8]"], || loss([3, 8], [5, 8], 4));
+    refused("head_loss", &["empty"], || loss([0, 8], [5, 8], 0));
+
+    for rows in [3, 40] {
+        let streams: Vec<u32> = (0..rows as u32).collect();
+        let drawn = |weight: Weight<B>, mut sampled: SampledRows<B>| {
+            head_sample(make.float([rows, 8]), weight, &Sampling::greedy(), &mut sampled)
+        };
+        let sampled = |count: usize| SampledRows::<B>::new(&streams[..count], &make.0);
+        let weight = || Weight::from(make.float([6, 8]));
+        refused("head_sample", &["weight [6, 7]"], || drawn(make.float([6, 7]).into(), sampled(rows)));
+        refused("head_sample", &["streams"], || drawn(weight(), sampled(rows - 1)));
+        refused("head_sample", &["weight [6, 1]"], || drawn(Weight::Int8(make.bytes([6, 4])), sampled(rows)));
+        for [count, vocabulary] in [[rows - 1, 6], [rows, 5]] {
+            let counts = || TokenCounts {
+                prompt: make.float([rows, 6]),
+                written: make.float([count, vocabulary]),
+            };
+            refused("head_sample", &["counts of written words"], || {
+                drawn(weight(), sampled(rows).with_counts(Some(counts())))
+            });
+            let swapped = || TokenCounts { prompt: counts().written, written: counts().prompt };
+            refused("head_sample", &["counts of the prompts"], || {
+                drawn(weight(), sampled(rows).with_counts(Some(swapped())))
+            });
+        }
+    }
+    refused("head_sample", &["token 6", "6 words"], || TokenCounts::<B>::of_prompts(&[&[1, 6]], 6, &make.0));
+});
+
+backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let adamw = AdamW {
+        learning_rate: 1e-3,
+        beta_1: 0.9,
+        beta_2: 0.99,
+        epsilon: 1e-8,
+        weight_decay: 0.0,
+        max_grad_norm: Some(1.0),
+        step: 1,
+    };
+    let good = || AdamWParameter::<B> {
+        value: make.float([6]),
+        gradient: make.float([6]),
+        first_moment: make.float([6]),
+        second_moment: make.float([6]),
+        decays: true,
+        copy: None,
+    };
+    let step = |one: AdamWParameter<B>| optimizer_step(vec![good(), one], &adamw);
+    refused("optimizer_step", &["gradient [5]", "value [6]"], || step(AdamWParameter { gradient: make.float([5]), ..good() }));
+    refused("optimizer_step", &["first moment [7]"], || step(AdamWParameter { first_moment: make.float([7]), ..good() }));
+    refused("optimizer_step", &["second moment [1]"], || step(AdamWParameter { second_moment: make.float([1]), ..good() }));
+    refused("optimizer_step", &["copy [5]"], || step(AdamWParameter { copy: Some(make.float([5])), ..good() }));
+    if let Some(dtype) = make.half() {
+        let value = make.float([6]).cast(dtype);
+        refused("optimizer_step", &["value is"], || step(AdamWParameter { value: value.clone(), ..good() }));
+        refused("optimizer_step", &["one dtype"], || {
+            let copied = |copy| AdamWParameter { copy: Some(copy), ..good() };
+            optimizer_step(vec![copied(value.clone()), copied(make.float([6]))], &adamw)
+        });
+    }
+});
+
+backend_test!(ids_out_of_range_count_as_the_last::<B>(device) {
+    let table = Tensor::<B, 2>::from_data(TensorData::new((0..15).map(|x| x as f32).collect::<Vec<_>>(), [5, 3]), &device);
+    let bytes: Vec<f32> = (0..20).map(|x| x as f32).collect();
+    let bytes = Int8Weight::<B>::quantize(&bytes, [5, 4], &device).expect("the device works").expect("whole words");
+    let ids = |values: [i32; 4]| Tensor::<B, 2, Int>::from_data([values], &device);
+    let (outside, last) = (ids([-1, 5, i32::MIN, i32::MAX]), ids([4, 4, 4, 4]));
+    for table in [Weight::from(table), Weight::Int8(bytes)] {
+        let of = |ids: Tensor<B, 2, Int>| embed(table.clone(), ids, FloatDType::F32).into_data();
+        assert_eq!(of(outside.clone()), of(last.clone()), "tokens");
+    }
+    let frequencies = [0.3, 0.7];
+    let table = RotaryTable::<B>::new(5, &frequencies, 1.0, &device);
+    let x = crate::compare::random::<B, 4>(1, [1, 2, 4, 4], &device);
+    let of = |ids: Tensor<B, 2, Int>| rotary(x.clone(), &table, ids).into_data();
+    assert_eq!(of(outside.clone()), of(last.clone()), "positions of a rotation");
+    let heads = PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 4 };
+    let qkv = crate::compare::random::<B, 3>(1, [1, 4, 12], &device);
+    let of = |ids: Tensor<B, 2, Int>| qkv_rotary(qkv.clone(), heads, &table, ids).into_data();
+    assert_eq!(of(outside.clone()), of(last), "positions of a packed rotation");
+
+    let key = crate::compare::random::<B, 4>(2, [1, 2, 5, 4], &device);
+    let of = |mask: AttentionMask<B>| {
+        attention(x.clone(), key.clone(), key.clone(), &mask, AttentionOptions::new(4)).into_data()
+    };
+    let positions = |positions| AttentionMask::Positions { positions, window: Some(2) };
+    assert_eq!(of(positions(outside)), of(positions(ids([4, 4, 4, 4]))), "positions of a mask");
+    let lengths = |length: i32| AttentionMask::Lengths(Tensor::<B, 1, Int>::from_data([length], &device));
+    for (given, counted) in [(0, 1), (-7, 1), (i32::MIN, 1), (6, 5), (i32::MAX, 5)] {
+        assert_eq!(of(lengths(given)), of(lengths(counted)), "a length of {given}");
+    }
+});
+
+backend_test!(cached_positions_out_of_range_count_as_the_last::<B>(device) {
+    let heads = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 8 };
+    for seq_length in [1usize, 2] {
+        let qkv = crate::compare::random::<B, 3>(1, [3, seq_length, heads.width()], &device);
+        let table = RotaryTable::<B>::new(9, &[0.1, 0.2, 0.3, 0.4], 1.0, &device);
+        let attend = |first: [i32; 3]| {
+            let places = first.iter().flat_map(|at| (0..seq_length as i32).map(move |step| at.saturating_add(step)));
+            let places = TensorData::new(places.collect::<Vec<i32>>(), [3, seq_length]);
+            let positions = Tensor::<B, 2, Int>::from_data(places, &device);
+            let at = CachedTokens { positions, keys: 4, aligned: false, window: None };
+            let placement = Placement { query_norm: None, key_norm: None, rotary: Some(table.clone()) };
+            let mut cache = LayerCache::<B>::new(3, 6, heads, FloatDType::F32, &device);
+            cached_attention(qkv.clone(), heads, placement, &at, &mut cache).into_data()
+        };
+        if seq_length == 1 {
+            assert_eq!(attend([-1, 4, i32::MAX]), attend([3, 3, 3]), "one token a row");
+            assert_eq!(attend([i32::MIN, 100, 2]), attend([3, 3, 2]), "one token a row");
+        }
+        // Several tokens in one place: which of them is there last is not said, but nothing else is written.
+        assert!(attend([-9, 5, 2]).iter::<f32>().all(|value| value.is_finite()), "{seq_length} tokens a row");
+    }
+});
+
+backend_test!(targets_that_are_no_words_do_not_count::<B>(device) {
+    let hidden = crate::compare::random::<B, 2>(1, [4, 8], &device);
+    let weight = crate::compare::random::<B, 2>(2, [5, 8], &device);
+    let of = |targets: [i32; 4]| {
+        let targets = Tensor::<B, 1, Int>::from_data(targets, &device);
+        let loss = head_loss(hidden.clone(), weight.clone(), targets, HeadLossOptions::new());
+        loss.into_data().iter::<f32>().next().expect("a loss")
+    };
+    let wanted = of([1, -100, 4, -100]);
+    for outside in [-1, 5, 6, i32::MIN, i32::MAX] {
+        assert_eq!(of([1, outside, 4, -100]), wanted, "a target of {outside}");
+    }
+    assert_eq!(of([5, 7, -1, 9]), 0.0, "none counts");
+});
+
+backend_test!(logits_that_are_no_numbers_draw_minus_one::<B>(device) {
+    for vocabulary in [3usize, 700, 9000] {
+        let mut values = vec![0.25f32; 3 * vocabulary];
+        values[vocabulary + 1] = f32::NAN;
+        values[2 * vocabulary + 2] = 1.0;
+        // One column of the hidden states for each row: the logits of row `r` are its values.
+        let hidden = Tensor::<B, 2>::eye(3, &device);
+        let weight = Tensor::<B, 2>::from_data(TensorData::new(values, [3, vocabulary]), &device).transpose();
+        let weight = {
+            // A NaN times zero is one: the other rows' logits come from a weight of their own.
+            let rows: Vec<Tensor<B, 2>> = (0..3).map(|row| weight.clone().narrow(1, row, 1)).collect();
+            rows
+        };
+        let draws = Sampling::greedy().with_temperature(1.0, RandomKey::new(2));
+        let all = [
+            Sampling::greedy(),
+            draws,
+            draws.with_top_k(Some(2)),
+            draws.with_top_p(Some(0.5)),
+            draws.with_top_k(Some(3)).with_top_p(Some(0.9)).with_min_p(Some(0.01)),
+        ];
+        for sampling in all {
+            for (row, weight) in weight.iter().enumerate() {
+                let hidden = hidden.clone().narrow(0, row, 1).narrow(1, row, 1);
+                let counts = TokenCounts::of_prompts(&[&[0]], vocabulary, &device);
+                let mut rows = SampledRows::<B>::new(&[7], &device).with_counts(Some(counts));
+                let drawn = head_sample(hidden, weight.clone(), &sampling, &mut rows);
+                let drawn = drawn.into_data().iter::<i64>().next().expect("a word");
+                let counted: f32 = rows.counts.expect("counts").written.sum().into_data().iter::<f32>().sum();
+                match row {
+                    1 => assert_eq!((drawn, counted), (-1, 0.0), "{vocabulary} {sampling:?}"),
+                    _ => assert!((0..vocabulary as i64).contains(&drawn) && counted == 1.0, "{vocabulary} {sampling:?}"),
+                }
+            }
+        }
+    }
+});
