@@ -9,16 +9,15 @@ use fireclay_kernels::{
 };
 
 use crate::config::TransformerConfig;
-use crate::parameters::{Form, Initializer, LayerNorm, stored};
-use crate::transformer::{Pass, Site};
+use crate::matrix::Matrix;
+use crate::parameters::{Initializer, LayerNorm};
+use crate::pass::{Pass, Site};
 
 /// The weights of self-attention, as on the hub `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct Attention<B: Backend> {
     /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
-    pub qkv: Param<Tensor<B, 2>>,
-    /// The same in another form, where operations read that.
-    pub(crate) qkv_form: Option<Form<B>>,
+    pub qkv: Matrix<B>,
     /// Their bias.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
     /// RMS norm of each query head.
@@ -26,9 +25,7 @@ pub struct Attention<B: Backend> {
     /// RMS norm of each key head.
     pub key_norm: Option<LayerNorm<B>>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
-    pub output: Param<Tensor<B, 2>>,
-    /// The same in another form.
-    pub(crate) output_form: Option<Form<B>>,
+    pub output: Matrix<B>,
     /// Its bias.
     pub output_bias: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
@@ -41,13 +38,11 @@ impl<B: Backend> Attention<B> {
         let head_norm =
             TransformerConfig { d_model: config.head_dim, norm: crate::config::NormKind::RmsNorm, ..config.clone() };
         Self {
-            qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation),
-            qkv_form: None,
+            qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation).into(),
             qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),
             query_norm: config.qk_norm.then(|| init.norm(&head_norm)),
             key_norm: config.qk_norm.then(|| init.norm(&head_norm)),
-            output: init.matrix([config.d_model, heads], residual_deviation(config)),
-            output_form: None,
+            output: init.matrix([config.d_model, heads], config.residual_deviation()).into(),
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
@@ -66,7 +61,7 @@ impl<B: Backend> Attention<B> {
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
         let bias = self.qkv_bias.as_ref().map(Param::val);
-        let qkv = norm_linear(x, pre_norm, stored(&self.qkv, &self.qkv_form), bias);
+        let qkv = norm_linear(x, pre_norm, self.qkv.weight(), bias);
         let [batch_size, seq_length] = pass.positions.dims();
         let [rows, width] = qkv.dims();
         let qkv = reshape(qkv, [batch_size, seq_length, width]);
@@ -116,14 +111,5 @@ impl<B: Backend> Attention<B> {
             Some(table) => rotary(heads, table, pass.positions.clone()),
             None => heads,
         }
-    }
-}
-
-/// Deviation of a projection into the residual stream at the start.
-pub(crate) fn residual_deviation(config: &TransformerConfig) -> f64 {
-    if config.residual_scaling {
-        config.init_deviation / (2.0 * config.n_layers as f64).sqrt()
-    } else {
-        config.init_deviation
     }
 }

@@ -8,8 +8,8 @@ use fireclay_kernels::{Backend, LayerCache, linear_add, norm};
 use crate::attention::Attention;
 use crate::config::{NormPlacement, TransformerConfig};
 use crate::feed_forward::FeedForward;
-use crate::parameters::{Initializer, LayerNorm, stored};
-use crate::transformer::{Pass, Site};
+use crate::parameters::{Initializer, LayerNorm};
+use crate::pass::{Pass, Site};
 
 /// A transformer block.
 #[derive(Module, Debug)]
@@ -60,14 +60,14 @@ impl<B: Backend> Block<B> {
     }
 
     fn add_attention(&self, heads: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
-        let Attention { output, output_form, output_bias, .. } = &self.attention;
+        let Attention { output, output_bias, .. } = &self.attention;
         let dropout = pass.dropout(layer, Site::AttentionOutput);
-        linear_add(heads, stored(output, output_form), output_bias.as_ref().map(Param::val), dropout, x)
+        linear_add(heads, output.weight(), output_bias.as_ref().map(Param::val), dropout, x)
     }
 
     fn add_feed_forward(&self, inner: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
-        let FeedForward { down, down_form, down_bias, .. } = &self.feed_forward;
+        let FeedForward { down, down_bias, .. } = &self.feed_forward;
         let dropout = pass.dropout(layer, Site::FeedForwardOutput);
-        linear_add(inner, stored(down, down_form), down_bias.as_ref().map(Param::val), dropout, x)
+        linear_add(inner, down.weight(), down_bias.as_ref().map(Param::val), dropout, x)
     }
 }

@@ -405,6 +405,14 @@ impl TransformerConfig {
             + positions
     }
 
+    /// Standard deviation of a projection into the residual stream at the start.
+    pub(crate) fn residual_deviation(&self) -> f64 {
+        match self.residual_scaling {
+            true => self.init_deviation / (2.0 * self.n_layers as f64).sqrt(),
+            false => self.init_deviation,
+        }
+    }
+
     /// Rows of the joint query, key and value projection.
     pub(crate) fn qkv_width(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim

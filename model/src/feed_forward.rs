@@ -5,23 +5,19 @@ use burn::tensor::Tensor;
 
 use fireclay_kernels::{Backend, Norm, norm_gate_up};
 
-use crate::attention::residual_deviation;
 use crate::config::TransformerConfig;
-use crate::parameters::{Form, Initializer, stored};
+use crate::matrix::Matrix;
+use crate::parameters::Initializer;
 
 /// The weights of a feed-forward layer, as on the hub `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct FeedForward<B: Backend> {
     /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where gated.
-    pub up: Param<Tensor<B, 2>>,
-    /// The same in another form, where operations read that.
-    pub(crate) up_form: Option<Form<B>>,
+    pub up: Matrix<B>,
     /// Its bias.
     pub up_bias: Option<Param<Tensor<B, 1>>>,
     /// Second projection, `[d_model, d_ff]`.
-    pub down: Param<Tensor<B, 2>>,
-    /// The same in another form.
-    pub(crate) down_form: Option<Form<B>>,
+    pub down: Matrix<B>,
     /// Its bias.
     pub down_bias: Option<Param<Tensor<B, 1>>>,
 }
@@ -29,11 +25,9 @@ pub struct FeedForward<B: Backend> {
 impl<B: Backend> FeedForward<B> {
     pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
         Self {
-            up: init.matrix([config.up_width(), config.d_model], config.init_deviation),
-            up_form: None,
+            up: init.matrix([config.up_width(), config.d_model], config.init_deviation).into(),
             up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
-            down: init.matrix([config.d_model, config.d_ff], residual_deviation(config)),
-            down_form: None,
+            down: init.matrix([config.d_model, config.d_ff], config.residual_deviation()).into(),
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
         }
     }
@@ -46,6 +40,6 @@ impl<B: Backend> FeedForward<B> {
         pre_norm: Option<&Norm<B>>,
         activation: fireclay_kernels::Activation,
     ) -> Tensor<B, 2> {
-        norm_gate_up(x, pre_norm, stored(&self.up, &self.up_form), self.up_bias.as_ref().map(Param::val), activation)
+        norm_gate_up(x, pre_norm, self.up.weight(), self.up_bias.as_ref().map(Param::val), activation)
     }
 }

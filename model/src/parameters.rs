@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
-use fireclay_kernels::{Backend, Int8Weight, Norm, RandomKey, Weight};
+use fireclay_kernels::{Backend, Norm, RandomKey};
 use rayon::prelude::*;
 
 use crate::config::{NormKind, TransformerConfig};
@@ -99,24 +99,6 @@ impl<B: Backend> LayerNorm<B> {
     }
 }
 
-/// A matrix in another form than its parameter, which operations read instead.
-#[derive(Module, Debug)]
-pub(crate) enum Form<B: Backend> {
-    /// As it was loaded; the parameter holds nothing.
-    Bytes(Int8Weight<B>),
-    /// The parameter in the dtype of the activations, refreshed with it.
-    Rounded(Tensor<B, 2>),
-}
-
-/// A matrix as operations take it.
-pub(crate) fn stored<B: Backend>(matrix: &Param<Tensor<B, 2>>, form: &Option<Form<B>>) -> Weight<B> {
-    match form {
-        Some(Form::Bytes(bytes)) => Weight::Int8(bytes.clone()),
-        Some(Form::Rounded(copy)) => Weight::rounded(matrix.val(), copy.clone()),
-        None => Weight::Float(matrix.val()),
-    }
-}
-
 /// Every parameter of a module by its path, in the order of its fields, flattened: `(path, id, shape, values)`.
 ///
 /// Paths read `blocks.0.attention.qkv`.
@@ -132,6 +114,18 @@ pub(crate) fn parameter_shapes<B: burn::tensor::backend::Backend, M: Module<B>>(
     module: &M,
 ) -> Vec<(String, Vec<usize>)> {
     collect(module, false).into_iter().map(|found| (found.path, found.shape)).collect()
+}
+
+/// What entering the field `name` of a `container` adds to a parameter's path: nothing within a
+/// [`Matrix`](crate::matrix::Matrix), which goes by its own name.
+pub(crate) fn segment(name: &str, container: &str) -> String {
+    if container.ends_with(":Matrix") { String::new() } else { name.to_string() }
+}
+
+/// A parameter's path, from the [`segment`]s on the way to it.
+pub(crate) fn path_of(segments: &[String]) -> String {
+    let named: Vec<&str> = segments.iter().map(String::as_str).filter(|segment| !segment.is_empty()).collect();
+    named.join(".")
 }
 
 struct Found<B: burn::tensor::backend::Backend> {
@@ -151,10 +145,10 @@ fn collect<B: burn::tensor::backend::Backend, M: Module<B>>(module: &M, values: 
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             let shape = param.lazy_shape().to_vec();
             let values = self.values.then(|| param.val().reshape([shape.iter().product::<usize>()]));
-            self.found.push(Found { path: self.path.join("."), id: param.id, shape, values });
+            self.found.push(Found { path: path_of(&self.path), id: param.id, shape, values });
         }
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.path.push(name.to_string());
+        fn enter_module(&mut self, name: &str, container: &str) {
+            self.path.push(segment(name, container));
         }
         fn exit_module(&mut self, _name: &str, _container: &str) {
             self.path.pop();

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata};
 use serde_json::Value;
 
-use crate::weights::WeightsError;
+use crate::error::WeightsError;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

@@ -14,15 +14,15 @@ use crate::block::Block;
 use crate::cache::Cache;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
-use crate::parameters::{Form, Initializer, LayerNorm, stored};
+use crate::matrix::Matrix;
+use crate::parameters::{Initializer, LayerNorm};
+use crate::pass::Pass;
 
 /// One transformer for training, prefill and decode, whatever its family.
 #[derive(Module, Debug)]
 pub struct Transformer<B: Backend> {
     /// A row for each token, `[vocab_size, d_model]`.
-    pub embedding: Param<Tensor<B, 2>>,
-    /// The same in another form, where operations read that.
-    pub(crate) embedding_form: Option<Form<B>>,
+    pub embedding: Matrix<B>,
     /// A row for each position, `[context_length, d_model]`.
     pub position_embedding: Option<Param<Tensor<B, 2>>>,
     /// A row for each token type, `[token_types, d_model]`.
@@ -34,9 +34,7 @@ pub struct Transformer<B: Backend> {
     /// The norm after the last block, where norms stand before the sub-layers.
     pub final_norm: Option<LayerNorm<B>>,
     /// The output projection `[vocab_size, d_model]`, where it is not the embedding table.
-    pub head: Option<Param<Tensor<B, 2>>>,
-    /// The same in another form.
-    pub(crate) head_form: Option<Form<B>>,
+    pub head: Option<Matrix<B>>,
     /// What an encoder says of an utterance, where it was made to.
     pub heads: Option<UtteranceHeads<B>>,
     #[module(skip)]
@@ -80,35 +78,6 @@ impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
     }
 }
 
-/// What all blocks of one forward pass share.
-pub(crate) struct Pass<B: Backend> {
-    /// Position of each token, `[batch_size, seq_length]`.
-    pub(crate) positions: Tensor<B, 2, Int>,
-    pub(crate) rotary: Option<RotaryTable<B>>,
-    pub(crate) mask: AttentionMask<B>,
-    /// Where the tokens stand in the cache, where there is one.
-    pub(crate) cached: Option<CachedTokens<B>>,
-    pub(crate) norm_placement: NormPlacement,
-    pub(crate) activation: fireclay_kernels::Activation,
-    dropout: Option<(f64, RandomKey)>,
-}
-
-/// The places where a block drops elements.
-#[derive(Clone, Copy)]
-pub(crate) enum Site {
-    Attention = 1,
-    AttentionOutput = 2,
-    FeedForwardOutput = 3,
-}
-
-impl<B: Backend> Pass<B> {
-    /// The dropout of a place in layer `layer`, in training.
-    pub(crate) fn dropout(&self, layer: usize, site: Site) -> Option<Dropout> {
-        let (probability, key) = self.dropout?;
-        Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64) })
-    }
-}
-
 impl TransformerConfig {
     /// A transformer of this shape with parameters drawn from `seed`, the same on every backend.
     ///
@@ -135,15 +104,13 @@ impl TransformerConfig {
         let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
         Ok(Transformer {
-            embedding,
-            embedding_form: None,
+            embedding: embedding.into(),
             position_embedding,
             token_type_embedding,
             embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
             blocks: (0..self.n_layers).map(|_| Block::new(self, init)).collect(),
             final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
-            head,
-            head_form: None,
+            head: head.map(Matrix::from),
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
             positions: Tensor::arange(0..self.context_length as i64, device),
@@ -176,50 +143,37 @@ impl<B: Backend> Transformer<B> {
     /// [`put_copies`](Self::put_copies).
     pub fn with_copies(mut self) -> Self {
         let dtype = self.activations.into();
-        for (matrix, place) in self.matrices() {
-            if !matches!(place, Some(Form::Bytes(_))) && matrix.val().dtype() != dtype {
-                *place = Some(Form::Rounded(matrix.val().cast(dtype).detach()));
-            }
-        }
+        self.matrices_mut().for_each(|(_, matrix)| matrix.make_copy(dtype));
         self
     }
 
     /// Moves the copies out of the model, each by the parameter that it is of, and in its shape. Operations read the
     /// parameters again.
     pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
-        let mut copies = HashMap::new();
-        for (matrix, place) in self.matrices() {
-            *place = match place.take() {
-                Some(Form::Rounded(copy)) => {
-                    copies.insert(matrix.id, copy);
-                    None
-                }
-                other => other,
-            };
-        }
-        copies
+        self.matrices_mut().filter_map(|(_, matrix)| matrix.take_copy()).collect()
     }
 
     /// Gives the model the copies that were taken from it.
     pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 2>>) {
-        for (matrix, place) in self.matrices() {
-            if let Some(copy) = copies.remove(&matrix.id) {
-                *place = Some(Form::Rounded(copy));
+        for (_, matrix) in self.matrices_mut() {
+            if let Some(copy) = copies.remove(&matrix.parameter.id) {
+                matrix.put_copy(copy);
             }
         }
     }
 
-    /// Every matrix that may be stored in another form, and the place for that.
-    fn matrices(&mut self) -> impl Iterator<Item = (&Param<Tensor<B, 2>>, &mut Option<Form<B>>)> {
-        let outer = [(Some(&self.embedding), &mut self.embedding_form), (self.head.as_ref(), &mut self.head_form)];
-        let outer = outer.into_iter().filter_map(|(matrix, place)| Some((matrix?, place)));
-        let inner = self.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
-            [
-                (&attention.qkv, &mut attention.qkv_form),
-                (&attention.output, &mut attention.output_form),
-                (&feed_forward.up, &mut feed_forward.up_form),
-                (&feed_forward.down, &mut feed_forward.down_form),
-            ]
+    /// Every matrix that operations may read in another form than its parameter's, by its path.
+    pub(crate) fn matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
+        let outer = [("embedding", Some(&mut self.embedding)), ("head", self.head.as_mut())];
+        let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));
+        let inner = self.blocks.iter_mut().enumerate().flat_map(|(layer, Block { attention, feed_forward, .. })| {
+            let matrices = [
+                ("attention.qkv", &mut attention.qkv),
+                ("attention.output", &mut attention.output),
+                ("feed_forward.up", &mut feed_forward.up),
+                ("feed_forward.down", &mut feed_forward.down),
+            ];
+            matrices.map(|(path, matrix)| (format!("blocks.{layer}.{path}"), matrix))
         });
         outer.chain(inner)
     }
@@ -319,7 +273,7 @@ impl<B: Backend> Transformer<B> {
         assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
         let pass = self.pass([batch_size, seq_length], cache.as_ref().map(|cache| cache.next(seq_length)), lengths);
 
-        let mut x = embed(stored(&self.embedding, &self.embedding_form), ids.clone(), self.activations);
+        let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
         }
@@ -383,23 +337,18 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    /// Whether any matrix was loaded as bytes.
-    pub(crate) fn has_bytes(&self) -> bool {
-        let is_bytes = |place: &Option<Form<B>>| matches!(place, Some(Form::Bytes(_)));
+    /// Whether any matrix was loaded as INT8.
+    pub(crate) fn is_int8(&self) -> bool {
         let of_block = |block: &Block<B>| {
             let (attention, feed_forward) = (&block.attention, &block.feed_forward);
-            let places = [&attention.qkv_form, &attention.output_form, &feed_forward.up_form, &feed_forward.down_form];
-            places.into_iter().any(is_bytes)
+            [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down].into_iter().any(Matrix::is_int8)
         };
-        is_bytes(&self.embedding_form) || is_bytes(&self.head_form) || self.blocks.iter().any(of_block)
+        self.embedding.is_int8() || self.head.as_ref().is_some_and(Matrix::is_int8) || self.blocks.iter().any(of_block)
     }
 
     /// The output projection, `[vocab_size, d_model]`.
     fn head_weight(&self) -> Weight<B> {
-        match &self.head {
-            Some(head) => stored(head, &self.head_form),
-            None => stored(&self.embedding, &self.embedding_form),
-        }
+        self.head.as_ref().unwrap_or(&self.embedding).weight()
     }
 
     /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.

@@ -1,21 +1,23 @@
 //! A model folder as the hub lays it out: `config.json` and `model.safetensors`.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::backend::ExecutionError;
 use burn::tensor::{DType, Element, Float, FloatDType, Tensor, TensorData};
 use half::{bf16, f16};
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
 use fireclay_kernels::{Backend, Int8Weight, upload};
 
-use crate::config::{ConfigError, TransformerConfig};
+use crate::config::TransformerConfig;
+use crate::error::WeightsError;
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
-use crate::parameters::{Form, Initializer, named_parameters, parameter_shapes};
+use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
 use crate::tensor_files::{Stored, StoredTensor, TensorFiles};
 use crate::transformer::Transformer;
 
@@ -26,55 +28,6 @@ const WEIGHTS: &str = "model.safetensors";
 #[derive(Clone, Debug)]
 pub struct ModelFolder {
     path: PathBuf,
-}
-
-/// Why a model folder could not be read or written.
-#[derive(Debug, thiserror::Error)]
-pub enum WeightsError {
-    /// The file system refused.
-    #[error("{path}: {error}")]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// What it said.
-        error: std::io::Error,
-    },
-    /// `config.json` is not JSON.
-    #[error("{path}: not valid JSON: {error}")]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        error: serde_json::Error,
-    },
-    /// `config.json` describes no transformer that can be built.
-    #[error("{path}: {error}")]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        error: ConfigError,
-    },
-    /// The weights are truncated, damaged, or do not fit the config.
-    #[error("{path}: {reason}")]
-    Weights {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// The device does not take the weights.
-    #[error("the device failed: {reason}")]
-    Device {
-        /// What it said.
-        reason: String,
-    },
-}
-
-impl From<ExecutionError> for WeightsError {
-    fn from(error: ExecutionError) -> Self {
-        Self::Device { reason: error.to_string() }
-    }
 }
 
 /// What matrices are loaded as.
@@ -176,8 +129,9 @@ impl ModelFolder {
             done += bytes;
             progress(done, total);
         };
+        let matrices = model.matrices_mut().map(|(path, _)| path).collect();
         let (path, bytes) = (Vec::new(), HashMap::new());
-        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, bytes, failure: None };
+        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, matrices, bytes, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -199,7 +153,8 @@ impl ModelFolder {
         let mut parts: HashMap<String, Vec<Part>> = HashMap::new();
         let mut used = BTreeSet::new();
         let mut problems = Vec::new();
-        for tensor in family.tensors(config, &paths) {
+        let tensors = family.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
+        for tensor in tensors {
             let Some((name, stored)) = stored_as(files.tensors(), &tensor.name) else {
                 problems.push(format!("{} is missing", tensor.name));
                 continue;
@@ -230,7 +185,7 @@ impl ModelFolder {
     /// # Errors
     /// If the file system refuses, or the model was loaded as bytes.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
-        if model.has_bytes() {
+        if model.is_int8() {
             let reason = "a model that was loaded as bytes cannot be saved".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
@@ -243,25 +198,22 @@ impl ModelFolder {
         let paths: Vec<String> = parameters.iter().map(|(path, ..)| path.clone()).collect();
         let parameters: HashMap<String, (Vec<usize>, Tensor<B, 1>)> =
             parameters.into_iter().map(|(path, _, shape, value)| (path, (shape, value))).collect();
-        let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = family
-            .tensors(config, &paths)
-            .into_iter()
-            .map(|tensor| {
-                let (shape, value) = &parameters[&tensor.path];
-                let (shape, bytes) = write_tensor(&tensor, shape, value.clone());
-                (tensor.name, shape, bytes)
-            })
-            .collect();
-        let path = self.path.join(WEIGHTS);
-        let wrong = |reason: String| WeightsError::Weights { path: path.clone(), reason };
-        let mut views = Vec::with_capacity(tensors.len());
-        for (name, shape, bytes) in &tensors {
-            let view = TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(|error| wrong(error.to_string()))?;
-            views.push((name.as_str(), view));
-        }
+        let tensors = family.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
+        let views = tensors.into_iter().map(|tensor| {
+            let (shape, value) = &parameters[&tensor.path];
+            (tensor.name.clone(), SavedTensor { shape: stored_shape(&tensor, shape), tensor, own: shape, value })
+        });
         let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-        let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| wrong(error.to_string()))?;
-        write_synced(&path, |path| fs::write(path, bytes))
+        write_synced(&self.path.join(WEIGHTS), |path| {
+            safetensors::serialize_to_file(views, Some(metadata), path).map_err(|error| match error {
+                SafeTensorError::IoError(error) => error,
+                error => std::io::Error::other(error.to_string()),
+            })
+        })
+    }
+
+    fn wrong(&self, reason: String) -> WeightsError {
+        WeightsError::Weights { path: self.path.clone(), reason }
     }
 }
 
@@ -293,13 +245,7 @@ fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Opti
 /// What is wrong with a stored tensor for a parameter of `shape`.
 fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<String> {
     let name = &tensor.name;
-    let mut wanted = shape.to_vec();
-    if let Some(rows) = &tensor.rows {
-        wanted[0] = rows.len();
-    }
-    if tensor.transposed {
-        wanted.reverse();
-    }
+    let wanted = stored_shape(tensor, shape);
     if stored.shape != wanted {
         return Some(format!("{name} has shape {:?} instead of {wanted:?}", stored.shape));
     }
@@ -315,7 +261,9 @@ struct Reader<'a, B: Backend> {
     dtype: MatrixDtype,
     progress: &'a mut dyn FnMut(u64),
     path: Vec<String>,
-    /// Matrices that are bytes, by their paths.
+    /// Paths of the matrices that may be INT8.
+    matrices: BTreeSet<String>,
+    /// Those that are.
     bytes: HashMap<String, Int8Weight<B>>,
     failure: Option<WeightsError>,
 }
@@ -326,25 +274,12 @@ impl<B: Backend> Reader<'_, B> {
         if let Some(failure) = self.failure {
             return Err(failure);
         }
-        let mut bytes = self.bytes;
-        let mut of = |name: &str| bytes.remove(name).map(Form::Bytes);
-        model.embedding_form = of("embedding");
-        model.head_form = of("head");
-        for (layer, block) in model.blocks.iter_mut().enumerate() {
-            let mut of = |name: &str| of(&format!("blocks.{layer}.{name}"));
-            block.attention.qkv_form = of("attention.qkv");
-            block.attention.output_form = of("attention.output");
-            block.feed_forward.up_form = of("feed_forward.up");
-            block.feed_forward.down_form = of("feed_forward.down");
+        for (path, matrix) in model.matrices_mut() {
+            if let Some(bytes) = self.bytes.remove(&path) {
+                matrix.store_int8(bytes);
+            }
         }
         Ok(model)
-    }
-
-    /// Whether the parameter that is being read has a place for bytes.
-    fn has_bytes(&self) -> bool {
-        let places = ["embedding", "head", "qkv", "output", "up", "down"];
-        let inside = self.path.len() == 1 || self.path[0] == "blocks";
-        self.dtype == MatrixDtype::Int8 && inside && self.path.last().is_some_and(|name| places.contains(&&name[..]))
     }
 
     /// The matrix as bytes, or as floats where its rows are no whole words of them.
@@ -406,13 +341,14 @@ impl<B: Backend> Reader<'_, B> {
 
 impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let parts = self.parts.remove(&self.path.join(".")).filter(|_| self.failure.is_none());
+        let path = path_of(&self.path);
+        let parts = self.parts.remove(&path).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
         let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
-        let read = match (self.has_bytes(), shape.as_slice()) {
+        let read = match (self.dtype == MatrixDtype::Int8 && self.matrices.contains(&path), shape.as_slice()) {
             (true, &[rows, columns]) => match self.read_bytes(&parts, [rows, columns], &device) {
                 Ok(Ok(bytes)) => {
-                    self.bytes.insert(self.path.join("."), bytes);
+                    self.bytes.insert(path, bytes);
                     return param;
                 }
                 Ok(Err(floats)) => Ok(floats),
@@ -429,8 +365,8 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
         }
     }
 
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_string());
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.path.push(segment(name, container));
     }
 
     fn exit_module(&mut self, _name: &str, _container: &str) {
@@ -438,27 +374,56 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
     }
 }
 
-/// `[rows, columns]` as `[columns, rows]`.
-fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-    (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
+/// A parameter's part as it is saved, f32: read from the device when it is written, so that the host holds one at a time.
+struct SavedTensor<'a, B: Backend> {
+    tensor: HubTensor,
+    /// On the hub.
+    shape: Vec<usize>,
+    /// Of the whole parameter.
+    own: &'a [usize],
+    value: &'a Tensor<B, 1>,
 }
 
-/// A parameter's part for the hub: its shape there and its bytes, f32.
-fn write_tensor<B: Backend>(tensor: &HubTensor, shape: &[usize], value: Tensor<B, 1>) -> (Vec<usize>, Vec<u8>) {
+impl<B: Backend> View for SavedTensor<'_, B> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let mut value = self.value.clone();
+        if let Some(rows) = &self.tensor.rows {
+            let row = self.own[1..].iter().product::<usize>();
+            value = value.narrow(0, rows.start * row, rows.len() * row);
+        }
+        let values = value.cast(DType::F32).into_data().bytes;
+        if !self.tensor.transposed {
+            return Cow::Owned(values.to_vec());
+        }
+        let [rows, columns] = [self.shape[1], self.shape[0]];
+        let mut bytes = Vec::with_capacity(values.len());
+        for at in (0..columns).flat_map(|column| (0..rows).map(move |row| row * columns + column)) {
+            bytes.extend_from_slice(&values[4 * at..][..4]);
+        }
+        Cow::Owned(bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        4 * self.shape.iter().product::<usize>()
+    }
+}
+
+/// The shape of a stored tensor that holds a parameter of `shape`, or some of its rows.
+fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
     let mut shape = shape.to_vec();
-    let mut value = value;
     if let Some(rows) = &tensor.rows {
-        let row = shape[1..].iter().product::<usize>();
-        value = value.narrow(0, rows.start * row, rows.len() * row);
         shape[0] = rows.len();
     }
-    let data = value.cast(DType::F32).into_data();
-    let mut values: Vec<f32> = data.iter::<f32>().collect();
     if tensor.transposed {
-        values = transpose(&values, shape[0], shape[1]);
         shape.reverse();
     }
-    let mut bytes = Vec::with_capacity(4 * values.len());
-    values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-    (shape, bytes)
+    shape
 }

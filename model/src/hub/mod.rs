@@ -1,0 +1,81 @@
+//! How the hub writes the same transformers: `config.json` ([`config`]) and tensor names, a family at a time.
+
+mod bert;
+mod config;
+mod family;
+mod gpt2;
+mod llama;
+mod tensor;
+
+use serde_json::{Map, Value};
+
+use crate::config::TransformerConfig;
+
+pub(crate) use self::config::read;
+use self::family::FAMILIES;
+pub use self::family::Family;
+use self::tensor::whole;
+pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES};
+
+impl Family {
+    /// The family that a config belongs to: the first that can write it without loss.
+    pub fn of(config: &TransformerConfig) -> Self {
+        let writes = |family: &Family| {
+            let written = Value::Object(config::write(*family, config));
+            *family == Family::Fireclay || config::read(&written).is_ok_and(|(_, read)| read == *config)
+        };
+        FAMILIES.into_iter().map(|(family, ..)| family).find(writes).unwrap_or(Family::Fireclay)
+    }
+
+    /// What `config.json` says of a model of this family.
+    pub(crate) fn write(self, config: &TransformerConfig) -> Map<String, Value> {
+        config::write(self, config)
+    }
+
+    /// Every tensor of a checkpoint of this family, in the order of the model.
+    ///
+    /// # Errors
+    /// If the family has no name for a parameter.
+    pub(crate) fn tensors(self, config: &TransformerConfig, paths: &[String]) -> Result<Vec<HubTensor>, String> {
+        let mut tensors = Vec::with_capacity(paths.len());
+        for path in paths {
+            let named = self.tensors_of(config, path);
+            tensors.extend(named.ok_or_else(|| format!("{path} has no name in the family {}", self.model_type()))?);
+        }
+        Ok(tensors)
+    }
+
+    /// Whether a checkpoint may have a tensor of this name that the model has no use for: constants that older versions
+    /// stored, heads for other work, an output projection that is the embedding table.
+    pub(crate) fn ignores(self, name: &str) -> bool {
+        let constant = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids"];
+        let head = match self {
+            Self::Bert => ["pooler.", "bert.pooler.", "cls.", "classifier."].iter().any(|head| name.starts_with(head)),
+            Self::Fireclay => name.starts_with("heads."),
+            _ => name == "lm_head.weight",
+        };
+        head || constant.iter().any(|constant| name.ends_with(constant))
+            || ["intent_head.weight", "tag_head.weight"].contains(&name)
+    }
+
+    /// The tensors that fill the parameter at `path`; `None` where the family has no such parameter.
+    fn tensors_of(self, config: &TransformerConfig, path: &str) -> Option<Vec<HubTensor>> {
+        let (layer, field) = match path.strip_prefix("blocks.").and_then(|rest| rest.split_once('.')) {
+            Some((layer, field)) => (Some(layer), field),
+            None => (None, path),
+        };
+        match (self, layer) {
+            (Self::Fireclay, _) => Some(vec![whole(path.to_string(), path)]),
+            (_, None) if field == "heads.intent" => Some(vec![whole("intent_head.weight".into(), path)]),
+            (_, None) if field == "heads.tag" => Some(vec![whole("tag_head.weight".into(), path)]),
+            (Self::Gpt2, None) => gpt2::outer(field, path),
+            (Self::Gpt2, Some(layer)) => gpt2::block(layer, field, path),
+            (Self::Bert, None) => bert::outer(field, path),
+            (Self::Bert, Some(layer)) => bert::block(config, layer, field, path),
+            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, None) => llama::outer(field, path),
+            (Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3, Some(layer)) => {
+                llama::block(config, layer, field, path)
+            }
+        }
+    }
+}
