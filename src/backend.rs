@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use fireclay_kernels::Backend;
 use fireclay_kernels::devices::{self, DeviceInfo};
 
-use crate::Failure;
+use crate::failure::Failure;
 
 /// A backend by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -9,8 +9,8 @@ use minijinja::{Environment, ErrorKind, context};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::Failure;
 use crate::backend::OnBackend;
+use crate::failure::Failure;
 use crate::generation::{Generated, GenerationOptions, Generator, Interrupt};
 use crate::precision::Precision;
 

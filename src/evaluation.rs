@@ -7,11 +7,11 @@ use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::read_text;
 use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
 
-use crate::Failure;
 use crate::backend::OnBackend;
+use crate::device_read::read_scalars;
+use crate::failure::Failure;
 use crate::language_model::LanguageModel;
 use crate::precision::Precision;
-use crate::training::read_scalars;
 
 /// Tokens of a window where nothing else is asked for.
 const CONTEXT: usize = 1024;

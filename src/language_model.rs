@@ -7,9 +7,9 @@ use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
 use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
 
-use crate::Failure;
+use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::training::checkpoint::TOKENIZER;
+use crate::run_folder::TOKENIZER;
 
 /// Bytes of a model from which on its reading is shown.
 const LARGE: u64 = 256 << 20;

@@ -5,7 +5,7 @@ use fireclay_kernels::Backend;
 use fireclay_model::MatrixDtype;
 use serde::{Deserialize, Serialize};
 
-use crate::Failure;
+use crate::failure::Failure;
 
 /// Dtype of activations and products, and of matrices where nothing is trained: in training, parameters are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]

@@ -8,13 +8,12 @@ use fireclay_datasets::{Labels, PieceTokenizer, Word, spans, words};
 use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Tokens, Transformer};
 
-use crate::Failure;
 use crate::backend::OnBackend;
+use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::tasks::ModelSizes;
-use crate::tasks::intent_slot::{Predictions, heads};
-use crate::training::checkpoint::{LABELS, TOKENIZER};
-use crate::training::recipe::read_labels;
+use crate::run_folder::{LABELS, TOKENIZER};
+use crate::tasks::intent_slot::{Predictions, heads, read_labels};
+use crate::tasks::name::ModelSizes;
 
 /// An utterance as it was understood.
 #[derive(Clone, Debug, PartialEq)]

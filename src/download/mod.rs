@@ -15,6 +15,8 @@ use hf_hub::api::{Progress, RepoInfo};
 use hf_hub::{Cache, Repo, RepoType};
 use serde_json::Value;
 
+use crate::failure::Failure;
+
 /// Files without which there is no model.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Files that some models have.
@@ -62,6 +64,12 @@ pub enum DownloadError {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+impl From<DownloadError> for Failure {
+    fn from(error: DownloadError) -> Self {
+        Self::new(error.to_string())
+    }
 }
 
 /// The folder of a model: `model` itself, or, where that does not exist and is an `owner/name` or

@@ -10,8 +10,8 @@ use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, Transformer};
 
-use crate::Failure;
 use crate::backend::OnBackend;
+use crate::failure::Failure;
 use crate::language_model::LanguageModel;
 use crate::precision::Precision;
 

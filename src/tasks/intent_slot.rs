@@ -8,14 +8,16 @@ use std::path::Path;
 use burn::tensor::{DType, Tensor, activation};
 use fireclay_datasets::{EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::{Tokens, Transformer, UtteranceHeads, UtteranceTargets};
+use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceHeads, UtteranceTargets};
 
-use crate::Failure;
-use crate::tasks::scores::{Report, Understanding};
-use crate::tasks::{ModelSizes, TargetCounts, Validation};
-use crate::training::TrainingRecipe;
-use crate::training::checkpoint::{LABELS, TOKENIZER, write_synced};
-use crate::training::read_scalars;
+use super::counts::TargetCounts;
+use super::name::ModelSizes;
+use super::scores::{Report, Understanding};
+use super::validation::Validation;
+use crate::device_read::read_scalars;
+use crate::failure::Failure;
+use crate::run_folder::{LABELS, TOKENIZER, write_atomic};
+use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// Utterances in three parts, and how they are read.
 pub struct IntentSlot {
@@ -56,6 +58,50 @@ impl IntentSlot {
         Ok(Self { labels, pieces, train, valid, test })
     }
 
+    /// The utterances of `recipe`, with the labels of their training part.
+    pub(crate) fn begin(recipe: &Recipe) -> Result<Self, Failure> {
+        let utterances = utterances(recipe)?;
+        let pieces = match (&recipe.init, recipe.data.tokenizer.as_str()) {
+            (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
+            // The default is for texts.
+            (None, "pieces" | "byte") => PieceTokenizer::train(&utterances.train, recipe.data.pieces)?,
+            (None, file) => PieceTokenizer::load(Path::new(file))?,
+        };
+        let labels = Labels::of(&utterances.train);
+        Self::new(utterances, labels, pieces, recipe.training.seq_length)
+    }
+
+    /// The utterances of `recipe`, with the tokenizer and labels in `folder`.
+    pub(crate) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
+        let utterances = utterances(recipe)?;
+        let (pieces, labels) = (PieceTokenizer::load(&folder.join(TOKENIZER))?, read_labels(&folder.join(LABELS))?);
+        Self::new(utterances, labels, pieces, recipe.training.seq_length)
+    }
+
+    /// Whether the model in `folder` has heads for the same labels.
+    pub(crate) fn has_labels_of(&self, folder: &Path) -> Result<bool, Failure> {
+        let file = folder.join(LABELS);
+        if !file.exists() {
+            return Ok(false);
+        }
+        Ok(read_labels(&file)?.same_names(&self.labels))
+    }
+
+    pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
+        let rows = training.batch_size * training.accumulation;
+        let (known, count, seq_length) = (config.vocab_size, self.train_count(), training.seq_length);
+        let (intents, slots) = (self.labels.intents.len(), self.labels.slots.len());
+        let cut = match self.cut_count() {
+            0 => String::new(),
+            cut => format!(" (the ends of {cut} do not fit in {seq_length} pieces and are not learnt from)"),
+        };
+        let steps = training.steps;
+        format!(
+            "{known} pieces known; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
+             utterances"
+        )
+    }
+
     /// The intents and slots known.
     pub fn labels(&self) -> &Labels {
         &self.labels
@@ -83,7 +129,7 @@ impl IntentSlot {
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
         self.pieces.save(&folder.join(TOKENIZER))?;
         let text = serde_json::to_string_pretty(&self.labels).map_err(|error| Failure::new(error.to_string()))?;
-        write_synced(&folder.join(LABELS), &text)
+        write_atomic(&folder.join(LABELS), text.as_bytes())
     }
 
     /// Loss and scores on the validation part.
@@ -122,6 +168,24 @@ impl IntentSlot {
         }
         Ok(Report::new(&self.test.utterances, &understood.finish(&self.test.utterances)))
     }
+}
+
+/// The utterances that a recipe names.
+fn utterances(recipe: &Recipe) -> Result<Utterances, Failure> {
+    match recipe.data.source.as_str() {
+        "home" => Ok(Utterances::home()),
+        "" => Err(recipe.lacks_data("utterances")),
+        folder => Ok(Utterances::read(Path::new(folder))?),
+    }
+}
+
+/// Reads a model folder's `labels.json`.
+///
+/// # Errors
+/// If it is missing or damaged.
+pub(crate) fn read_labels(file: &Path) -> Result<Labels, Failure> {
+    let text = std::fs::read_to_string(file).map_err(Failure::io(file))?;
+    serde_json::from_str(&text).map_err(|error| Failure::new(format!("{}: no labels: {error}", file.display())))
 }
 
 /// A model's heads for utterances.

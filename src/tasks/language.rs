@@ -3,13 +3,14 @@
 use std::path::Path;
 
 use burn::tensor::Tensor;
-use fireclay_datasets::{Corpus, TokenBatch, Tokenizer};
+use fireclay_datasets::{Corpus, StoryCorpus, TextCorpus, TokenBatch, Tokenizer, TokenizerKind, read_text};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::Transformer;
+use fireclay_model::{Transformer, TransformerConfig};
 
-use crate::Failure;
-use crate::training::checkpoint::{GENERATION, TOKENIZER, write_synced};
-use crate::training::read_scalars;
+use crate::device_read::read_scalars;
+use crate::failure::Failure;
+use crate::run_folder::{GENERATION, TOKENIZER, write_atomic};
+use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// A text, and how it is cut into tokens.
 pub struct Language {
@@ -32,6 +33,37 @@ pub fn loss<B: Backend>(
 }
 
 impl Language {
+    /// The text of `recipe`, by the tokenizer in the folder `model`, where there is one, or else the recipe's.
+    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
+        let tokenizer = model.map(|model| Tokenizer::load(&model.join(TOKENIZER))).transpose()?;
+        let seq_length = recipe.training.seq_length;
+        if recipe.data.source == "stories" {
+            let stories = StoryCorpus::new(seq_length);
+            let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
+            return Ok(Self { corpus: Corpus::Stories(stories), tokenizer });
+        }
+        if recipe.data.source.is_empty() {
+            return Err(recipe.lacks_data("text"));
+        }
+        let text = read_text(Path::new(&recipe.data.source))?;
+        let tokenizer = match (tokenizer, recipe.data.tokenizer.as_str()) {
+            (Some(tokenizer), _) => tokenizer,
+            (None, "byte") => Tokenizer::train(TokenizerKind::Byte, "")?,
+            (None, "char") => Tokenizer::train(TokenizerKind::Char, &text)?,
+            (None, "bpe") => Tokenizer::train(TokenizerKind::Bpe(recipe.data.bpe_size), &text)?,
+            (None, file) => Tokenizer::load(Path::new(file))?,
+        };
+        let corpus = TextCorpus::new(tokenizer.encode(&text)?, seq_length, recipe.data.holdout)
+            .map_err(|error| Failure::new(format!("{}: {error}", recipe.data.source)))?;
+        Ok(Self { corpus: Corpus::Text(corpus), tokenizer })
+    }
+
+    pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
+        let rows = training.batch_size * training.accumulation;
+        let (known, steps, seq_length) = (config.vocab_size, training.steps, training.seq_length);
+        format!("{known} tokens known; {steps} steps of {rows} x {seq_length} tokens")
+    }
+
     /// Mean loss over about `tokens` of the held-out part, nats a token; one read from the device.
     pub(crate) fn validate<B: Backend>(
         &self,
@@ -55,7 +87,7 @@ impl Language {
         match self.corpus.end_token() {
             Some(end) => {
                 let text = serde_json::json!({ "eos_token_id": end }).to_string();
-                write_synced(&folder.join(GENERATION), &text)
+                write_atomic(&folder.join(GENERATION), text.as_bytes())
             }
             None => Ok(()),
         }

@@ -1,35 +1,27 @@
-//! What a model is trained for: the data, the loss, and how the model is judged.
+//! What a model is trained for: the data, the loss, how the model is judged, and what is saved.
 
+pub mod batch;
+pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
+pub mod name;
 pub mod scores;
+pub mod validation;
 
 use std::path::Path;
 
-use burn::tensor::Tensor;
-use fireclay_datasets::{Labels, PieceTokenizer, TokenBatch, UtteranceBatch};
-use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_kernels::Backend;
 use fireclay_model::{Transformer, TransformerConfig};
-use serde::{Deserialize, Serialize};
 
+pub use batch::Batch;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
+pub use name::{ModelSizes, TaskName};
 pub use scores::{Report, Scores};
+pub use validation::Validation;
 
-use crate::Failure;
-use crate::training::TrainingRecipe;
-use crate::training::checkpoint::{LABELS, TOKENIZER};
-
-/// A kind of work by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum TaskName {
-    /// Predict the next token
-    #[default]
-    Language,
-    /// Say an utterance's intent and tag its slots
-    IntentSlot,
-}
+use crate::failure::Failure;
+use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// A kind of work, with its data.
 #[allow(clippy::large_enum_variant)] // A run has one of them.
@@ -38,153 +30,6 @@ pub enum Task {
     Language(Language),
     /// Utterances are heard as an intent and slots.
     IntentSlot(IntentSlot),
-}
-
-/// What a task needs a model to have room for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelSizes {
-    /// Tokens or pieces known.
-    pub vocab_size: usize,
-    /// Intents told apart; 0 where there are none.
-    #[serde(default)]
-    pub intents: usize,
-    /// Tags given; 0 where there are none.
-    #[serde(default)]
-    pub tags: usize,
-}
-
-impl ModelSizes {
-    /// What utterances with these labels, read in these pieces, need.
-    pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
-        Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
-    }
-
-    /// Refuses a model without the room.
-    pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
-        let Self { vocab_size, intents, tags } = self;
-        if vocab_size > config.vocab_size {
-            let known = config.vocab_size;
-            return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
-        }
-        if (intents, tags) != (config.intents, config.tags) {
-            return Err(Failure::new(format!(
-                "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
-                config.intents, config.tags
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// Rows for a step, on the host.
-#[derive(Clone, Debug)]
-pub enum Batch {
-    /// Tokens, and what follows each.
-    Tokens(TokenBatch),
-    /// Pieces of words, with intents and tags.
-    Utterances(UtteranceBatch),
-}
-
-impl From<TokenBatch> for Batch {
-    fn from(batch: TokenBatch) -> Self {
-        Self::Tokens(batch)
-    }
-}
-
-impl From<UtteranceBatch> for Batch {
-    fn from(batch: UtteranceBatch) -> Self {
-        Self::Utterances(batch)
-    }
-}
-
-/// Targets that count, of tokens or tags and of intents.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct TargetCounts {
-    pub(crate) tokens: usize,
-    pub(crate) intents: usize,
-}
-
-impl TargetCounts {
-    /// The shares that these have in `whole`.
-    pub(crate) fn shares(self, whole: Self) -> (f64, f64) {
-        let share = |part: usize, whole: usize| part as f64 / whole.max(1) as f64;
-        (share(self.tokens, whole.tokens), share(self.intents, whole.intents))
-    }
-}
-
-impl std::ops::Add for TargetCounts {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self { tokens: self.tokens + other.tokens, intents: self.intents + other.intents }
-    }
-}
-
-/// How a model did on held-out data.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Validation {
-    /// Nats a target.
-    pub loss: f64,
-    /// Percentages, where the task has them.
-    #[serde(default)]
-    pub scores: Option<Scores>,
-}
-
-impl Validation {
-    /// Whether this model is to be kept rather than the other: by whole utterances understood and then by slots, where
-    /// there are scores, and by its loss.
-    pub fn is_better_than(&self, other: &Self) -> bool {
-        let rank = |validation: &Self| {
-            let scores = validation.scores.unwrap_or_default();
-            [scores.sentence_accuracy, scores.slot_f1, -validation.loss]
-        };
-        rank(self).partial_cmp(&rank(other)).is_some_and(std::cmp::Ordering::is_gt)
-    }
-}
-
-impl Batch {
-    /// The targets that count.
-    pub(crate) fn counts(&self) -> TargetCounts {
-        match self {
-            Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
-            Self::Utterances(batch) => intent_slot::counts(batch),
-        }
-    }
-
-    /// Tokens learnt from.
-    pub(crate) fn tokens(&self) -> usize {
-        match self {
-            Self::Tokens(batch) => batch.target_count(),
-            Self::Utterances(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
-        }
-    }
-
-    /// The same rows in `parts`.
-    pub(crate) fn split(self, parts: usize) -> Vec<Self> {
-        match self {
-            Self::Tokens(batch) => batch.split(parts).into_iter().map(Self::Tokens).collect(),
-            Self::Utterances(batch) => batch.split(parts).into_iter().map(Self::Utterances).collect(),
-        }
-    }
-
-    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it: `[1]` nats.
-    pub(crate) fn loss<B: Backend>(
-        &self,
-        model: &Transformer<B>,
-        training: &TrainingRecipe,
-        whole: TargetCounts,
-        device: &B::Device,
-    ) -> Tensor<B, 1> {
-        let options = HeadLossOptions::new().with_label_smoothing(training.label_smoothing);
-        let (tokens, intents) = self.counts().shares(whole);
-        match self {
-            Self::Tokens(batch) => language::loss(model, batch, options.with_weight(tokens), device),
-            Self::Utterances(batch) => {
-                let weights = (intents * training.intent_weight, tokens);
-                intent_slot::loss(model, batch, weights, options, device)
-            }
-        }
-    }
 }
 
 impl Task {
@@ -236,5 +81,79 @@ impl Task {
             Self::Language(language) => language.save(folder),
             Self::IntentSlot(task) => task.save(folder),
         }
+    }
+
+    /// The task of `recipe` with its data; with the tokenizer of `model`, where the run begins from one.
+    ///
+    /// # Errors
+    /// If the data is missing, empty, malformed, not text, or too short.
+    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
+        match recipe.task {
+            TaskName::Language => Language::begin(recipe, model).map(Self::Language),
+            TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
+        }
+    }
+
+    /// The task of `recipe` with its data, as the tokenizer and labels in `folder` have it.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin), and if the tokenizer lacks something in the text.
+    pub(crate) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
+        match recipe.task {
+            TaskName::Language => Language::begin(recipe, Some(folder)).map(Self::Language),
+            TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
+        }
+    }
+
+    /// Whether the model in `folder` has heads for this very task, so that they are not begun anew.
+    ///
+    /// # Errors
+    /// If its labels are damaged.
+    pub(crate) fn has_heads_of(&self, folder: &Path) -> Result<bool, Failure> {
+        match self {
+            Self::Language(_) => Ok(false),
+            Self::IntentSlot(task) => task.has_labels_of(folder),
+        }
+    }
+
+    /// Says what is about to be trained on, for people.
+    pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
+        match self {
+            Self::Language(language) => language.describe(config, training),
+            Self::IntentSlot(task) => task.describe(config, training),
+        }
+    }
+
+    /// Nats a token that no model can beat, where the data's source says so.
+    pub(crate) fn source_entropy(&self) -> Option<f64> {
+        match self {
+            Self::Language(language) => language.corpus.source_entropy(),
+            Self::IntentSlot(_) => None,
+        }
+    }
+
+    /// Whether validations have scores beside the loss; otherwise the loss has a perplexity.
+    pub(crate) fn has_scores(&self) -> bool {
+        matches!(self, Self::IntentSlot(_))
+    }
+
+    /// How `model` does on the test data, where the task has such.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub(crate) fn test<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        device: &B::Device,
+    ) -> Result<Option<Report>, Failure> {
+        match self {
+            Self::Language(_) => Ok(None),
+            Self::IntentSlot(task) => task.test(model, device).map(Some),
+        }
+    }
+
+    /// Whether there is test data.
+    pub(crate) fn has_test(&self) -> bool {
+        matches!(self, Self::IntentSlot(_))
     }
 }

@@ -6,7 +6,8 @@ use std::path::Path;
 use plotters::prelude::*;
 use serde_json::Value;
 
-use crate::Failure;
+use crate::failure::Failure;
+use crate::run_folder::{CHART, METRICS, write_atomic};
 
 const SIZE: (u32, u32) = (900, 500);
 
@@ -15,7 +16,7 @@ const SIZE: (u32, u32) = (900, 500);
 /// # Errors
 /// If a file cannot be read or written.
 pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
-    let file = folder.join("metrics.jsonl");
+    let file = folder.join(METRICS);
     let text = fs::read_to_string(&file).map_err(Failure::io(&file))?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let points = |event: &str| -> Vec<(f64, f64)> {
@@ -32,8 +33,7 @@ pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
     let mut svg = String::new();
     plot(&mut svg, last, lowest - margin..highest + margin, &train, &valid)
         .map_err(|error| Failure::new(format!("loss.svg could not be drawn: {error}")))?;
-    let (place, beside) = (folder.join("loss.svg"), folder.join("loss.partial"));
-    fs::write(&beside, svg).and_then(|()| fs::rename(&beside, &place)).map_err(Failure::io(&place))
+    write_atomic(&folder.join(CHART), svg.as_bytes())
 }
 
 fn plot(

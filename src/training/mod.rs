@@ -1,15 +1,15 @@
-//! Training: recipes, the optimizer, the loop through burn-train, checkpoints.
-
-pub mod checkpoint;
-pub mod optimizer;
-pub mod recipe;
-pub mod schedule;
-pub mod trainer;
+//! Training: recipes, the optimizer, the loop, checkpoints, and how a run is shown.
 
 mod chart;
-mod progress;
+pub mod checkpoint;
+mod events;
+pub mod optimizer;
+pub mod origin;
+pub mod recipe;
+pub mod schedule;
 mod session;
-mod strategy;
+pub mod trainer;
+mod views;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -18,26 +18,26 @@ use burn::train::Interrupter;
 use fireclay_kernels::Backend;
 use serde_json::Value;
 
-pub use progress::{View, duration};
 pub use recipe::{DataRecipe, EMBEDDED, Recipe, TrainingRecipe};
 pub use schedule::{Schedule, ScheduleKind};
-pub(crate) use trainer::read_scalars;
 pub use trainer::{StepOutput, Trainer, read_steps};
+pub use views::{View, duration};
 
-use crate::Failure;
 use crate::backend::OnBackend;
-use crate::tasks::{Task, TaskName};
-use crate::training::checkpoint::{Best, RunFolder, RunState};
+use crate::failure::Failure;
+use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
+use crate::tasks::TaskName;
+use crate::training::checkpoint::{Best, RunState};
+use crate::training::origin::Origin;
 use crate::training::session::Session;
-
-/// Where a finished run keeps the figures of its `done` line.
-const DONE: &str = "done.json";
 
 /// A run to begin or to go on with.
 pub struct TrainingRun {
     recipe: Recipe,
     folder: RunFolder,
     resumed: Option<RunState>,
+    /// Of the data as it is now.
+    origin: Origin,
     view: View,
     interrupter: Interrupter,
     begun: Instant,
@@ -58,22 +58,44 @@ impl TrainingRun {
     /// # Errors
     /// If the folder cannot be written, or holds a run already.
     pub fn begin(recipe: Recipe, out: &Path) -> Result<Self, Failure> {
-        Ok(Self::new(recipe, RunFolder::create(out)?, None))
+        let origin = Origin::of(&recipe)?;
+        Ok(Self::new(recipe, RunFolder::create(out)?, None, origin))
     }
 
     /// Goes on with the run in `out`, its recipe changed by `change`.
     ///
     /// # Errors
-    /// If there is no run, or it cannot be read, and whatever `change` gives.
-    pub fn resume(out: &Path, change: impl FnOnce(Recipe) -> Result<Recipe, Failure>) -> Result<Self, Failure> {
-        let (folder, mut state) = RunFolder::resume(out)?;
+    /// If there is no run, it cannot be read, its data or tokenizer has changed since it began and `allow_changed_data`
+    /// does not say that this is wanted, and whatever `change` gives.
+    pub fn resume(
+        out: &Path,
+        allow_changed_data: bool,
+        change: impl FnOnce(Recipe) -> Result<Recipe, Failure>,
+    ) -> Result<Self, Failure> {
+        let (folder, mut state) = checkpoint::resume(out)?;
         state.recipe = change(state.recipe)?;
-        Ok(Self::new(state.recipe.clone(), folder, Some(state)))
+        if let Some(Origin { data, tokenizer }) = &state.origin {
+            // By their full paths: the run may go on from another folder than it began in.
+            let path = |source: &origin::Source| source.path.display().to_string();
+            if let Some(data) = data {
+                state.recipe.data.source = path(data);
+            }
+            if let Some(tokenizer) = tokenizer {
+                state.recipe.data.tokenizer = path(tokenizer);
+            }
+        }
+        let origin = Origin::of(&state.recipe)?;
+        let changes = state.origin.as_ref().map_or_else(Vec::new, |then| then.changes(&origin));
+        if !changes.is_empty() && !allow_changed_data {
+            let (shown, changes) = (out.display(), changes.join("; "));
+            return Err(Failure::new(format!("{shown}: {changes}; --allow-changed-data goes on all the same")));
+        }
+        Ok(Self::new(state.recipe.clone(), folder, Some(state), origin))
     }
 
     /// Whether there is a checkpoint in `out` to go on from.
     pub fn is_begun(out: &Path) -> bool {
-        RunFolder::resume(out).is_ok()
+        !checkpoints(out).is_empty()
     }
 
     /// The figures of the run in `out`, if it is done.
@@ -91,9 +113,9 @@ impl TrainingRun {
         }
     }
 
-    fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>) -> Self {
+    fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
-        Self { recipe, folder, resumed, view, interrupter, begun: Instant::now() }
+        Self { recipe, folder, resumed, origin, view, interrupter, begun: Instant::now() }
     }
 
     /// Shown in this way.
@@ -123,12 +145,12 @@ impl OnBackend for TrainingRun {
     type Output = Outcome;
 
     fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
-        let Self { recipe, folder, resumed, view, interrupter, begun } = self;
+        let Self { recipe, folder, resumed, origin, view, interrupter, begun } = self;
         let prepared = prepare::<B>(recipe, &folder, resumed, &device);
         let (trainer, best) = prepared.inspect_err(|_| folder.forget_if_empty())?;
         describe(&trainer, &folder, view);
-        let session = Session::new(trainer, folder.clone(), device, best, begun)?;
-        let (session, outcome) = strategy::launch(session, view, interrupter);
+        let session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
+        let (session, outcome) = views::run(session, view, interrupter);
         let finished = outcome?;
         chart::draw(folder.path())?;
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
@@ -138,7 +160,7 @@ impl OnBackend for TrainingRun {
             return Ok(Outcome::Interrupted(session.trainer.step()));
         }
         let summary = session.summary();
-        checkpoint::write_synced(&folder.path().join(DONE), &summary.to_string())?;
+        write_atomic(&folder.path().join(DONE), summary.to_string().as_bytes())?;
         Ok(Outcome::Done(summary))
     }
 }
@@ -159,8 +181,8 @@ fn prepare<B: Backend>(
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
     }
-    let task = recipe.task_of(&folder.checkpoint(&state))?;
-    let trainer = folder.load::<B>(&state, task, device.clone())?;
+    let task = recipe.task_of(&folder.checkpoint(state.step))?;
+    let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;
     Ok((trainer, state.best))
 }
 
@@ -171,30 +193,7 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder, view: View) {
     }
     let recipe = trainer.recipe();
     let config = trainer.model().config();
-    let training = &recipe.training;
-    let rows = training.batch_size * training.accumulation;
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
-    let (name, steps) = (&recipe.name, training.steps);
-    match trainer.task() {
-        Task::Language(_) => eprintln!(
-            "{name}: {parameters:.1}M parameters, {} tokens known; {steps} steps of {rows} x {} tokens from step \
-             {step}; into {out}",
-            config.vocab_size, training.seq_length,
-        ),
-        Task::IntentSlot(task) => {
-            let labels = task.labels();
-            eprintln!(
-                "{name}: {parameters:.1}M parameters, {} pieces known; {} intents, {} slots in {} utterances; {steps} \
-                 steps of {rows} utterances from step {step}; into {out}",
-                config.vocab_size,
-                labels.intents.len(),
-                labels.slots.len(),
-                task.train_count(),
-            );
-            if task.cut_count() > 0 {
-                let (cut, seq_length) = (task.cut_count(), training.seq_length);
-                eprintln!("the ends of {cut} utterances do not fit in {seq_length} pieces and are not learnt from");
-            }
-        }
-    }
+    let (name, what) = (&recipe.name, trainer.task().describe(config, &recipe.training));
+    eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}");
 }

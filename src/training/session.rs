@@ -10,11 +10,14 @@ use fireclay_kernels::Backend;
 use fireclay_model::ModelFolder;
 use serde_json::{Value, json};
 
-use crate::Failure;
-use crate::tasks::{Report as TestReport, Scores, Task, Validation};
-use crate::training::checkpoint::{Best, RunFolder, RunState};
-use crate::training::progress::Figures;
-use crate::training::recipe::TrainingRecipe;
+use crate::failure::Failure;
+use crate::run_folder::{METRICS, RunFolder};
+use crate::tasks::scores::Report;
+use crate::tasks::validation::Validation;
+use crate::training::checkpoint::{self, Best, RunState};
+use crate::training::events::{Event, Sink, add_scores};
+use crate::training::origin::Origin;
+use crate::training::recipe::schema::TrainingRecipe;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
 
 /// Losses are read from the device once in this time, or after this many steps, whichever is sooner.
@@ -23,20 +26,13 @@ const READ_EVERY: (Duration, usize) = (Duration::from_millis(500), 100);
 /// Steps whose mean is the training loss of a run's summary.
 const SUMMARY_STEPS: usize = 50;
 
-/// Who is told how it goes.
-pub(crate) trait Report {
-    /// After a training step, counted from one.
-    fn trained(&mut self, step: u64, figures: Figures);
-    /// After a validation.
-    fn validated(&mut self, step: u64, figures: Figures);
-}
-
 /// A run in progress.
 pub(crate) struct Session<B: Backend> {
     pub(crate) trainer: Trainer<B>,
     folder: RunFolder,
     device: B::Device,
     best: Option<Best>,
+    origin: Origin,
     metrics: File,
     pending: Vec<StepOutput<B>>,
     recent: VecDeque<f64>,
@@ -45,7 +41,7 @@ pub(crate) struct Session<B: Backend> {
     first_step_seconds: Option<f64>,
     trained: (usize, Duration),
     final_validation: Option<Validation>,
-    test: Option<TestReport>,
+    test: Option<Report>,
     saved: u64,
 }
 
@@ -56,10 +52,11 @@ impl<B: Backend> Session<B> {
         folder: RunFolder,
         device: B::Device,
         best: Option<Best>,
+        origin: Origin,
         begun: Instant,
     ) -> Result<Self, Failure> {
         folder.cut_metrics(trainer.step())?;
-        let path = folder.path().join("metrics.jsonl");
+        let path = folder.path().join(METRICS);
         let metrics = OpenOptions::new().create(true).append(true).open(&path).map_err(Failure::io(&path))?;
         let saved = trainer.step();
         Ok(Self {
@@ -67,6 +64,7 @@ impl<B: Backend> Session<B> {
             folder,
             device,
             best,
+            origin,
             metrics,
             pending: Vec::new(),
             recent: VecDeque::new(),
@@ -101,12 +99,12 @@ impl<B: Backend> Session<B> {
     }
 
     /// Trains to the last step; `false` if interrupted before, with a checkpoint saved.
-    pub(crate) fn run(&mut self, interrupter: &Interrupter, report: &mut impl Report) -> Result<bool, Failure> {
+    pub(crate) fn run(&mut self, interrupter: &Interrupter, sink: &mut impl Sink) -> Result<bool, Failure> {
         let steps = self.steps();
         self.flushed = Instant::now();
         while self.trainer.step() < steps {
             if interrupter.should_stop() {
-                self.flush(report)?;
+                self.flush(sink)?;
                 self.save()?;
                 return Ok(false);
             }
@@ -115,19 +113,19 @@ impl<B: Backend> Session<B> {
             let step = self.trainer.step();
             let due = self.flushed.elapsed() >= READ_EVERY.0 || self.pending.len() >= READ_EVERY.1;
             if due || self.first_step_seconds.is_none() {
-                self.flush(report)?;
+                self.flush(sink)?;
             }
             let last = step == steps;
             let mut improved = false;
             if step.is_multiple_of(self.valid_every()) || last {
-                self.flush(report)?;
-                improved = self.validate(step, report)?;
+                self.flush(sink)?;
+                improved = self.validate(step, sink)?;
                 if last && self.training().final_valid_tokens > 0 {
                     self.final_validation = Some(self.trainer.validate(self.training().final_valid_tokens)?);
                 }
             }
             if step.is_multiple_of(self.training().checkpoint_every) || improved || last {
-                self.flush(report)?;
+                self.flush(sink)?;
                 self.save()?;
             }
             if self.pending.is_empty() {
@@ -147,7 +145,7 @@ impl<B: Backend> Session<B> {
 
     /// Judges the best model on the test data, where the task has such: once, when all choices are made.
     fn test(&mut self) -> Result<(), Failure> {
-        if matches!(self.trainer.task(), Task::Language(_)) {
+        if !self.trainer.task().has_test() {
             return Ok(());
         }
         let activations = self.trainer.model().activations();
@@ -162,12 +160,12 @@ impl<B: Backend> Session<B> {
     }
 
     /// How the best model did on the test data, where the task has such.
-    pub(crate) fn test_report(&self) -> Option<&TestReport> {
+    pub(crate) fn test_report(&self) -> Option<&Report> {
         self.test.as_ref()
     }
 
     /// Reads the losses of the steps since the last time, in one go, and tells them.
-    fn flush(&mut self, report: &mut impl Report) -> Result<(), Failure> {
+    fn flush(&mut self, sink: &mut impl Sink) -> Result<(), Failure> {
         let pending = std::mem::take(&mut self.pending);
         if pending.is_empty() {
             return Ok(());
@@ -190,13 +188,10 @@ impl<B: Backend> Session<B> {
                 return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
             }
             let step = output.step + 1;
-            let figures = Figures { loss, learning_rate, gradient_norm, tokens_per_second, scores: None };
-            report.trained(step, figures);
-            let line = json!({
-                "event": "train", "step": step, "loss": loss, "learning_rate": learning_rate,
-                "gradient_norm": gradient_norm, "tokens_per_second": tokens_per_second,
-            });
-            lines.push_str(&format!("{line}\n"));
+            let perplexity = self.perplexity(loss);
+            let event = Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second };
+            sink.tell(&event)?;
+            lines.push_str(&format!("{}\n", event.to_json()));
             self.recent.push_back(loss);
             if self.recent.len() > SUMMARY_STEPS {
                 self.recent.pop_front();
@@ -205,8 +200,13 @@ impl<B: Backend> Session<B> {
         self.log(&lines)
     }
 
+    /// `e` to the loss, where that is of a language.
+    fn perplexity(&self, loss: f64) -> Option<f64> {
+        (!self.trainer.task().has_scores()).then(|| loss.exp())
+    }
+
     fn log(&mut self, lines: &str) -> Result<(), Failure> {
-        let path = self.folder.path().join("metrics.jsonl");
+        let path = self.folder.path().join(METRICS);
         self.metrics.write_all(lines.as_bytes()).map_err(Failure::io(&path))
     }
 
@@ -231,8 +231,7 @@ impl<B: Backend> Session<B> {
     }
 
     /// Validates, and says whether this is the best so far.
-    fn validate(&mut self, step: u64, report: &mut impl Report) -> Result<bool, Failure> {
-        let begun = Instant::now();
+    fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
         let validation = self.trainer.validate(tokens)?;
         let Validation { loss, scores } = validation;
@@ -244,11 +243,9 @@ impl<B: Backend> Session<B> {
                 self.trainer.recipe().schedule().learning_rate(step - 1),
             ));
         }
-        let tokens_per_second = tokens as f64 / begun.elapsed().as_secs_f64();
-        report.validated(step, Figures { loss, learning_rate: 0.0, gradient_norm: 0.0, tokens_per_second, scores });
-        let mut line = json!({ "event": "valid", "step": step, "loss": loss });
-        add_scores(&mut line, scores);
-        self.log(&format!("{line}\n"))?;
+        let event = Event::Validated { step, loss, perplexity: self.perplexity(loss), scores };
+        sink.tell(&event)?;
+        self.log(&format!("{}\n", event.to_json()))?;
         let improved = self.best.is_none_or(|best| validation.is_better_than(&best.validation));
         if improved {
             self.best = Some(Best { step, validation });
@@ -262,8 +259,9 @@ impl<B: Backend> Session<B> {
         if step == self.saved {
             return Ok(());
         }
-        let state = RunState { step, best: self.best, recipe: self.trainer.recipe().clone() };
-        self.folder.save(&self.trainer, &state)?;
+        let (best, recipe) = (self.best, self.trainer.recipe().clone());
+        let state = RunState { step, best, origin: Some(self.origin.clone()), recipe };
+        checkpoint::save(&self.folder, &self.trainer, &state)?;
         self.saved = step;
         Ok(())
     }
@@ -286,24 +284,10 @@ impl<B: Backend> Session<B> {
             "best_valid_loss": self.best.map(|best| rounded(best.validation.loss)),
             "out": self.folder.path().display().to_string(),
         });
-        let entropy = match self.trainer.task() {
-            Task::Language(language) => language.corpus.source_entropy(),
-            Task::IntentSlot(_) => None,
-        };
-        if let Some(entropy) = entropy {
+        if let Some(entropy) = self.trainer.task().source_entropy() {
             summary["source_entropy"] = json!(rounded(entropy));
         }
         add_scores(&mut summary, self.test.as_ref().map(|report| report.scores));
         summary
-    }
-}
-
-/// Scores as fields of a line, percentages.
-pub(crate) fn add_scores(line: &mut Value, scores: Option<Scores>) {
-    if let Some(Scores { intent_accuracy, slot_f1, sentence_accuracy }) = scores {
-        let rounded = |percent: f64| json!((percent * 1e3).round() / 1e3);
-        line["intent_accuracy"] = rounded(intent_accuracy);
-        line["slot_f1"] = rounded(slot_f1);
-        line["sentence_accuracy"] = rounded(sentence_accuracy);
     }
 }

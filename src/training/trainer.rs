@@ -2,14 +2,15 @@
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use fireclay_kernels::{AdamW, Backend, RandomKey};
 use fireclay_model::Transformer;
 
-use crate::Failure;
+use crate::device_read::read_scalars;
+use crate::failure::Failure;
 use crate::tasks::{Batch, Report, Task, Validation};
 use crate::training::optimizer::{Optimizer, ParameterGradients};
-use crate::training::recipe::Recipe;
+use crate::training::recipe::schema::Recipe;
 
 /// Everything that a training step changes, and what it reads.
 pub struct Trainer<B: Backend> {
@@ -50,16 +51,6 @@ impl<B: Backend> StepOutput<B> {
 pub fn read_steps<B: Backend>(steps: &[StepOutput<B>]) -> Result<Vec<(f64, f64)>, Failure> {
     let pairs = steps.iter().flat_map(|step| [step.loss.clone(), step.gradient_norm.clone()]);
     Ok(read_scalars(pairs.collect())?.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
-}
-
-/// Scalars in one read from the device.
-pub(crate) fn read_scalars<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec<f64>, Failure> {
-    if scalars.is_empty() {
-        return Ok(Vec::new());
-    }
-    let data = Tensor::cat(scalars, 0).cast(DType::F32).try_into_data();
-    let data = data.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
-    Ok(data.iter::<f64>().collect())
 }
 
 impl<B: Backend> Trainer<B> {
@@ -200,11 +191,9 @@ impl<B: Backend> Trainer<B> {
     /// # Errors
     /// If the device failed.
     pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<Report>, Failure> {
-        match &self.task {
-            Task::Language(_) => Ok(None),
-            Task::IntentSlot(task) => {
-                task.test(&model.unwrap_or_else(|| self.inference_model()), &self.device).map(Some)
-            }
+        if !self.task.has_test() {
+            return Ok(None);
         }
+        self.task.test(&model.unwrap_or_else(|| self.inference_model()), &self.device)
     }
 }

@@ -1,4 +1,4 @@
-//! Our loop as a strategy of burn-train's, which brings metrics and the dashboard.
+//! Burn's dashboard: our loop as a strategy of burn-train's, which brings the metrics and the renderer.
 //!
 //! burn-train wants a model, an optimizer and loaders of its own kinds; ours are in [`Session`], so it is handed
 //! stand-ins that are never stepped.
@@ -14,7 +14,10 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend as BurnBackend};
 use burn::train::logger::MetricLogger;
 use burn::train::metric::store::{EpochSummary, MetricsUpdate, Split};
-use burn::train::metric::{MetricDefinition, NumericEntry};
+use burn::train::metric::{
+    Adaptor, ItemLazy, Metric, MetricAttributes, MetricDefinition, MetricMetadata, MetricName, Numeric,
+    NumericAttributes, NumericEntry, SerializedEntry, format_float,
+};
 use burn::train::renderer::tui::TuiMetricsRendererWrapper;
 use burn::train::{
     CustomLearningStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
@@ -24,10 +27,10 @@ use burn::train::{
 };
 use fireclay_kernels::Backend;
 
-use crate::Failure;
-use crate::tasks::TaskName;
-use crate::training::progress::{FigureMetric, Figures, LineRenderer, View};
-use crate::training::session::{Report, Session};
+use crate::failure::Failure;
+use crate::tasks::scores::Scores;
+use crate::training::events::{Event, Sink};
+use crate::training::session::Session;
 
 type Components<B> = LearningComponentsMarker<Autodiff<B>, f64, StandIn<Autodiff<B>>, NoOptimizer>;
 
@@ -37,9 +40,9 @@ type Components<B> = LearningComponentsMarker<Autodiff<B>, f64, StandIn<Autodiff
 ///
 /// # Errors
 /// Whatever the session runs into.
-pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: Interrupter) -> State<B> {
-    let (steps, device) = (session.steps(), session.device().clone());
-    let (epochs_done, task) = (session.epochs_done(), session.trainer.recipe().task);
+pub(super) fn run<B: Backend>(session: Session<B>, interrupter: Interrupter) -> State<B> {
+    let device = session.device().clone();
+    let (epochs_done, has_scores) = (session.epochs_done(), session.trainer.task().has_scores());
     let state = (session, Ok(false));
     #[allow(clippy::arc_with_non_send_sync)] // burn-train asks for an Arc, and never leaves this thread with it.
     let strategy = Arc::new(Strategy { state: RefCell::new(Some(state)) });
@@ -51,9 +54,9 @@ pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: I
         .with_training_strategy(TrainingStrategy::Custom(custom))
         .metric_train_numeric(FigureMetric::loss())
         .metric_valid_numeric(FigureMetric::loss());
-    let training = match task {
-        TaskName::Language => training.metrics((FigureMetric::perplexity(),)),
-        TaskName::IntentSlot => training
+    let training = match has_scores {
+        false => training.metrics((FigureMetric::perplexity(),)),
+        true => training
             .metric_valid_numeric(FigureMetric::intent_accuracy())
             .metric_valid_numeric(FigureMetric::slot_f1())
             .metric_valid_numeric(FigureMetric::sentence_accuracy()),
@@ -62,11 +65,7 @@ pub(crate) fn launch<B: Backend>(session: Session<B>, view: View, interrupter: I
         .metric_train_numeric(FigureMetric::learning_rate())
         .metric_train_numeric(FigureMetric::gradient_norm())
         .metric_train_numeric(FigureMetric::tokens_per_second());
-    let training = match view {
-        View::Dashboard => training.renderer(TuiMetricsRendererWrapper::new(interrupter, Some(epochs_done))),
-        View::Plain => training.renderer(LineRenderer::new(false, steps)),
-        View::Json => training.renderer(LineRenderer::new(true, steps)),
-    };
+    let training = training.renderer(TuiMetricsRendererWrapper::new(interrupter, Some(epochs_done)));
     let stand_in = StandIn { anchor: Tensor::<Autodiff<B>, 1>::zeros([1], &device) };
     // The renderer gives the terminal back when it is dropped.
     drop(training.launch(Learner::<Components<B>>::new(stand_in, NoOptimizer, 0.0)));
@@ -126,24 +125,32 @@ impl<'a, B: Backend> Reporter<'a, B> {
     }
 }
 
-impl<B: Backend> Report for Reporter<'_, B> {
-    fn trained(&mut self, step: u64, figures: Figures) {
-        let within =
-            Progress { items_processed: ((step - 1) % self.every + 1) as usize, items_total: self.every as usize };
-        let rate = Some(figures.learning_rate);
-        let item = TrainingItem::new(figures, within, self.epochs(step), Some(step as usize), rate);
-        self.events.process_train(LearnerEvent::ProcessedItem(item));
-    }
-
-    fn validated(&mut self, step: u64, figures: Figures) {
-        let every = self.every as usize;
-        let within = Progress { items_processed: every, items_total: every };
-        let epochs = self.epochs(step);
-        let epoch = epochs.items_processed;
-        let item = TrainingItem::new(figures, within, epochs, Some(step as usize), None);
-        self.events.process_valid(LearnerEvent::ProcessedItem(item));
-        self.events.process_train(LearnerEvent::EndEpoch(epoch));
-        self.events.process_valid(LearnerEvent::EndEpoch(epoch));
+impl<B: Backend> Sink for Reporter<'_, B> {
+    fn tell(&mut self, event: &Event) -> Result<(), Failure> {
+        match *event {
+            Event::Trained { step, loss, learning_rate, gradient_norm, tokens_per_second, .. } => {
+                let figures = Figures { loss, learning_rate, gradient_norm, tokens_per_second, scores: None };
+                let within = ((step - 1) % self.every + 1) as usize;
+                let within = Progress { items_processed: within, items_total: self.every as usize };
+                let rate = Some(learning_rate);
+                let item = TrainingItem::new(figures, within, self.epochs(step), Some(step as usize), rate);
+                self.events.process_train(LearnerEvent::ProcessedItem(item));
+            }
+            Event::Validated { step, loss, scores, .. } => {
+                let none = 0.0;
+                let figures =
+                    Figures { loss, learning_rate: none, gradient_norm: none, tokens_per_second: none, scores };
+                let every = self.every as usize;
+                let within = Progress { items_processed: every, items_total: every };
+                let epochs = self.epochs(step);
+                let epoch = epochs.items_processed;
+                let item = TrainingItem::new(figures, within, epochs, Some(step as usize), None);
+                self.events.process_valid(LearnerEvent::ProcessedItem(item));
+                self.events.process_train(LearnerEvent::EndEpoch(epoch));
+                self.events.process_valid(LearnerEvent::EndEpoch(epoch));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -241,4 +248,119 @@ impl MetricLogger for NoLog {
     fn log_metric_definition(&mut self, _definition: MetricDefinition) {}
 
     fn log_epoch_summary(&mut self, _summary: EpochSummary) {}
+}
+
+/// The figures of a training step or a validation, on the host.
+#[derive(Clone, Copy, Debug)]
+struct Figures {
+    /// Nats a token.
+    loss: f64,
+    /// Of the step; zero for a validation.
+    learning_rate: f64,
+    /// Global norm before clipping; zero for a validation.
+    gradient_norm: f64,
+    /// Targets learnt from, or validated on, in a second.
+    tokens_per_second: f64,
+    /// Of a validation, where the task has them.
+    scores: Option<Scores>,
+}
+
+impl ItemLazy for Figures {
+    type ItemSync = Self;
+
+    fn sync(self) -> Self {
+        self
+    }
+}
+
+impl Adaptor<Figures> for Figures {
+    fn adapt(&self) -> Figures {
+        *self
+    }
+}
+
+/// One of the figures as burn-train's metric.
+#[derive(Clone)]
+struct FigureMetric {
+    name: MetricName,
+    higher_is_better: bool,
+    pick: fn(&Figures) -> f64,
+    value: f64,
+}
+
+impl FigureMetric {
+    fn new(name: &str, higher_is_better: bool, pick: fn(&Figures) -> f64) -> Self {
+        Self { name: Arc::new(name.to_string()), higher_is_better, pick, value: f64::NAN }
+    }
+
+    /// Nats a token.
+    fn loss() -> Self {
+        Self::new("Loss", false, |figures| figures.loss)
+    }
+
+    /// `e` to the loss.
+    fn perplexity() -> Self {
+        Self::new("Perplexity", false, |figures| figures.loss.exp())
+    }
+
+    /// Percent of a validation's utterances.
+    fn intent_accuracy() -> Self {
+        Self::new("Intent accuracy", true, |figures| figures.scores.unwrap_or_default().intent_accuracy)
+    }
+
+    /// Percent, over a validation's spans.
+    fn slot_f1() -> Self {
+        Self::new("Slot F1", true, |figures| figures.scores.unwrap_or_default().slot_f1)
+    }
+
+    /// Percent of a validation's utterances.
+    fn sentence_accuracy() -> Self {
+        Self::new("Sentence accuracy", true, |figures| figures.scores.unwrap_or_default().sentence_accuracy)
+    }
+
+    /// Of the step.
+    fn learning_rate() -> Self {
+        Self::new("Learning rate", false, |figures| figures.learning_rate)
+    }
+
+    /// Before clipping.
+    fn gradient_norm() -> Self {
+        Self::new("Gradient norm", false, |figures| figures.gradient_norm)
+    }
+
+    /// Training speed.
+    fn tokens_per_second() -> Self {
+        Self::new("Tokens/s", true, |figures| figures.tokens_per_second)
+    }
+}
+
+impl Metric for FigureMetric {
+    type Input = Figures;
+
+    fn name(&self) -> MetricName {
+        self.name.clone()
+    }
+
+    fn attributes(&self) -> MetricAttributes {
+        NumericAttributes { unit: None, higher_is_better: self.higher_is_better }.into()
+    }
+
+    fn update(&mut self, figures: &Figures, _metadata: &MetricMetadata) -> SerializedEntry {
+        self.value = (self.pick)(figures);
+        SerializedEntry::new(format_float(self.value, 4), NumericEntry::Value(self.value).serialize())
+    }
+
+    fn clear(&mut self) {
+        self.value = f64::NAN;
+    }
+}
+
+impl Numeric for FigureMetric {
+    fn value(&self) -> NumericEntry {
+        NumericEntry::Value(self.value)
+    }
+
+    fn running_value(&self) -> NumericEntry {
+        NumericEntry::Value(self.value)
+    }
 }

@@ -1,0 +1,128 @@
+//! `fireclay chat`.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+use clap::Args;
+use fireclay::Failure;
+use fireclay::chat::{ChatEvent, ChatRun, Lines};
+use fireclay::generation::{GenerationOptions, Interrupt};
+use fireclay::precision::Precision;
+use fireclay::stdout;
+use serde_json::json;
+
+use super::arguments::{DrawArgs, RunArgs, done_line, fetched};
+use super::signals::interrupt_on_signals;
+
+#[derive(Args)]
+pub(super) struct ChatArgs {
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
+    model: PathBuf,
+    /// What the system says first
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Tokens of the conversation at the most [default: the model's context, up to 4096]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens of an answer at the most [default: as many as fit]
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// 0 takes the likeliest token each time
+    #[arg(long, value_name = "T", default_value_t = 0.7)]
+    temperature: f64,
+    /// Draw among the likeliest tokens that make up this probability
+    #[arg(long, value_name = "P", default_value_t = 0.9)]
+    top_p: f64,
+    #[command(flatten)]
+    draw: DrawArgs,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+    /// Where the draws come from
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    seed: u64,
+}
+
+pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("chat")?;
+    let options = GenerationOptions {
+        max_tokens: args.max_tokens,
+        temperature: args.temperature,
+        top_k: args.draw.top_k,
+        top_p: Some(args.top_p),
+        min_p: args.draw.min_p,
+        penalties: args.draw.penalties(),
+        stop: Vec::new(),
+        seed: args.seed,
+    };
+    options.validate()?;
+    let json = args.run.json;
+    let name = args.model.display().to_string();
+    let typed = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !json;
+    let unanswered = Interrupt::default();
+    let failed = unanswered.clone();
+    let show = move |event: ChatEvent<'_>| match event {
+        ChatEvent::Ready => eprintln!("{name} is there; /help says what else there is"),
+        ChatEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
+        ChatEvent::Text(text) => stdout::write(text),
+        ChatEvent::Done(done) if json => stdout::line(done_line(done)),
+        ChatEvent::Done(_) => stdout::write("\n"),
+        ChatEvent::Failed(failure) => {
+            failed.store(true, Ordering::Relaxed);
+            if json {
+                stdout::line(json!({ "event": "error", "message": failure.to_string() }));
+            }
+            eprintln!("fireclay: {failure}");
+        }
+        ChatEvent::Notice(notice) => eprintln!("{notice}"),
+    };
+    let run = ChatRun {
+        model: fetched(&args.model, args.run.backend())?,
+        precision: args.precision,
+        options,
+        system: args.system,
+        context: args.context,
+        lines: spoken_lines(typed)?,
+        interrupt: interrupt_on_signals()?,
+        show,
+    };
+    args.run.backend().run(run)?;
+    // Someone who types saw it; a script did not.
+    Ok(if !typed && unanswered.load(Ordering::Relaxed) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// What is typed at a prompt with a history, or else the lines of standard input.
+fn spoken_lines(typed: bool) -> Result<Lines, Failure> {
+    let failed = |error: &dyn std::fmt::Display| Failure::new(format!("standard input: {error}"));
+    if !typed {
+        return Ok(Box::new(move || {
+            let mut line = String::new();
+            let read = std::io::stdin().read_line(&mut line).map_err(|error| failed(&error))?;
+            Ok((read > 0).then_some(line))
+        }));
+    }
+    let mut editor = rustyline::DefaultEditor::new().map_err(|error| failed(&error))?;
+    let history = dirs::cache_dir().map(|folder| folder.join("fireclay").join("chat-history"));
+    if let Some(file) = &history {
+        // The first time there is none.
+        let _ = file.parent().map(std::fs::create_dir_all);
+        let _ = editor.load_history(file);
+    }
+    Ok(Box::new(move || match editor.readline("> ") {
+        Ok(line) => {
+            // A history that cannot be kept is no reason to stop.
+            let _ = editor.add_history_entry(&line);
+            let _ = history.as_ref().map(|file| editor.save_history(file));
+            Ok(Some(line))
+        }
+        Err(rustyline::error::ReadlineError::Interrupted) => Ok(Some(String::new())),
+        Err(rustyline::error::ReadlineError::Eof) => Ok(None),
+        Err(error) => Err(failed(&error)),
+    }))
+}

@@ -1,0 +1,64 @@
+//! `fireclay evaluate`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use fireclay::Failure;
+use fireclay::evaluation::EvaluationRun;
+use fireclay::precision::Precision;
+use fireclay::stdout;
+use serde_json::json;
+
+use super::arguments::{RunArgs, fetched};
+
+#[derive(Args)]
+pub(super) struct EvaluateArgs {
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
+    model: PathBuf,
+    /// The text to foretell: a file or a folder of them
+    #[arg(long, value_name = "PATH")]
+    data: PathBuf,
+    /// Tokens that the model sees together [default: its context, up to 1024]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens from one window to the next [default: half a window]
+    #[arg(long, value_name = "N")]
+    stride: Option<usize>,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+}
+
+pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("evaluate")?;
+    let run = EvaluationRun {
+        model: fetched(&args.model, args.run.backend())?,
+        data: args.data,
+        precision: args.precision,
+        context: args.context,
+        stride: args.stride,
+    };
+    let evaluation = args.run.backend().run(run)?;
+    let speed = evaluation.tokens as f64 / evaluation.elapsed.as_secs_f64().max(1e-9);
+    if args.run.json {
+        stdout::line(json!({
+            "event": "done", "perplexity": evaluation.perplexity(), "loss": evaluation.loss,
+            "bits_per_byte": evaluation.bits_per_byte(), "tokens": evaluation.tokens, "bytes": evaluation.bytes,
+            "tokens_per_second": speed,
+        }));
+    } else {
+        stdout::line(format!(
+            "perplexity {:.4} a token ({:.4} nats), {:.4} bits a byte; {} tokens at {speed:.0}/s",
+            evaluation.perplexity(),
+            evaluation.loss,
+            evaluation.bits_per_byte(),
+            evaluation.tokens
+        ));
+    }
+    Ok(ExitCode::SUCCESS)
+}

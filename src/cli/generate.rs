@@ -1,0 +1,93 @@
+//! `fireclay generate`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use fireclay::Failure;
+use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
+use fireclay::precision::Precision;
+use fireclay::stdout;
+use fireclay_datasets::read_text;
+use serde_json::json;
+
+use super::arguments::{DrawArgs, RunArgs, done_line, fetched};
+use super::signals::{exit_code, interrupt_on_signals};
+
+#[derive(Args)]
+pub(super) struct GenerateArgs {
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
+    model: PathBuf,
+    /// Text to go on from
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
+    prompt: Option<String>,
+    /// A file with a prompt on each line
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompts: Option<PathBuf>,
+    /// Tokens to write at the most
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// 0 takes the likeliest token each time
+    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    temperature: f64,
+    /// Draw among the likeliest tokens that make up this probability
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    #[command(flatten)]
+    draw: DrawArgs,
+    /// End before this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+    /// Where the draws come from
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    seed: u64,
+}
+
+pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("generate")?;
+    let prompts = match (&args.prompts, args.prompt) {
+        (Some(file), _) => read_text(file)?.lines().map(str::to_string).filter(|line| !line.is_empty()).collect(),
+        (None, prompt) => vec![prompt.unwrap_or_default()],
+    };
+    let options = GenerationOptions {
+        max_tokens: args.max_tokens,
+        temperature: args.temperature,
+        top_k: args.draw.top_k,
+        top_p: args.top_p,
+        min_p: args.draw.min_p,
+        penalties: args.draw.penalties(),
+        stop: args.stop,
+        seed: args.seed,
+    };
+    options.validate()?;
+    let json = args.run.json;
+    let show = move |event: GenerationEvent<'_>| match event {
+        GenerationEvent::Begun(prompt) if !json => stdout::write(prompt),
+        GenerationEvent::Text(text) if json => stdout::line(json!({ "event": "text", "text": text })),
+        GenerationEvent::Text(text) => stdout::write(text),
+        GenerationEvent::Done(done) if json => stdout::line(done_line(done)),
+        GenerationEvent::Done(done) => {
+            stdout::write("\n");
+            eprintln!(
+                "({} tokens after {}; {:.0} tokens/s)",
+                done.tokens.len(),
+                done.prompt_tokens,
+                done.decode_tokens_per_second()
+            );
+        }
+        GenerationEvent::Begun(_) => {}
+    };
+    let backend = args.run.backend();
+    let model = fetched(&args.model, backend)?;
+    let interrupt = interrupt_on_signals()?;
+    let run = GenerationRun { model, prompts, options, precision: args.precision, interrupt: interrupt.clone(), show };
+    backend.run(run)?;
+    Ok(exit_code(&interrupt))
+}

@@ -1,0 +1,72 @@
+//! The command line: a file a command, each of which parses, resolves and runs; wording and exit codes.
+
+mod arguments;
+mod chat;
+mod devices;
+mod evaluate;
+mod generate;
+mod predict;
+mod signals;
+mod tokenizer;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "fireclay", version, about = "Train and run transformers", arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model: the embedded stories, or your own text
+    Train(train::TrainArgs),
+    /// Write text with a trained model
+    Generate(generate::GenerateArgs),
+    /// Talk with a model that has a chat template
+    Chat(chat::ChatArgs),
+    /// Measure the perplexity and the bits per byte of a text
+    Evaluate(evaluate::EvaluateArgs),
+    /// Say what utterances ask for: intent and slots
+    Predict(predict::PredictArgs),
+    /// Make a tokenizer
+    #[command(subcommand)]
+    Tokenizer(tokenizer::TokenizerCommand),
+    /// List backends: what is built in and what is present
+    Devices(devices::DevicesArgs),
+}
+
+pub(crate) fn main() -> ExitCode {
+    stop_on_device_panics();
+    let result = match Cli::parse().command {
+        Command::Train(args) => train::train(args),
+        Command::Generate(args) => generate::generate(args),
+        Command::Chat(args) => chat::chat(args),
+        Command::Evaluate(args) => evaluate::evaluate(args),
+        Command::Predict(args) => predict::predict(args),
+        Command::Tokenizer(command) => tokenizer::tokenizer(command),
+        Command::Devices(args) => Ok(devices::devices(&args)),
+    };
+    result.unwrap_or_else(|failure| {
+        eprintln!("fireclay: {failure}");
+        ExitCode::from(failure.exit_code())
+    })
+}
+
+/// CubeCL swallows panics of its device threads and goes on with garbage; here they end the program.
+fn stop_on_device_panics() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let thread = std::thread::current();
+        if thread.name().is_some_and(|name| name.starts_with("DS")) {
+            let reason = panic.payload_as_str().unwrap_or("unknown").split_whitespace().collect::<Vec<_>>().join(" ");
+            eprintln!("fireclay: the device failed: {reason}");
+            std::process::exit(1);
+        }
+        default(panic);
+    }));
+}

@@ -1,0 +1,318 @@
+//! `fireclay train`.
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use burn::train::Interrupter;
+use clap::{Args, ValueEnum};
+use fireclay::Failure;
+use fireclay::backend::BackendName;
+use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
+use fireclay::precision::Precision;
+use fireclay::stdout;
+use fireclay::tasks::TaskName;
+use fireclay::training::{EMBEDDED, Outcome, Recipe, TrainingRun, View};
+use fireclay_datasets::Tokenizer;
+use serde_json::{Value, json};
+
+use super::arguments::{RunArgs, fetched};
+use super::signals::{signalled, stop_on_signals};
+
+#[derive(Args)]
+pub(super) struct TrainArgs {
+    /// A recipe's file, or the name of one that is shipped: stories, shakespeare-char-cpu, shakespeare-char-gpu,
+    /// gpt2-124m, llama-15m, home, intent-slot
+    recipe: Option<PathBuf>,
+    /// What to train for [default: the recipe's, or language]
+    #[arg(long)]
+    task: Option<TaskName>,
+    /// What to learn from: text, a file or a folder of them; for intent-slot a folder with train, valid and test, each
+    /// with seq.in, seq.out and label, or train.jsonl, valid.jsonl and test.jsonl
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// A model to begin from: its folder, or its name on the hub, OWNER/NAME
+    #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
+    init: Option<PathBuf>,
+    /// Where the run goes [default: runs/NAME]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Steps to take
+    #[arg(long, value_name = "N")]
+    steps: Option<u64>,
+    /// Train this many models, each from the next seed, and report mean and standard deviation
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
+    seeds: Option<u64>,
+    /// Go on with the run in --out, or with the latest in runs/
+    #[arg(long, conflicts_with_all = ["recipe", "data", "task"])]
+    resume: bool,
+    /// Go on even if the data or the tokenizer is not what the run began with
+    #[arg(long)]
+    allow_changed_data: bool,
+    /// Lines rather than the dashboard
+    #[arg(long)]
+    plain: bool,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of activations [default: the recipe's]
+    #[arg(long)]
+    precision: Option<Precision>,
+    /// Where all randomness comes from [default: the recipe's]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    let args = &args;
+    let backend = args.run.backend();
+    backend.devices()?;
+    let interrupter = Interrupter::new();
+    stop_on_signals(interrupter.clone())?;
+    if args.resume {
+        let out = match &args.out {
+            Some(out) => out.clone(),
+            None => latest_run()?,
+        };
+        let run = TrainingRun::resume(&out, args.allow_changed_data, |recipe| apply(recipe, args))?;
+        return train_one(run, args, backend, interrupter);
+    }
+    let recipe = apply(recipe_of(args)?, args)?;
+    let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
+    match args.seeds {
+        Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
+        None => train_one(TrainingRun::begin(recipe, &out)?, args, backend, interrupter),
+    }
+}
+
+/// The recipe asked for, or the one for the task and its data.
+fn recipe_of(args: &TrainArgs) -> Result<Recipe, Failure> {
+    let Some(path) = &args.recipe else {
+        let task = args.task.unwrap_or_default();
+        return Recipe::shipped(task.default_recipe(args.data.is_some(), args.init.is_some()));
+    };
+    let recipe = Recipe::open(path)?;
+    match args.task {
+        Some(task) if task != recipe.task => {
+            let (name, wanted) = (&recipe.name, task.to_possible_value());
+            let wanted = wanted.as_ref().map_or("", |value| value.get_name());
+            Err(Failure::usage(format!("recipe {name} is for another task than {wanted}: leave out --task, or it")))
+        }
+        _ => Ok(recipe),
+    }
+}
+
+fn view(args: &TrainArgs) -> View {
+    match (args.run.json, args.plain || !std::io::stdout().is_terminal()) {
+        (true, _) => View::Json,
+        (false, true) => View::Plain,
+        (false, false) => View::Dashboard,
+    }
+}
+
+fn train_one(
+    run: TrainingRun,
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+) -> Result<ExitCode, Failure> {
+    let (folder, task) = (run.folder(), run.task());
+    match backend.run(run.with_view(view(args)).with_interrupter(interrupter))? {
+        Outcome::Done(summary) if args.run.json => stdout::line(&summary),
+        Outcome::Done(summary) => {
+            tell(&summary);
+            match task.writes_text() {
+                true => show_sample(&folder, backend)?,
+                false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
+            }
+        }
+        Outcome::Interrupted(step) => return Ok(interrupted(&folder, step)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn interrupted(folder: &Path, step: u64) -> ExitCode {
+    let folder = folder.display();
+    match step {
+        0 => eprintln!("stopped before the first step: there is nothing to save"),
+        _ => eprintln!("stopped and saved at step {step}; go on with: fireclay train --resume --out {folder}"),
+    }
+    signalled()
+}
+
+/// Trains a model from each of several seeds, one after the other, into folders of their own. A seed that is done
+/// already is not trained again, and one that was interrupted goes on.
+fn train_seeds(
+    recipe: &Recipe,
+    seeds: u64,
+    out: &Path,
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+) -> Result<ExitCode, Failure> {
+    let mut summaries = Vec::new();
+    for seed in (recipe.training.seed..).take(seeds as usize) {
+        let folder = out.join(format!("seed-{seed}"));
+        if let Some(summary) = TrainingRun::done(&folder)? {
+            summaries.push(of_seed(summary, seed, args.run.json));
+            continue;
+        }
+        let run = match TrainingRun::is_begun(&folder) {
+            true => TrainingRun::resume(&folder, args.allow_changed_data, Ok)?,
+            false => TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?,
+        };
+        match backend.run(run.with_view(view(args)).with_interrupter(interrupter.clone()))? {
+            Outcome::Done(summary) => summaries.push(of_seed(summary, seed, args.run.json)),
+            Outcome::Interrupted(step) => {
+                eprintln!("stopped at step {step} of seed {seed}; the same command goes on from there");
+                return Ok(signalled());
+            }
+        }
+    }
+    let summary = spread(&summaries, out);
+    if args.run.json {
+        stdout::line(&summary);
+        return Ok(ExitCode::SUCCESS);
+    }
+    eprintln!("\nover {seeds} seeds, mean and standard deviation:");
+    for (name, value) in summary.as_object().into_iter().flatten() {
+        if let (Some(mean), Some(deviation)) = (value["mean"].as_f64(), value["std"].as_f64()) {
+            eprintln!("{:<20} {mean:>10.4} {deviation:>9.4}", name.replace('_', " "));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tells the summary of one of several runs.
+fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
+    summary["event"] = json!("seed");
+    summary["seed"] = json!(seed);
+    if as_json {
+        stdout::line(&summary);
+    } else {
+        tell(&summary);
+    }
+    summary
+}
+
+/// The `done` line of several runs: each measured number as its mean and (corrected) standard deviation.
+fn spread(summaries: &[Value], out: &Path) -> Value {
+    let mut spread = json!({ "event": "done", "seeds": summaries.len() });
+    let first = summaries.first().and_then(Value::as_object);
+    for (name, value) in first.into_iter().flatten() {
+        let values: Vec<f64> = summaries.iter().filter_map(|summary| summary[name].as_f64()).collect();
+        if name == "steps" {
+            spread[name] = value.clone();
+        } else if name == "seed" {
+            continue;
+        } else if !values.is_empty() {
+            let count = values.len() as f64;
+            let mean = values.iter().sum::<f64>() / count;
+            let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+            let deviation = if values.len() > 1 { (squares / (count - 1.0)).sqrt() } else { 0.0 };
+            spread[name] = json!({ "mean": mean, "std": deviation });
+        }
+    }
+    spread["out"] = json!(out.display().to_string());
+    spread
+}
+
+/// The recipe with what the command line says.
+fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
+    if let Some(data) = &args.data {
+        // A folder may have the name of an embedded source.
+        let shown = data.display().to_string();
+        recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
+        if args.recipe.is_none() {
+            recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
+        }
+    }
+    if let Some(init) = &args.init {
+        recipe.init = Some(init.clone());
+    }
+    if let Some(steps) = args.steps {
+        recipe = recipe.with("training.steps", &steps.to_string())?;
+    }
+    if let Some(seed) = args.seed {
+        recipe = recipe.with("training.seed", &seed.to_string())?;
+    }
+    if let Some(precision) = args.precision {
+        if !precision.trains() {
+            return Err(Failure::usage(format!("--precision {}: training takes f32 or bf16", precision.name())));
+        }
+        recipe.training.precision = precision;
+    }
+    for setting in &args.run.set {
+        let (key, value) =
+            setting.split_once('=').ok_or_else(|| Failure::usage(format!("--set {setting}: write it as key=value")))?;
+        recipe = recipe.with(key.trim(), value.trim())?;
+    }
+    // A run that goes on has its weights.
+    if !args.resume
+        && let Some(init) = recipe.begins_with()?
+    {
+        recipe.init = Some(fetched(init, args.run.backend())?);
+    }
+    Ok(recipe)
+}
+
+/// `runs/NAME`, or `runs/NAME-2` and so on where that is taken.
+fn free_folder(name: &str) -> PathBuf {
+    let numbered = (2..).map(|number| PathBuf::from(format!("runs/{name}-{number}")));
+    let candidates = std::iter::once(PathBuf::from(format!("runs/{name}"))).chain(numbered);
+    candidates.into_iter().find(|path| !path.exists()).unwrap_or_else(|| PathBuf::from("runs").join(name))
+}
+
+/// The folder in runs/ that was written to last.
+fn latest_run() -> Result<PathBuf, Failure> {
+    let entries = std::fs::read_dir("runs").into_iter().flatten().flatten();
+    let runs = entries.map(|entry| entry.path()).filter(|path| path.join("training").is_dir());
+    let newest = runs.max_by_key(|path| std::fs::metadata(path.join("training")).and_then(|meta| meta.modified()).ok());
+    newest.ok_or_else(|| Failure::new("there is no run in runs/ to go on with: say which with --out DIR"))
+}
+
+/// The summary for people.
+fn tell(summary: &Value) {
+    let number = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
+    let (steps, speed, first) = (number("steps"), number("tokens_per_second"), number("first_step_seconds"));
+    let valid = number("valid_loss");
+    if summary["train_loss"].is_null() {
+        eprintln!("{steps} steps, all of them before; validation loss {valid:.4}, in nats");
+    } else {
+        eprintln!("{steps} steps at {speed:.0} tokens/s, the first after {first:.1}s");
+        eprintln!("training loss {:.4}, validation loss {valid:.4}, in nats", number("train_loss"));
+    }
+    if let Some(entropy) = summary["source_entropy"].as_f64() {
+        let above = 100.0 * (valid / entropy - 1.0);
+        eprintln!(
+            "the grammar's own entropy, which no model can beat, is {entropy:.4}: the model is {above:.1}% above it"
+        );
+    }
+    let (best, out) = (summary["best_step"].as_u64().unwrap_or(0), summary["out"].as_str().unwrap_or(""));
+    eprintln!("the model of step {best}, the best on held-out text, is in {out}");
+}
+
+/// Lets the new model write a little.
+fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
+    let out = folder.display();
+    eprintln!("\nIt writes:\n");
+    let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
+    let prompt = if tokenizer.encode("\n").is_ok() { "\n" } else { " " };
+    let options = GenerationOptions { temperature: 0.7, stop: vec!["\n\n".into()], ..Default::default() };
+    let run = GenerationRun {
+        model: folder.to_path_buf(),
+        prompts: vec![prompt.to_string()],
+        options,
+        precision: Precision::F32,
+        interrupt: Interrupt::default(),
+        show: |event: GenerationEvent<'_>| {
+            if let GenerationEvent::Text(text) = event {
+                stdout::write(text);
+            }
+        },
+    };
+    backend.run(run)?;
+    stdout::line("");
+    eprintln!("\nMore: fireclay generate --model {out} --prompt \"...\"");
+    Ok(())
+}

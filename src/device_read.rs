@@ -1,0 +1,16 @@
+//! Numbers from the device to the host, many in one go: each read by itself would wait for the device.
+
+use burn::tensor::{DType, Tensor};
+use fireclay_kernels::Backend;
+
+use crate::failure::Failure;
+
+/// Scalars in one read from the device.
+pub(crate) fn read_scalars<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec<f64>, Failure> {
+    if scalars.is_empty() {
+        return Ok(Vec::new());
+    }
+    let data = Tensor::cat(scalars, 0).cast(DType::F32).try_into_data();
+    let data = data.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+    Ok(data.iter::<f64>().collect())
+}

@@ -1,0 +1,273 @@
+//! The folder of a run: file names, atomic writes, the lock, checkpoints.
+//!
+//! ```text
+//! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json, done.json where there are such
+//! metrics.jsonl  loss.svg                            how it went
+//! training/step-00000500/                            the last few checkpoints, each a model folder with
+//!     optimizer.safetensors  state.json              the optimizer's moments and everything else
+//! training/lock                                      held by the process that trains
+//! ```
+//!
+//! A checkpoint is written into a folder beside, synced, and renamed, so that one under its name is whole; every other
+//! file is written beside, synced and renamed, too.
+
+use std::fs::{self, File, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::failure::Failure;
+
+pub(crate) const CONFIG: &str = "config.json";
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
+pub(crate) const GENERATION: &str = "generation_config.json";
+pub(crate) const LABELS: &str = "labels.json";
+pub(crate) const METRICS: &str = "metrics.jsonl";
+pub(crate) const CHART: &str = "loss.svg";
+pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
+pub(crate) const STATE: &str = "state.json";
+/// Where a finished run keeps the figures of its `done` line.
+pub(crate) const DONE: &str = "done.json";
+const LOCK: &str = "lock";
+/// What a model folder holds; the last two only where texts have an end token, or utterances labels.
+const MODEL_FILES: [&str; 5] = [CONFIG, TOKENIZER, WEIGHTS, GENERATION, LABELS];
+
+/// The folder of a run.
+#[derive(Clone, Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+    /// Held as long as any clone lives; the system frees it when the process dies.
+    _lock: Arc<File>,
+}
+
+impl RunFolder {
+    /// Makes the folder for a new run.
+    ///
+    /// # Errors
+    /// If it cannot be made or written, already holds a model or a run, or another process trains in it.
+    pub fn create(path: &Path) -> Result<Self, Failure> {
+        let shown = path.display();
+        if let Some((step, _)) = checkpoints(path).last() {
+            return Err(Failure::new(format!(
+                "{shown} already holds a run, at step {step}: go on with `fireclay train --resume --out {shown}`, or \
+                 choose another --out"
+            )));
+        }
+        if let Some(file) = model_file(path) {
+            return Err(Failure::new(format!("{shown} already holds a model, {file}: choose another --out")));
+        }
+        let training = training(path);
+        fs::create_dir_all(&training).map_err(Failure::io(&training))?;
+        let folder = Self { path: path.to_path_buf(), _lock: Arc::new(lock(path)?) };
+        // Find out now, not at the first checkpoint, whether anything can be written.
+        let probe = training.join(".writable");
+        fs::write(&probe, b"").and_then(|()| fs::remove_file(&probe)).map_err(Failure::io(&training))?;
+        Ok(folder)
+    }
+
+    /// The folder of a run to go on with.
+    ///
+    /// # Errors
+    /// If there is no checkpoint in it, or another process trains in it.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        if checkpoints(path).is_empty() {
+            let shown = path.display();
+            return Err(Failure::new(format!(
+                "{shown} holds no checkpoint to go on from: leave --resume out to begin"
+            )));
+        }
+        Ok(Self { path: path.to_path_buf(), _lock: Arc::new(lock(path)?) })
+    }
+
+    /// Where the run is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whole checkpoints, the oldest first, by their steps.
+    pub fn checkpoints(&self) -> Vec<(u64, PathBuf)> {
+        checkpoints(&self.path)
+    }
+
+    /// The place of the checkpoint of `step`.
+    pub(crate) fn checkpoint(&self, step: u64) -> PathBuf {
+        training(&self.path).join(format!("step-{step:08}"))
+    }
+
+    /// Puts the checkpoint of `step`, which `write` writes into the folder that it is given, in its place.
+    ///
+    /// # Errors
+    /// If the file system refuses; what was there before stays as it was, and nothing is left beside it.
+    pub(crate) fn put_checkpoint(
+        &self,
+        step: u64,
+        write: impl FnOnce(&Path) -> Result<(), Failure>,
+    ) -> Result<PathBuf, Failure> {
+        let place = self.checkpoint(step);
+        let beside = place.with_extension("partial");
+        let written = empty_folder(&beside).and_then(|()| write(&beside)).and_then(|()| {
+            sync(&beside)?;
+            if place.exists() {
+                remove(&place)?;
+            }
+            fs::rename(&beside, &place).map_err(Failure::io(&place))?;
+            sync(&training(&self.path))
+        });
+        if let Err(failure) = written {
+            // The first failure is the one to tell; what is left beside may not be there at all.
+            let _ = fs::remove_dir_all(&beside);
+            let intact = match self.checkpoints().last() {
+                Some((_, last)) => format!("; the last checkpoint, {}, is whole", last.display()),
+                None => String::new(),
+            };
+            return Err(Failure::new(format!("the checkpoint could not be written: {failure}{intact}")));
+        }
+        Ok(place)
+    }
+
+    /// Drops all checkpoints but the last `kept`.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub(crate) fn keep_checkpoints(&self, kept: usize) -> Result<(), Failure> {
+        let checkpoints = self.checkpoints();
+        let surplus = checkpoints.len().saturating_sub(kept);
+        checkpoints[..surplus].iter().try_for_each(|(_, old)| remove(old))
+    }
+
+    /// Makes a checkpoint's model the folder's own, each file in one move.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub(crate) fn publish(&self, checkpoint: &Path) -> Result<(), Failure> {
+        for name in MODEL_FILES.into_iter().filter(|name| checkpoint.join(name).exists()) {
+            let (from, to) = (checkpoint.join(name), self.path.join(name));
+            let beside = self.path.join(format!("{name}.partial"));
+            // It may be left from a run that was killed here.
+            let _ = fs::remove_file(&beside);
+            fs::hard_link(&from, &beside)
+                .or_else(|_| fs::copy(&from, &beside).map(|_| ()))
+                .and_then(|()| fs::rename(&beside, &to))
+                .map_err(Failure::io(&to))?;
+        }
+        sync(&self.path)
+    }
+
+    /// Removes the folder of a run that came to nothing, unless something else is in it.
+    pub(crate) fn forget_if_empty(&self) {
+        let training = training(&self.path);
+        if self.checkpoints().is_empty() {
+            let _ = fs::remove_file(training.join(LOCK));
+        }
+        // Only empty folders can be removed so, and one that stays harms nobody.
+        let _ = fs::remove_dir(training).and_then(|()| fs::remove_dir(&self.path));
+    }
+
+    /// Removes what a killed run left half written.
+    pub(crate) fn forget_partial(&self) {
+        for entry in fs::read_dir(training(&self.path)).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "partial") {
+                // It takes room, and nothing reads it: a failure here harms nobody.
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+    }
+
+    /// Cuts `metrics.jsonl` to the lines up to `step`.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub fn cut_metrics(&self, step: u64) -> Result<(), Failure> {
+        let file = self.path.join(METRICS);
+        let text = match fs::read_to_string(&file) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(Failure::io(&file)(error)),
+        };
+        let early = |line: &&str| {
+            let parsed = serde_json::from_str::<serde_json::Value>(line).ok();
+            parsed.and_then(|line| line["step"].as_u64()).is_some_and(|at| at <= step)
+        };
+        let kept: String = text.lines().filter(early).map(|line| format!("{line}\n")).collect();
+        write_atomic(&file, kept.as_bytes())
+    }
+}
+
+/// Whole checkpoints of the run in `folder`, the oldest first, by their steps.
+pub(crate) fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(training(folder)).into_iter().flatten().flatten();
+    let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
+    let mut found: Vec<(u64, PathBuf)> =
+        entries.filter_map(|entry| Some((step(&entry.path())?, entry.path()))).collect();
+    found.sort();
+    found
+}
+
+/// Writes a file beside `file`, syncs it, and renames it over `file`: at no moment is there half of it.
+///
+/// # Errors
+/// If the file system refuses; what was there before stays.
+pub(crate) fn write_atomic(file: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let beside = file.with_file_name(format!("{name}.partial"));
+    let write = || {
+        let mut open = File::create(&beside)?;
+        open.write_all(bytes)?;
+        open.sync_all()?;
+        fs::rename(&beside, file)
+    };
+    write().map_err(|error| {
+        // The first error is the one to tell; what is left beside may not be there at all.
+        let _ = fs::remove_file(&beside);
+        Failure::io(file)(error)
+    })
+}
+
+fn training(folder: &Path) -> PathBuf {
+    folder.join("training")
+}
+
+/// The lock on a run: a second process does not get it, and one that died holds none.
+fn lock(folder: &Path) -> Result<File, Failure> {
+    let path = training(folder).join(LOCK);
+    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(Failure::io(&path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            let shown = folder.display();
+            Err(Failure::new(format!("another process trains in {shown}: wait for it, or choose another --out")))
+        }
+        Err(TryLockError::Error(error)) => Err(Failure::io(&path)(error)),
+    }
+}
+
+/// A file of a model in `folder`, if there is one.
+fn model_file(folder: &Path) -> Option<String> {
+    let names = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names = names.filter_map(|entry| entry.file_name().into_string().ok());
+    names.find(|name| {
+        [CONFIG, TOKENIZER, LABELS].contains(&name.as_str())
+            || name.ends_with(".safetensors")
+            || name.ends_with(".safetensors.index.json")
+    })
+}
+
+fn empty_folder(folder: &Path) -> Result<(), Failure> {
+    if folder.exists() {
+        fs::remove_dir_all(folder).map_err(Failure::io(folder))?;
+    }
+    fs::create_dir_all(folder).map_err(Failure::io(folder))
+}
+
+/// Removes a checkpoint, at no moment of which there is one that lacks some of its files.
+fn remove(checkpoint: &Path) -> Result<(), Failure> {
+    let going = checkpoint.with_extension("old.partial");
+    fs::rename(checkpoint, &going).map_err(Failure::io(checkpoint))?;
+    fs::remove_dir_all(&going).map_err(Failure::io(&going))
+}
+
+/// Makes a rename in a folder last through a power cut.
+fn sync(folder: &Path) -> Result<(), Failure> {
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(Failure::io(folder))
+}

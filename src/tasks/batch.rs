@@ -1,0 +1,76 @@
+//! Rows for a step, and their loss.
+
+use burn::tensor::Tensor;
+use fireclay_datasets::{TokenBatch, UtteranceBatch};
+use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_model::Transformer;
+
+use super::counts::TargetCounts;
+use super::{intent_slot, language};
+use crate::training::recipe::schema::TrainingRecipe;
+
+/// Rows for a step, on the host.
+#[derive(Clone, Debug)]
+pub enum Batch {
+    /// Tokens, and what follows each.
+    Tokens(TokenBatch),
+    /// Pieces of words, with intents and tags.
+    Utterances(UtteranceBatch),
+}
+
+impl From<TokenBatch> for Batch {
+    fn from(batch: TokenBatch) -> Self {
+        Self::Tokens(batch)
+    }
+}
+
+impl From<UtteranceBatch> for Batch {
+    fn from(batch: UtteranceBatch) -> Self {
+        Self::Utterances(batch)
+    }
+}
+
+impl Batch {
+    /// The targets that count.
+    pub(crate) fn counts(&self) -> TargetCounts {
+        match self {
+            Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
+            Self::Utterances(batch) => intent_slot::counts(batch),
+        }
+    }
+
+    /// Tokens learnt from.
+    pub(crate) fn tokens(&self) -> usize {
+        match self {
+            Self::Tokens(batch) => batch.target_count(),
+            Self::Utterances(batch) => batch.lengths().iter().map(|length| *length as usize).sum(),
+        }
+    }
+
+    /// The same rows in `parts`.
+    pub(crate) fn split(self, parts: usize) -> Vec<Self> {
+        match self {
+            Self::Tokens(batch) => batch.split(parts).into_iter().map(Self::Tokens).collect(),
+            Self::Utterances(batch) => batch.split(parts).into_iter().map(Self::Utterances).collect(),
+        }
+    }
+
+    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it: `[1]` nats.
+    pub(crate) fn loss<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        training: &TrainingRecipe,
+        whole: TargetCounts,
+        device: &B::Device,
+    ) -> Tensor<B, 1> {
+        let options = HeadLossOptions::new().with_label_smoothing(training.label_smoothing);
+        let (tokens, intents) = self.counts().shares(whole);
+        match self {
+            Self::Tokens(batch) => language::loss(model, batch, options.with_weight(tokens), device),
+            Self::Utterances(batch) => {
+                let weights = (intents * training.intent_weight, tokens);
+                intent_slot::loss(model, batch, weights, options, device)
+            }
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! How many targets of a batch count.
+
+/// Targets that count, of tokens or tags and of intents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TargetCounts {
+    pub(crate) tokens: usize,
+    pub(crate) intents: usize,
+}
+
+impl TargetCounts {
+    /// The shares that these have in `whole`.
+    pub(crate) fn shares(self, whole: Self) -> (f64, f64) {
+        let share = |part: usize, whole: usize| part as f64 / whole.max(1) as f64;
+        (share(self.tokens, whole.tokens), share(self.intents, whole.intents))
+    }
+}
+
+impl std::ops::Add for TargetCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { tokens: self.tokens + other.tokens, intents: self.intents + other.intents }
+    }
+}

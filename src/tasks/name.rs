@@ -1,0 +1,80 @@
+//! Kinds of work by name, and what they need of a model.
+
+use fireclay_datasets::{Labels, PieceTokenizer};
+use fireclay_model::{AttentionDirection, TransformerConfig};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+use crate::run_folder::{LABELS, TOKENIZER};
+
+/// A kind of work by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum TaskName {
+    /// Predict the next token
+    #[default]
+    Language,
+    /// Say an utterance's intent and tag its slots
+    IntentSlot,
+}
+
+impl TaskName {
+    /// The attention that a model for it has, and why.
+    pub(crate) fn attention(self) -> (AttentionDirection, &'static str) {
+        match self {
+            Self::Language => (AttentionDirection::Causal, "a language model must not see the tokens that it predicts"),
+            Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
+        }
+    }
+
+    /// The shipped recipe for it where none is named: for data and a model of one's own, or without.
+    pub fn default_recipe(self, has_data: bool, has_model: bool) -> &'static str {
+        match (self, has_data, has_model) {
+            (Self::Language, false, false) => "stories",
+            (Self::Language, ..) => "shakespeare-char-cpu",
+            (Self::IntentSlot, false, _) => "home",
+            (Self::IntentSlot, true, _) => "intent-slot",
+        }
+    }
+
+    /// Whether a model for it writes text.
+    pub fn writes_text(self) -> bool {
+        self == Self::Language
+    }
+}
+
+/// What a task needs a model to have room for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelSizes {
+    /// Tokens or pieces known.
+    pub vocab_size: usize,
+    /// Intents told apart; 0 where there are none.
+    #[serde(default)]
+    pub intents: usize,
+    /// Tags given; 0 where there are none.
+    #[serde(default)]
+    pub tags: usize,
+}
+
+impl ModelSizes {
+    /// What utterances with these labels, read in these pieces, need.
+    pub(crate) fn of_utterances(labels: &Labels, pieces: &PieceTokenizer) -> Self {
+        Self { vocab_size: pieces.vocab_size(), intents: labels.intents.len(), tags: labels.tag_count() }
+    }
+
+    /// Refuses a model without the room.
+    pub(crate) fn fit(self, config: &TransformerConfig) -> Result<(), Failure> {
+        let Self { vocab_size, intents, tags } = self;
+        if vocab_size > config.vocab_size {
+            let known = config.vocab_size;
+            return Err(Failure::new(format!("{TOKENIZER} has {vocab_size} tokens, but the model knows {known}")));
+        }
+        if (intents, tags) != (config.intents, config.tags) {
+            return Err(Failure::new(format!(
+                "{LABELS} has {intents} intents and {tags} tags, but the model {} and {}",
+                config.intents, config.tags
+            )));
+        }
+        Ok(())
+    }
+}

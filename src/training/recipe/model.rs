@@ -1,0 +1,81 @@
+//! The transformer that a recipe asks for.
+
+use fireclay_model::{AttentionDirection, TransformerConfig};
+use serde_json::Value as Json;
+use toml::Value;
+
+use super::schema::Recipe;
+use crate::failure::Failure;
+
+impl Recipe {
+    /// The transformer that the recipe asks for. Needs to know the data: call [`sized_for`](Self::sized_for) first.
+    ///
+    /// # Errors
+    /// If a field is unknown, of a wrong type, or contradicts another.
+    pub fn model_config(&self) -> Result<TransformerConfig, Failure> {
+        let usage = |reason: String| Failure::usage(reason);
+        let size = |name: &str, default: usize| match self.model.get(name) {
+            None => Ok(default),
+            Some(Value::Integer(size)) if *size > 0 => Ok(*size as usize),
+            Some(other) => Err(usage(format!("model.{name} is {other}: a whole number above 0 is wanted"))),
+        };
+        let shape = (size("context_length", self.training.seq_length)?, size("d_model", 128)?);
+        let (n_layers, n_heads) = (size("n_layers", 4)?, size("n_heads", 4)?);
+        let family = match self.model.get("family") {
+            None => "gpt2",
+            Some(Value::String(family)) => family,
+            Some(other) => return Err(usage(format!("model.family is {other}: a text is wanted"))),
+        };
+        let vocab_size = self.sizes.vocab_size;
+        let base = match family {
+            "gpt2" => TransformerConfig::gpt2(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "llama" => TransformerConfig::llama(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "mistral" => TransformerConfig::mistral(vocab_size, shape.0, shape.1, n_layers, n_heads, shape.0),
+            "qwen2" => TransformerConfig::qwen2(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            "qwen3" => {
+                let head_dim = shape.1 / n_heads;
+                TransformerConfig::qwen3(vocab_size, shape.0, shape.1, n_layers, n_heads, head_dim)
+            }
+            "bert" => TransformerConfig::bert(vocab_size, shape.0, shape.1, n_layers, n_heads),
+            other => {
+                let known = "gpt2, llama, mistral, qwen2, qwen3, bert";
+                return Err(usage(format!("model.family '{other}' is unknown; known: {known}")));
+            }
+        };
+        let base = base.with_intents(self.sizes.intents).with_tags(self.sizes.tags);
+        // The preset's fields, with the recipe's in their place.
+        let mut fields = serde_json::to_value(&base).map_err(|error| Failure::new(error.to_string()))?;
+        if let Json::Object(fields) = &mut fields {
+            for (key, value) in self.model.iter().filter(|(key, _)| *key != "family") {
+                let value = serde_json::to_value(value).map_err(|error| usage(format!("model.{key}: {error}")))?;
+                let alone = Json::Object([(key.clone(), value.clone())].into_iter().collect());
+                let mut tried = fields.clone();
+                tried.insert(key.clone(), value.clone());
+                serde_json::from_value::<TransformerConfig>(Json::Object(tried))
+                    .map_err(|error| usage(format!("model.{key} = {}: {error}", alone[key])))?;
+                fields.insert(key.clone(), value);
+            }
+        }
+        let config: TransformerConfig =
+            serde_json::from_value(fields).map_err(|error| usage(format!("[model]: {error}")))?;
+        self.suits_rows(&config)?;
+        config.validate().map_err(|error| usage(error.to_string()))?;
+        Ok(config)
+    }
+
+    /// Refuses a shape that the kind of task, or its rows, cannot do with.
+    pub(super) fn suits_rows(&self, config: &TransformerConfig) -> Result<(), Failure> {
+        let (wanted, why) = self.task.attention();
+        if config.attention != wanted {
+            let wanted = if wanted == AttentionDirection::Causal { "causal" } else { "bidirectional" };
+            return Err(Failure::usage(format!("the model's attention must be {wanted}: {why}")));
+        }
+        if config.context_length < self.training.seq_length {
+            let (context, seq_length) = (config.context_length, self.training.seq_length);
+            return Err(Failure::usage(format!(
+                "the model's context_length ({context}) is below training.seq_length ({seq_length})"
+            )));
+        }
+        Ok(())
+    }
+}

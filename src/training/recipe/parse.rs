@@ -1,0 +1,200 @@
+//! Recipes as TOML: the shipped ones, files, and settings of the command line.
+
+use std::path::Path;
+
+use fireclay_model::TransformerConfig;
+use serde_json::Value as Json;
+use toml::{Table, Value};
+
+use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
+use crate::failure::Failure;
+use crate::tasks::name::ModelSizes;
+
+/// The recipes that come with the program.
+const SHIPPED: [(&str, &str); 7] = [
+    ("stories", include_str!("../recipes/stories.toml")),
+    ("shakespeare-char-cpu", include_str!("../recipes/shakespeare-char-cpu.toml")),
+    ("shakespeare-char-gpu", include_str!("../recipes/shakespeare-char-gpu.toml")),
+    ("gpt2-124m", include_str!("../recipes/gpt2-124m.toml")),
+    ("llama-15m", include_str!("../recipes/llama-15m.toml")),
+    ("home", include_str!("../recipes/home.toml")),
+    ("intent-slot", include_str!("../recipes/intent-slot.toml")),
+];
+
+impl Recipe {
+    /// A recipe that comes with the program, by its name.
+    ///
+    /// # Errors
+    /// If there is none of that name.
+    pub fn shipped(name: &str) -> Result<Self, Failure> {
+        match SHIPPED.iter().find(|(known, _)| *known == name) {
+            Some((_, text)) => Self::parse(text, name),
+            None => {
+                let known: Vec<&str> = SHIPPED.iter().map(|(known, _)| *known).collect();
+                let known = known.join(", ");
+                Err(Failure::usage(format!("no recipe '{name}': neither a file nor one of those shipped ({known})")))
+            }
+        }
+    }
+
+    /// The recipe in a file, or the shipped one of that name.
+    ///
+    /// # Errors
+    /// If there is neither, or the file is no recipe.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        let name = path.to_string_lossy();
+        if !path.exists() && !name.ends_with(".toml") {
+            return Self::shipped(&name);
+        }
+        let text = std::fs::read_to_string(path).map_err(Failure::io(path))?;
+        Self::parse(&text, &name)
+    }
+
+    /// Reads TOML; `origin` stands in errors.
+    ///
+    /// # Errors
+    /// If it is not TOML, a key is unknown, or a value is of the wrong type.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, Failure> {
+        let wrong = |reason: String| Failure::usage(format!("{origin}: {reason}"));
+        let table: Table = text.parse().map_err(|error: toml::de::Error| {
+            let line = error.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            wrong(format!("line {line}: {}", error.message()))
+        })?;
+        Self::from_table(table).map_err(|failure| wrong(failure.to_string()))
+    }
+
+    fn from_table(table: Table) -> Result<Self, Failure> {
+        let known = known_keys();
+        for (section, value) in &table {
+            let keys: Vec<&str> = match value {
+                Value::Table(entries) if section != "sizes" => entries.keys().map(String::as_str).collect(),
+                _ => Vec::new(),
+            };
+            if !known.iter().any(|(known, key)| known == section || (known.is_empty() && key == section)) {
+                return Err(unknown(section, &known));
+            }
+            for key in keys {
+                if !known.iter().any(|(known, known_key)| known == section && known_key == key) {
+                    return Err(unknown(&format!("{section}.{key}"), &known));
+                }
+            }
+        }
+        let mut recipe: Self = Value::Table(table).try_into().map_err(|error: toml::de::Error| {
+            let text = error.to_string();
+            Failure::usage(text.trim().to_string())
+        })?;
+        if is_unknown(&recipe.sizes) && recipe.init.is_none() {
+            // Finds wrong types in [model] now, rather than when the data has been read.
+            recipe.sizes.vocab_size = 1;
+            recipe.model_config()?;
+            recipe.sizes = ModelSizes::default();
+        }
+        recipe.check()
+    }
+
+    /// With `key` set to `value`, which reads as TOML where it can, else as a text. A key is `section.key`, or the key
+    /// alone.
+    ///
+    /// # Errors
+    /// If the key is unknown (the nearest known one is named) or the value of a wrong type.
+    pub fn with(&self, key: &str, value: &str) -> Result<Self, Failure> {
+        let known = known_keys();
+        let found = known.iter().find(|(section, name)| key == name || key == dotted(section, name));
+        let (section, name) = found.ok_or_else(|| unknown(key, &known))?;
+        let parsed = format!("x = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("x"));
+        let value = parsed.unwrap_or_else(|| Value::String(value.to_string()));
+        let mut table = Table::try_from(self).map_err(|error| Failure::new(error.to_string()))?;
+        if section.is_empty() {
+            table.insert(name.clone(), value);
+        } else if let Some(Value::Table(entries)) =
+            Some(table.entry(section.clone()).or_insert_with(|| Value::Table(Table::new())))
+        {
+            entries.insert(name.clone(), value);
+        }
+        Self::from_table(table).map_err(|failure| Failure::usage(format!("--set {key}: {failure}")))
+    }
+}
+
+/// Every key of a recipe as `(section, key)`.
+fn known_keys() -> Vec<(String, String)> {
+    let keys = |value: Json| match value {
+        Json::Object(fields) => fields.into_iter().map(|(key, _)| key).collect(),
+        _ => Vec::new(),
+    };
+    let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
+    let data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
+    let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
+    let from_data = ["vocab_size", "intents", "tags"];
+    let model: Vec<String> = std::iter::once("family".to_string())
+        .chain(model.into_iter().filter(|key| !from_data.contains(&key.as_str())))
+        .collect();
+    let top = ["name", "task", "init", "sizes"].map(String::from).to_vec();
+    [("training", training), ("data", data), ("model", model), ("", top)]
+        .into_iter()
+        .flat_map(|(section, keys)| keys.into_iter().map(move |key| (section.to_string(), key)))
+        .collect()
+}
+
+fn dotted(section: &str, key: &str) -> String {
+    if section.is_empty() { key.to_string() } else { format!("{section}.{key}") }
+}
+
+fn unknown(key: &str, known: &[(String, String)]) -> Failure {
+    let bare = key.rsplit('.').next().unwrap_or(key);
+    let nearest = known.iter().max_by(|a, b| {
+        let closeness = |entry: &(String, String)| strsim::jaro_winkler(bare, &entry.1);
+        closeness(a).total_cmp(&closeness(b))
+    });
+    let nearest = nearest.map_or(String::new(), |(section, key)| dotted(section, key));
+    Failure::usage(format!("unknown key {key}; the nearest known one is {nearest}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(vocab_size: usize) -> ModelSizes {
+        ModelSizes { vocab_size, ..ModelSizes::default() }
+    }
+
+    #[test]
+    fn every_shipped_recipe_reads_and_describes_a_model() {
+        for (name, _) in SHIPPED {
+            let recipe = Recipe::shipped(name).expect("a good recipe");
+            assert_eq!(recipe.name, name);
+            recipe.model_config().expect_err("no vocabulary yet");
+            Recipe { sizes: sizes(50_257), ..recipe }.model_config().expect("a good model");
+        }
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_with_the_nearest_known_one() {
+        let recipe = Recipe::shipped("stories").expect("a good recipe");
+        let message = recipe.with("batchsize", "3").expect_err("unknown").to_string();
+        assert!(message.contains("training.batch_size"), "{message}");
+        let message = Recipe::parse("name = 'x'\n[training]\nlearning_rat = 1", "r.toml").expect_err("unknown");
+        assert!(message.to_string().contains("training.learning_rate"), "{message}");
+        assert_eq!(message.exit_code(), 2);
+    }
+
+    #[test]
+    fn wrong_types_are_refused_with_their_key() {
+        for (text, key) in [
+            ("name = 'x'\n[training]\nsteps = 'many'", "steps"),
+            ("name = 'x'\n[model]\nd_model = 'wide'", "d_model"),
+            ("name = 'x'\n[model]\ntied_embeddings = 3", "tied_embeddings"),
+            ("name = 'x'\n[data]\nholdout = 2.0", "holdout"),
+        ] {
+            let message = Recipe::parse(text, "r.toml").expect_err("wrong type").to_string();
+            assert!(message.contains(key) && !message.contains('\n'), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_setting_replaces_the_recipes_value() {
+        let recipe = Recipe::shipped("stories").expect("a good recipe");
+        let changed = recipe.with("steps", "7").and_then(|r| r.with("model.dropout", "0.25")).expect("known keys");
+        assert_eq!(changed.training.steps, 7);
+        assert_eq!(Recipe { sizes: sizes(10), ..changed }.model_config().expect("a good model").dropout, 0.25);
+    }
+}

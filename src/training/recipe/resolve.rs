@@ -1,0 +1,78 @@
+//! From a recipe to its data and its model.
+
+use std::path::Path;
+
+use fireclay_kernels::Backend;
+use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
+use toml::Value;
+
+use super::schema::Recipe;
+use crate::failure::Failure;
+use crate::tasks::Task;
+use crate::tasks::name::ModelSizes;
+
+impl Recipe {
+    /// Refuses a model that the task's data does not fit.
+    pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
+        self.suits_rows(config)?;
+        task.sizes().fit(config)
+    }
+
+    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
+    /// labels, else fresh ones.
+    pub(crate) fn model_from<B: Backend>(
+        &self,
+        folder: &Path,
+        task: &Task,
+        device: &B::Device,
+    ) -> Result<Transformer<B>, Failure> {
+        let (_, mut config) = ModelFolder::new(folder).config()?;
+        let dropout = self.model.get("dropout").and_then(|value| match value {
+            Value::Integer(whole) => Some(*whole as f64),
+            other => other.as_float(),
+        });
+        config.dropout = dropout.unwrap_or(config.dropout);
+        let ModelSizes { intents, tags, .. } = task.sizes();
+        let config = config.with_intents(intents).with_tags(tags);
+        let shown = folder.display().to_string();
+        self.suits(&config, task).map_err(|failure| failure.about(&shown))?;
+        config.validate().map_err(|error| Failure::usage(format!("{shown}: {error}")))?;
+        let heads = task.has_heads_of(folder)?;
+        Ok(ModelFolder::new(folder).load_as(&config, heads, self.training.seed, device)?)
+    }
+
+    /// Reads the data, and makes its tokenizer.
+    ///
+    /// # Errors
+    /// If the data is missing, empty, malformed, not text, or too short.
+    pub fn task(&self) -> Result<Task, Failure> {
+        Task::begin(self, self.begins_with()?)
+    }
+
+    /// The model to begin from.
+    ///
+    /// # Errors
+    /// If there is one that cannot know the data's words.
+    pub fn begins_with(&self) -> Result<Option<&Path>, Failure> {
+        match &self.init {
+            Some(_) if self.data.source == "stories" => Err(Failure::usage(
+                "the embedded stories are in words of their own, which no other model knows: give text with --data",
+            )),
+            init => Ok(init.as_deref()),
+        }
+    }
+
+    /// Reads the data as the tokenizer and the labels in a model's folder have it.
+    ///
+    /// # Errors
+    /// As [`task`](Self::task), and if the tokenizer lacks something in the text.
+    pub fn task_of(&self, folder: &Path) -> Result<Task, Failure> {
+        Task::resume(self, folder)
+    }
+
+    /// With a model that has room for what the task's data holds.
+    pub fn sized_for(mut self, task: &Task) -> Self {
+        self.sizes = task.sizes();
+        self
+    }
+}

@@ -1,0 +1,218 @@
+//! What a recipe says: what to train, on what, and how.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use toml::Table;
+
+use crate::failure::Failure;
+use crate::precision::Precision;
+use crate::tasks::name::{ModelSizes, TaskName};
+use crate::training::schedule::{Schedule, ScheduleKind};
+
+/// Data that is in the program itself.
+pub const EMBEDDED: [&str; 2] = ["stories", "home"];
+
+/// Everything about a training run but where it goes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// Name of the run.
+    pub name: String,
+    /// What to train for.
+    #[serde(default)]
+    pub task: TaskName,
+    /// Folder of a model to begin from, whose shape and tokenizer are taken; of `[model]` only the dropout counts then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub init: Option<PathBuf>,
+    /// Family and shape: `family`, and any field of [`TransformerConfig`].
+    #[serde(default)]
+    pub model: Table,
+    /// What to learn from.
+    #[serde(default)]
+    pub data: DataRecipe,
+    /// How to learn.
+    #[serde(default)]
+    pub training: TrainingRecipe,
+    /// What the data asks for; filled in by [`Recipe::sized_for`].
+    #[serde(default, skip_serializing_if = "is_unknown")]
+    pub(crate) sizes: ModelSizes,
+}
+
+pub(super) fn is_unknown(sizes: &ModelSizes) -> bool {
+    *sizes == ModelSizes::default()
+}
+
+/// The `[data]` of a recipe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataRecipe {
+    /// `stories` or `home` for an embedded grammar, else the path of a text or of a folder; empty to ask for one.
+    pub source: String,
+    /// For a language `byte`, `char` or `bpe`, for utterances `pieces` (of the training part's words); or the path of a
+    /// `tokenizer.json`.
+    pub tokenizer: String,
+    /// Size of the vocabulary of `bpe`.
+    pub bpe_size: usize,
+    /// Size of the vocabulary of pieces, for utterances.
+    pub pieces: usize,
+    /// Share of the text held out at its end.
+    pub holdout: f64,
+}
+
+impl Default for DataRecipe {
+    fn default() -> Self {
+        Self { source: String::new(), tokenizer: "byte".into(), bpe_size: 4096, pieces: 2000, holdout: 0.1 }
+    }
+}
+
+/// The `[training]` of a recipe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainingRecipe {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Rows of a forward pass.
+    pub batch_size: usize,
+    /// Tokens of a row.
+    pub seq_length: usize,
+    /// Forward passes of a step.
+    pub accumulation: usize,
+    /// Learning rate after the warm-up.
+    pub learning_rate: f64,
+    /// Learning rate at the end of a cosine.
+    pub min_learning_rate: f64,
+    /// Steps of warm-up.
+    pub warmup_steps: u64,
+    /// `cosine` or `constant`.
+    pub schedule: ScheduleKind,
+    /// AdamW's decay of the first moment.
+    pub beta_1: f64,
+    /// AdamW's decay of the second moment.
+    pub beta_2: f64,
+    /// AdamW's epsilon.
+    pub epsilon: f64,
+    /// Decoupled decay of matrices.
+    pub weight_decay: f64,
+    /// Largest global norm of the gradients; 0 for no clipping.
+    pub max_grad_norm: f64,
+    /// Share of the targets' probability spread over the vocabulary, in training.
+    pub label_smoothing: f64,
+    /// Weight of the intents' loss beside that of the tags.
+    pub intent_weight: f64,
+    /// Share of the words that are read letter by letter, in training on utterances.
+    pub split_words: f64,
+    /// Share of the slots' values that are exchanged for another of the same slot, in training on utterances.
+    pub swap_values: f64,
+    /// Share of the words that are hidden, in training on utterances.
+    pub hide_words: f64,
+    /// `f32` or `bf16`.
+    pub precision: Precision,
+    /// Where all randomness comes from.
+    pub seed: u64,
+    /// Steps between validations.
+    pub valid_every: u64,
+    /// Held-out tokens of a validation.
+    pub valid_tokens: usize,
+    /// Held-out tokens of the last validation; 0 for as many as of the others.
+    pub final_valid_tokens: usize,
+    /// Steps between checkpoints.
+    pub checkpoint_every: u64,
+    /// Checkpoints kept; the best model is kept besides.
+    pub checkpoints_kept: usize,
+}
+
+impl Default for TrainingRecipe {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            batch_size: 12,
+            seq_length: 64,
+            accumulation: 1,
+            learning_rate: 1e-3,
+            min_learning_rate: 1e-4,
+            warmup_steps: 100,
+            schedule: ScheduleKind::Cosine,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            max_grad_norm: 1.0,
+            label_smoothing: 0.0,
+            intent_weight: 1.0,
+            split_words: 0.0,
+            swap_values: 0.0,
+            hide_words: 0.0,
+            precision: Precision::F32,
+            seed: 1337,
+            valid_every: 250,
+            valid_tokens: 20_000,
+            final_valid_tokens: 0,
+            checkpoint_every: 250,
+            checkpoints_kept: 2,
+        }
+    }
+}
+
+impl Recipe {
+    /// Refuses values that no run can have.
+    pub(super) fn check(self) -> Result<Self, Failure> {
+        let training = &self.training;
+        let counts = [
+            ("steps", training.steps as usize),
+            ("batch_size", training.batch_size),
+            ("seq_length", training.seq_length),
+            ("accumulation", training.accumulation),
+            ("valid_every", training.valid_every as usize),
+            ("valid_tokens", training.valid_tokens),
+            ("checkpoint_every", training.checkpoint_every as usize),
+            ("checkpoints_kept", training.checkpoints_kept),
+        ];
+        if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
+            return Err(Failure::usage(format!("training.{name} must be at least 1")));
+        }
+        if !training.precision.trains() {
+            let name = training.precision.name();
+            return Err(Failure::usage(format!("training.precision is {name}: training takes f32 or bf16")));
+        }
+        let numbers = [
+            ("learning_rate", training.learning_rate),
+            ("min_learning_rate", training.min_learning_rate),
+            ("epsilon", training.epsilon),
+            ("weight_decay", training.weight_decay),
+            ("max_grad_norm", training.max_grad_norm),
+            ("intent_weight", training.intent_weight),
+        ];
+        if let Some((name, value)) = numbers.into_iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
+            return Err(Failure::usage(format!("training.{name} is {value}: it must be a number, and not below 0")));
+        }
+        let shares = [
+            ("training.beta_1", training.beta_1),
+            ("training.beta_2", training.beta_2),
+            ("training.label_smoothing", training.label_smoothing),
+            ("training.split_words", training.split_words),
+            ("training.swap_values", training.swap_values),
+            ("training.hide_words", training.hide_words),
+        ];
+        if let Some((name, value)) = shares.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
+            return Err(Failure::usage(format!("{name} is {value}: it must be at least 0 and below 1")));
+        }
+        if !(self.data.holdout > 0.0 && self.data.holdout < 1.0) {
+            let holdout = self.data.holdout;
+            return Err(Failure::usage(format!("data.holdout is {holdout}: it must be above 0 and below 1")));
+        }
+        Ok(self)
+    }
+
+    /// The learning rate over the run.
+    pub fn schedule(&self) -> Schedule {
+        let TrainingRecipe { schedule, learning_rate, min_learning_rate, warmup_steps, steps, .. } = self.training;
+        Schedule { kind: schedule, maximum: learning_rate, minimum: min_learning_rate, warmup_steps, steps }
+    }
+
+    /// That there is nothing to learn from.
+    pub(crate) fn lacks_data(&self, what: &str) -> Failure {
+        let name = &self.name;
+        Failure::usage(format!("recipe {name} needs {what} to learn from: give it with --data PATH"))
+    }
+}
