@@ -1,9 +1,9 @@
 //! What a language model trains on: a text, or stories that the program writes itself.
 
-use crate::DataError;
 use crate::batch::TokenBatch;
+use crate::embedded::stories::StoryGrammar;
+use crate::error::DataError;
 use crate::random::Generator;
-use crate::story::StoryGrammar;
 use crate::tokenizer::Tokenizer;
 
 /// The part of a corpus to take from.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use crate::DataError;
+use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 use crate::utterance::Utterance;
 

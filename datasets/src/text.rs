@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::DataError;
+use crate::error::DataError;
 
 /// The text of a file, or of all files in a folder and the folders below it, in the order of their names, joined by
 /// line breaks. Hidden files are left out.

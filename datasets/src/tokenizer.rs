@@ -12,7 +12,7 @@ use tokenizers::{
     PreTokenizer,
 };
 
-use crate::DataError;
+use crate::error::DataError;
 
 /// The token between texts of a trained byte-pair tokenizer.
 const END_OF_TEXT: &str = "<|endoftext|>";

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::DataError;
-use crate::labels::{Span, slot_of, spans};
+use crate::error::DataError;
+use crate::spans::{Span, slot_of, spans};
 use crate::text::read_file;
 
 /// Words, a tag in IOB2 for each, and an intent.
@@ -72,11 +72,6 @@ impl Utterances {
         let read = Self { train: train?, valid: valid?, test: test? };
         faults.none()?;
         Ok(read)
-    }
-
-    /// Utterances to a home assistant, from an embedded grammar: always the same ones.
-    pub fn home() -> Self {
-        crate::home::utterances()
     }
 }
 

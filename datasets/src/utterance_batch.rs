@@ -7,8 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-use crate::DataError;
 use crate::batch::IGNORED_TARGET;
+use crate::error::DataError;
 use crate::labels::Labels;
 use crate::pieces::PieceTokenizer;
 use crate::random::Generator;

@@ -1,0 +1,32 @@
+//! Slots as tags in IOB2, and the spans of words that they mean.
+
+use std::ops::Range;
+
+/// The slot of a tag and whether the tag begins it; none of `O` and of what is no tag.
+pub(crate) fn slot_of(tag: &str) -> Option<(&str, bool)> {
+    let begun = tag.strip_prefix("B-").map(|slot| (slot, true));
+    begun.or_else(|| tag.strip_prefix("I-").map(|slot| (slot, false))).filter(|(slot, _)| !slot.is_empty())
+}
+
+/// A slot's span of words.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Span {
+    /// Name of the slot.
+    pub slot: String,
+    /// Places of its words.
+    pub words: Range<usize>,
+}
+
+/// The spans of a sequence of tags by the rules of conlleval: a `B` begins one; an `I` continues one of the same slot,
+/// and begins one otherwise.
+pub fn spans<S: AsRef<str>>(tags: &[S]) -> Vec<Span> {
+    let mut spans: Vec<Span> = Vec::new();
+    for (at, tag) in tags.iter().enumerate() {
+        let Some((slot, begins)) = slot_of(tag.as_ref()) else { continue };
+        match spans.last_mut() {
+            Some(last) if !begins && last.words.end == at && last.slot == slot => last.words.end = at + 1,
+            _ => spans.push(Span { slot: slot.to_owned(), words: at..at + 1 }),
+        }
+    }
+    spans
+}
