@@ -5,7 +5,7 @@
 //! metrics.jsonl  loss.svg                            how it went
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else
-//! training/lock                                      held by the process that trains
+//! training/run.lock                                  held by the process that trains
 //! ```
 //!
 //! A checkpoint is written into a folder beside, synced, and renamed, so that one under its name is whole; every other
@@ -29,7 +29,7 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const STATE: &str = "state.json";
 /// Where a finished run keeps the figures of its `done` line.
 pub(crate) const DONE: &str = "done.json";
-const LOCK: &str = "lock";
+const LOCK: &str = "run.lock";
 /// What a model folder holds; the last two only where texts have an end token, or utterances labels.
 const MODEL_FILES: [&str; 5] = [CONFIG, TOKENIZER, WEIGHTS, GENERATION, LABELS];
 

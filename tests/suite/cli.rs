@@ -84,7 +84,8 @@ fn training_prints_json_lines_and_a_done_line_only() {
     for name in model.into_iter().chain(["metrics.jsonl", "loss.svg", "training"]) {
         assert!(out.join(name).exists(), "{name}");
     }
-    let checkpoints = fs::read_dir(out.join("training")).expect("checkpoints").count();
+    let entries = fs::read_dir(out.join("training")).expect("checkpoints").flatten();
+    let checkpoints = entries.filter(|entry| entry.path().is_dir()).count();
     assert_eq!(checkpoints, 2, "steps 2 and 4 were saved, and two are kept");
     let svg = fs::read_to_string(out.join("loss.svg")).expect("a chart");
     assert!(svg.starts_with("<svg") && svg.contains("validation"));
@@ -265,6 +266,14 @@ fn a_run_is_never_overwritten() {
     assert_refused(&train(&begin), 1, &["already holds a run", "--resume"]);
     assert_refused(&train(&["--resume", "--plain", "--out", text(&out)]), 1, &["already at step 4", "--steps"]);
     assert_eq!(fs::read(out.join("model.safetensors")).expect("a model"), before);
+    for file in ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]
+    {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join(file), "someone's").expect("a writable folder");
+        let args = [&["--plain", "--out", text(folder.path())], &SMALL[..]].concat();
+        assert_refused(&train(&args), 1, &["already holds a model", file]);
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is written beside {file}");
+    }
     let missing = folder.path().join("nothing");
     assert_refused(&train(&["--resume", "--plain", "--out", text(&missing)]), 1, &["no checkpoint"]);
 }

@@ -18,6 +18,10 @@ fn begin(out: &Path) -> Child {
 }
 
 fn begin_command(out: &Path) -> Command {
+    small_run(&["stories"], out)
+}
+
+fn small_run(data: &[&str], out: &Path) -> Command {
     let settings = [
         "d_model=16",
         "n_layers=1",
@@ -32,7 +36,7 @@ fn begin_command(out: &Path) -> Command {
         "steps=40",
     ];
     let mut command = fireclay();
-    command.args(["train", "stories", "--plain", "--backend", crate::backend().as_str(), "--out"]).arg(out);
+    command.arg("train").args(data).args(["--plain", "--backend", crate::backend().as_str(), "--out"]).arg(out);
     settings.iter().for_each(|setting| {
         command.args(["--set", setting]);
     });
@@ -49,10 +53,15 @@ fn weights(out: &Path) -> Vec<u8> {
     std::fs::read(out.join("model.safetensors")).expect("a model")
 }
 
+/// Whether `path` has the name of a whole checkpoint: `step-`, its number, and no extension.
+fn is_checkpoint(path: &Path) -> bool {
+    path.extension().is_none() && path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"))
+}
+
 /// Every file of every checkpoint can be read.
 fn assert_whole(out: &Path) {
     let checkpoints = std::fs::read_dir(out.join("training")).into_iter().flatten().flatten();
-    for checkpoint in checkpoints.map(|entry| entry.path()).filter(|path| path.extension().is_none()) {
+    for checkpoint in checkpoints.map(|entry| entry.path()).filter(|path| is_checkpoint(path)) {
         for name in ["model.safetensors", "optimizer.safetensors"] {
             let bytes = std::fs::read(checkpoint.join(name)).expect("a whole checkpoint");
             safetensors::SafeTensors::deserialize(&bytes).expect("a readable checkpoint");
@@ -88,30 +97,97 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 #[cfg(unix)]
 #[test]
 fn ctrl_c_saves_and_says_how_to_go_on() {
+    assert_stops("-INT", 130);
+}
+
+#[cfg(unix)]
+#[test]
+fn sigterm_saves_and_says_how_to_go_on() {
+    assert_stops("-TERM", 143);
+}
+
+/// A run that gets `signal` saves, says how to go on and exits with `code`, and its rest gives the bytes of a run
+/// that was never stopped.
+#[cfg(unix)]
+fn assert_stops(signal: &str, code: i32) {
     let folder = tempfile::tempdir().expect("a folder");
     let (straight, stopped) = (folder.path().join("straight"), folder.path().join("stopped"));
     assert!(begin(&straight).wait().expect("it ends").success());
 
     let mut command = begin_command(&stopped);
     let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
-    let begun = Instant::now();
-    while !stopped.join("training/step-00000004").exists() {
-        assert!(begun.elapsed() < Duration::from_secs(300), "no checkpoint at step 4");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is there");
+    await_step(&stopped, 4);
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill is there");
     assert!(sent.success());
     let mut told = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().expect("its stderr"), &mut told).expect("text");
     let status = child.wait().expect("it ends");
     // So short a run may be over before the signal arrives; then there is nothing to go on with.
     if !status.success() {
-        assert_eq!(status.code(), Some(130), "{told}");
+        assert_eq!(status.code(), Some(code), "{told}");
         let last = told.lines().last().unwrap_or("");
         assert!(last.contains("stopped and saved at step") && last.contains("--resume --out"), "{told}");
         assert!(resume(&stopped).wait().expect("it ends").success());
     }
     assert_eq!(weights(&straight), weights(&stopped));
+}
+
+/// Until the run in `out` has a checkpoint of `step`.
+fn await_step(out: &Path, step: u64) {
+    let begun = Instant::now();
+    while !out.join(format!("training/step-{step:08}")).exists() {
+        assert!(begun.elapsed() < Duration::from_secs(300), "no checkpoint at step {step}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A long run, on `data`, that has saved a checkpoint and is still at it.
+fn long_run(data: &Path, out: &Path) -> Child {
+    std::fs::write(data, "Once upon a time there was a small owl.\n".repeat(400)).expect("a text");
+    let data = data.to_str().expect("its path is text");
+    let child = small_run(&["--data", data], out).args(["--set", "steps=1000000"]).spawn().expect("the program starts");
+    await_step(out, 4);
+    child
+}
+
+#[test]
+fn one_process_at_a_time_trains_in_a_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (data, out) = (folder.path().join("owl.txt"), folder.path().join("run"));
+    let mut child = long_run(&data, &out);
+    let mut command = fireclay();
+    command.args(["train", "--resume", "--plain", "--backend", crate::backend().as_str(), "--out"]).arg(&out);
+    let second = command.stderr(Stdio::piped()).output().expect("the program starts");
+    child.kill().expect("it can be killed");
+    child.wait().expect("it ends");
+    let told = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert_eq!(second.status.code(), Some(1), "{told}");
+    assert!(told.contains("another process trains in") && told.lines().count() == 1, "{told}");
+}
+
+#[test]
+fn a_run_whose_data_changed_goes_on_only_when_told_to() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (data, out) = (folder.path().join("owl.txt"), folder.path().join("run"));
+    let mut child = long_run(&data, &out);
+    child.kill().expect("it can be killed");
+    child.wait().expect("it ends");
+    std::fs::write(&data, "Once upon a time there was a nice owl.\n".repeat(400)).expect("a text");
+    let entries = std::fs::read_dir(out.join("training")).expect("checkpoints").flatten().map(|entry| entry.path());
+    let names = entries.filter(|path| is_checkpoint(path)).map(|path| path.to_string_lossy().into_owned());
+    let last = names.filter_map(|name| name.rsplit('-').next()?.parse::<u64>().ok()).max().expect("a checkpoint");
+    let go_on = |more: &[&str]| {
+        let mut command = fireclay();
+        command.args(["train", "--resume", "--plain", "--backend", crate::backend().as_str()]);
+        command.args(["--steps", &(last + 4).to_string()]).args(more).arg("--out").arg(&out);
+        command.stderr(Stdio::piped()).stdout(Stdio::null()).output().expect("the program starts")
+    };
+    let refused = go_on(&[]);
+    let told = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{told}");
+    assert!(told.contains("is not what it was") && told.contains("--allow-changed-data"), "{told}");
+    let allowed = go_on(&["--allow-changed-data"]);
+    assert!(allowed.status.success(), "{}", String::from_utf8_lossy(&allowed.stderr));
 }
 
 #[test]
@@ -126,9 +202,8 @@ fn twenty_kills_at_random_moments_leave_no_unreadable_checkpoint() {
     let mut finished = false;
     for round in 0..20 {
         let started = killed.join("training").exists()
-            && std::fs::read_dir(killed.join("training")).is_ok_and(|mut entries| {
-                entries.any(|entry| entry.is_ok_and(|entry| entry.path().extension().is_none()))
-            });
+            && std::fs::read_dir(killed.join("training"))
+                .is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|entry| is_checkpoint(&entry.path()))));
         if !started {
             let _ = std::fs::remove_dir_all(&killed);
         }
@@ -142,7 +217,7 @@ fn twenty_kills_at_random_moments_leave_no_unreadable_checkpoint() {
     }
     if !killed.join("training/step-00000040").exists() {
         let has_checkpoint = std::fs::read_dir(killed.join("training"))
-            .is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|entry| entry.path().extension().is_none())));
+            .is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|entry| is_checkpoint(&entry.path()))));
         if !has_checkpoint {
             let _ = std::fs::remove_dir_all(&killed);
         }
