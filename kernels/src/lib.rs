@@ -80,7 +80,7 @@ pub mod traits {
 
 /// Operands of the traits' methods, checked where they are put together.
 ///
-/// Kernels launch without bounds checks, so what they rely on is checked before: each method takes one [`Checked`] struct,
+/// Kernels launch without bounds checks, so what they rely on is checked before: each method takes one [`Checked`](operands::Checked) struct,
 /// and there is no other way to make one than by its checks.
 pub mod operands {
     pub use crate::checked::{Checked, Operands};

@@ -25,7 +25,7 @@ pub struct Recipe {
     /// Folder of a model to begin from, whose shape and tokenizer are taken; of `[model]` only the dropout counts then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
-    /// Family and shape: `family`, and any field of [`TransformerConfig`].
+    /// Family and shape: `family`, and any field of [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
     pub model: Table,
     /// What to learn from.
