@@ -103,7 +103,7 @@ impl BackendName {
     /// # Errors
     /// If the backend is not there, and whatever the work runs into.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
-        self.keep_compiled_kernels(&self.devices()?);
+        self.configure(&self.devices()?);
         match self {
             #[cfg(feature = "ndarray")]
             Self::Cpu => {
@@ -120,12 +120,15 @@ impl BackendName {
         }
     }
 
-    /// Keeps compiled kernels in the user's cache folder, where there is one.
+    /// Sets CubeCL up, with the compiled kernels in the user's cache folder, where there is one.
     #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), expect(unused_variables))]
-    fn keep_compiled_kernels(self, devices: &[DeviceInfo]) {
+    fn configure(self, devices: &[DeviceInfo]) {
         #[cfg(any(feature = "wgpu", feature = "cuda"))]
-        if let (true, Some(folder), Some(device)) = (self != Self::Cpu, dirs::cache_dir(), devices.first()) {
-            devices::keep_compiled_kernels(&folder.join("fireclay"), &format!("{} {}", self.as_str(), device.name));
+        if self != Self::Cpu {
+            let folder = dirs::cache_dir().map(|folder| folder.join("fireclay"));
+            let device = devices.first().map(|device| format!("{} {}", self.as_str(), device.name));
+            let cache = folder.as_deref().zip(device.as_deref());
+            devices::configure(cache.map(|(folder, device)| devices::KernelCache { folder, device }));
         }
     }
 

@@ -49,6 +49,8 @@ const SMALL: Scale =
 
 fn main() {
     let backend = std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into());
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    fireclay_kernels::devices::configure(None);
     match backend.as_str() {
         #[cfg(feature = "ndarray")]
         "cpu" => run::<burn::backend::NdArray>(&SMALL),

@@ -106,25 +106,49 @@ fn probe_headers() -> Result<(), String> {
     }
 }
 
-/// Keeps compiled kernels under `folder` for the next process, apart for each `device` and each version of the kernels'
-/// sources: CubeCL's own cache knows neither. Where the folder cannot be written, nothing is kept.
+/// Sets CubeCL up for a process: its threads share one stream of launches, and compiled kernels are kept where `cache` says.
+/// Everything else is as `cubecl.toml` and CubeCL's environment variables say.
 ///
-/// Call it before any device is used. A second call in one process changes nothing.
+/// By default CubeCL has a stream for each thread, and one does not wait for all that another wrote, nor before it uses
+/// again what another still reads: a tensor that goes from thread to thread may then be read half written. Without this
+/// call the operations of this crate refuse tensors of another thread.
+///
+/// A second call in one process changes nothing.
+///
+/// # Panics
+/// If CubeCL was used before: it reads its settings once.
 #[cfg(feature = "cubecl")]
-pub fn keep_compiled_kernels(folder: &std::path::Path, device: &str) {
+pub fn configure(cache: Option<KernelCache<'_>>) {
     use cubecl::config::cache::CacheConfig;
     use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
-        let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
-        let device: String = device.chars().map(plain).collect();
-        let folder = folder.join(format!("{}-{device}", env!("FIRECLAY_KERNEL_SOURCES")));
-        let mut config = CubeClRuntimeConfig::default().override_from_env();
-        config.compilation.cache = Some(CacheConfig::File(folder.clone()));
-        config.autotune.cache = CacheConfig::File(folder);
+        // CubeCL reads `cubecl.toml` here or above, and takes for granted that there is a here.
+        let here = std::env::current_dir().is_ok();
+        let config = if here { CubeClRuntimeConfig::from_current_dir() } else { CubeClRuntimeConfig::default() };
+        let mut config = config.override_from_env();
+        config.streaming.max_streams = 1;
+        if let Some(KernelCache { folder, device }) = cache {
+            let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+            let device: String = device.chars().map(plain).collect();
+            let folder = folder.join(format!("{}-{device}", env!("FIRECLAY_KERNEL_SOURCES")));
+            config.compilation.cache = Some(CacheConfig::File(folder.clone()));
+            config.autotune.cache = CacheConfig::File(folder);
+        }
         CubeClRuntimeConfig::set(config);
     });
+}
+
+/// Where compiled kernels are kept for the next process, apart for each device and each version of the kernels' sources:
+/// CubeCL's own cache knows neither. Where the folder cannot be written, nothing is kept.
+#[cfg(feature = "cubecl")]
+#[derive(Clone, Copy, Debug)]
+pub struct KernelCache<'a> {
+    /// A folder of many devices' kernels.
+    pub folder: &'a std::path::Path,
+    /// The device's name.
+    pub device: &'a str,
 }
 
 /// Lets mimalloc, in a program that allocates with it, keep what is freed for what comes next. Its default gives pages

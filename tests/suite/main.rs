@@ -26,9 +26,8 @@ pub(crate) fn backend() -> BackendName {
     BackendName::from_str(&name, true).expect("FIRECLAY_TEST_BACKEND names a backend")
 }
 
-/// Runs a test's work on the backend under test, one at a time: Burn's autodiff keeps the graphs of all threads in one
-/// place, so that a pass on one thread frees tensors of another, and CubeCL, with a stream for each thread, then reuses
-/// memory that is still being read. On the H200 that gave wrong gradients.
+/// Runs a test's work on the backend under test, one at a time: some count what the device does, and Burn's autodiff keeps
+/// the graphs of all threads in one place.
 pub(crate) fn run(work: impl OnBackend<Output = ()> + Send) {
     static DEVICE: Mutex<()> = Mutex::new(());
     // A test that failed has nothing to hide from the next one.

@@ -8,11 +8,15 @@ mod scratch;
 pub(crate) mod tensor_cores;
 pub(crate) mod transpose;
 
+use std::sync::OnceLock;
+
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::prelude::*;
+use cubecl::stream_id::StreamId;
 
 use crate::recorder;
 
@@ -48,12 +52,25 @@ pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
 /// The tensor's buffer as a kernel's argument.
 ///
 /// # Panics
-/// With the operation's name, if it has more elements than kernels count, in 32 bits.
+/// With the operation's name, if it has more elements than kernels count, in 32 bits, or is another thread's and threads
+/// have streams of their own, which do not wait for all that others wrote.
 pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
+    assert!(
+        one_stream() || x.handle.stream == StreamId::current(),
+        "{}: a tensor of another thread, whose stream this one does not wait for: call `devices::configure` before any \
+         device is used",
+        recorder::current()
+    );
     let length = (x.handle.size_in_used() as usize) / x.dtype.size().max(1);
     assert_addressable(length);
     // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
     unsafe { ArrayArg::from_raw_parts(x.handle.clone(), length) }
+}
+
+/// Whether all threads launch into one stream, in one order.
+pub(crate) fn one_stream() -> bool {
+    static ONE: OnceLock<bool> = OnceLock::new();
+    *ONE.get_or_init(|| CubeClRuntimeConfig::get().streaming.max_streams == 1)
 }
 
 /// Panics, with the operation's name, unless 32 bits count as many elements.

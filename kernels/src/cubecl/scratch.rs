@@ -11,7 +11,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
-use super::empty;
+use super::{empty, one_stream};
 
 /// Buffers of a size that are kept, as long as their thread lives.
 const KEPT: usize = 8;
@@ -23,18 +23,21 @@ const MOST: usize = 4 << 20;
 type Size = (TypeId, DeviceId, usize);
 
 thread_local! {
-    /// What this thread keeps. Another's might still be in use by launches that are not ordered before its own.
+    /// What this thread keeps. What another keeps may be free by its own count alone.
     static SPARE: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
 }
 
 /// An uninitialised tensor on the device of another, its rows without padding between them, in a buffer that nothing else
-/// holds any more. Launches of one thread run in their order, so that what reads such a buffer still comes first; in
-/// another thread, a tensor like this is to be read while the first still holds it. `can_mut` is false of it.
+/// holds any more. `can_mut` is false of it.
+///
+/// Launches that were queued before may still read the buffer. They come first where all launches are in one order: those of
+/// one thread, or of all threads where they share a stream. Where threads have streams of their own, another thread might
+/// read it late, and nothing is kept.
 pub(crate) fn spare<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let shape = shape.into();
     let bytes = shape.num_elements() * dtype.size();
     let size = bytes.next_power_of_two().max(LEAST);
-    if size > MOST {
+    if size > MOST || !one_stream() {
         return empty(like, shape, dtype);
     }
     let handle = SPARE.with_borrow_mut(|spare| {

@@ -8,6 +8,7 @@ mod operations;
 mod plain;
 mod recorder;
 mod refusals;
+mod threads;
 
 use std::sync::{Mutex, PoisonError};
 
@@ -18,13 +19,23 @@ pub(crate) trait Claim {
     fn check<B: Backend>(device: B::Device);
 }
 
-/// Checks a claim on the backend under test, one claim at a time: Burn's autodiff keeps the graphs of all threads in
-/// one place, and CubeCL has a stream for each thread, so that two at once disturb each other.
+/// Set in a process whose threads shall have streams of their own.
+pub(crate) const OWN_STREAMS: &str = "FIRECLAY_TEST_OWN_STREAMS";
+
+/// The backend under test.
+pub(crate) fn backend_name() -> String {
+    std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into())
+}
+
+/// Checks a claim on the backend under test, one claim at a time: each counts on the device's memory for itself.
 pub(crate) fn check<C: Claim>() {
     static DEVICE: Mutex<()> = Mutex::new(());
     let _guard = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
-    let name = std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into());
-    match name.as_str() {
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    if std::env::var_os(OWN_STREAMS).is_none() {
+        fireclay_kernels::devices::configure(None);
+    }
+    match backend_name().as_str() {
         #[cfg(feature = "ndarray")]
         "cpu" => C::check::<burn::backend::NdArray>(Default::default()),
         #[cfg(feature = "wgpu")]
