@@ -5,17 +5,19 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fs;
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::fs::{self, File, TryLockError};
+use std::io::{self, ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
-use hf_hub::api::{Progress, RepoInfo};
-use hf_hub::{Cache, Repo, RepoType};
+use client::{Client, FetchError};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
+
+mod client;
 
 /// Files without which there is no model.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -25,8 +27,10 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// How often a file that breaks off is taken up again.
 const RETRIES: u32 = 5;
-/// Time for the hub's first answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time without a byte after which a transfer counts as broken off.
+const STALL: Duration = Duration::from_secs(60);
+/// How often, a second apart, a file that another program fetches is asked for.
+const LOCK_TRIES: usize = 5;
 /// Bytes of a file from which on its download is shown.
 const LARGE: u64 = 1 << 20;
 
@@ -138,10 +142,6 @@ impl HubModel {
         legal.then(|| Self { asked: asked.into(), id: id.into(), revision: revision.into() })
     }
 
-    fn at(&self, revision: &str) -> Repo {
-        Repo::with_revision(self.id.clone(), RepoType::Model, revision.into())
-    }
-
     fn refused(&self, reason: String) -> DownloadError {
         DownloadError::Refused { model: self.asked.clone(), reason }
     }
@@ -153,16 +153,29 @@ fn is_plain(name: &str) -> bool {
     !name.is_empty() && !name.starts_with('.') && name.bytes().all(legal)
 }
 
+/// The sha256 that a large file's name on the hub is.
+fn sha256(etag: &str) -> Option<&str> {
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    (etag.len() == 64 && etag.bytes().all(hex)).then_some(etag)
+}
+
 /// A model on the hub, and the cache in which it is kept.
 struct Hub {
     model: HubModel,
-    api: Api,
-    cache: Cache,
+    client: Client,
+    /// The folder of all models.
+    cache: PathBuf,
     endpoint: String,
     token: Option<String>,
     token_file: PathBuf,
     /// Time before a file is taken up again; twice as long each time.
     pause: Duration,
+}
+
+/// What the hub says of a revision.
+struct Listing {
+    commit: String,
+    files: BTreeSet<String>,
 }
 
 impl Hub {
@@ -174,24 +187,36 @@ impl Hub {
         let caches = || path("XDG_CACHE_HOME").or_else(|| Some(dirs::home_dir()?.join(".cache")));
         let home = path("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
         let home = home.ok_or_else(|| model.refused("no home folder to keep it in: set HF_HOME".into()))?;
-        let cache = Cache::new(path("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub")));
+        let cache = path("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub"));
         let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
         let written = || Some(fs::read_to_string(&token_file).ok()?.trim().to_string());
         let token = text("HF_TOKEN").or_else(written).filter(|token| !token.is_empty());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         let endpoint = endpoint.trim_end_matches('/').to_string();
-        let api = ApiBuilder::from_cache(cache.clone()).with_progress(false).with_token(token.clone());
-        let api = api.with_endpoint(endpoint.clone()).build().map_err(|error| model.refused(error.to_string()))?;
-        Ok(Self { model, api, cache, endpoint, token, token_file, pause: Duration::from_secs(1) })
+        let client = Client::new(&endpoint, token.clone(), STALL);
+        let client = client.map_err(|error| model.refused(format!("HF_ENDPOINT: {error}")))?;
+        Ok(Self { model, client, cache, endpoint, token, token_file, pause: Duration::from_secs(1) })
+    }
+
+    /// The model's folder in the cache, laid out as the hub's own programs do it.
+    fn repo(&self) -> PathBuf {
+        self.cache.join(format!("models--{}", self.model.id.replace('/', "--")))
+    }
+
+    /// Where the files of a commit are.
+    fn snapshot(&self, commit: &str) -> PathBuf {
+        self.repo().join("snapshots").join(commit)
+    }
+
+    /// The file that says which commit the revision was when it was fetched.
+    fn reference(&self) -> PathBuf {
+        self.repo().join("refs").join(&self.model.revision)
     }
 
     /// Where the model's files are looked for.
     fn folder(&self) -> PathBuf {
-        let (revision, repo) = (&self.model.revision, self.model.at(&self.model.revision));
-        let named = self.cache.path().join(repo.folder_name()).join("refs").join(revision);
-        let commit = fs::read_to_string(named).unwrap_or_default();
-        let commit = Some(commit.trim()).filter(|commit| is_plain(commit)).unwrap_or(revision);
-        self.cache.repo(repo).pointer_path(commit)
+        let commit = fs::read_to_string(self.reference()).unwrap_or_default();
+        self.snapshot(Some(commit.trim()).filter(|commit| is_plain(commit)).unwrap_or(&self.model.revision))
     }
 
     fn fetch(&self, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
@@ -199,8 +224,8 @@ impl Hub {
         if is_complete(&folder) {
             return Ok(folder);
         }
-        let RepoInfo { siblings, sha: commit } = self.info()?;
-        let listed = |file: &&str| siblings.iter().any(|sibling| sibling.rfilename == *file);
+        let Listing { commit, files } = self.listing()?;
+        let listed = |file: &&str| files.contains(*file);
         let weights = if !listed(&SINGLE) && listed(&INDEX) { INDEX } else { SINGLE };
         if let Some(file) = REQUIRED.iter().chain([&weights]).find(|file| !listed(file)) {
             return Err(self.model.refused(format!("{} has this model, but without {file}", self.endpoint)));
@@ -208,26 +233,31 @@ impl Hub {
         for file in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(listed)).chain([weights]) {
             self.file(&commit, file, progress)?;
         }
-        let cached = self.cache.repo(self.model.at(&self.model.revision));
-        let folder = cached.pointer_path(&commit);
+        let folder = self.snapshot(&commit);
         if weights == INDEX {
             for shard in shards(&folder.join(INDEX))? {
                 self.file(&commit, &shard, progress)?;
             }
         }
-        cached.create_ref(&commit).map_err(|error| self.explain(None, error.into()))?;
+        let reference = self.reference();
+        let named = reference.parent().map_or(Ok(()), fs::create_dir_all);
+        named.and_then(|()| fs::write(&reference, &commit)).map_err(|error| self.explain(None, error.into()))?;
         Ok(folder)
     }
 
     /// The commit that the revision is now, and its files.
-    fn info(&self) -> Result<RepoInfo, DownloadError> {
-        let request = self.api.repo(self.model.at(&self.model.revision)).info_request();
-        let answer = request.config().timeout_global(Some(PATIENCE)).build().call();
-        let text = answer.and_then(|mut answer| answer.body_mut().read_to_string());
-        let text = text.map_err(|error| self.explain(None, ApiError::RequestError(error.into())))?;
-        let info = serde_json::from_str(&text).ok().filter(|info: &RepoInfo| is_plain(&info.sha));
+    fn listing(&self) -> Result<Listing, DownloadError> {
+        let path = format!("/api/models/{}/revision/{}", self.model.id, self.model.revision.replace('/', "%2F"));
+        let text =
+            self.client.get(&path, None).and_then(|mut answer| Ok(answer.response.body_mut().read_to_string()?));
+        let text = text.map_err(|error| self.explain(None, error))?;
+        let listing = |json: Value| {
+            let commit = json["sha"].as_str().filter(|commit| is_plain(commit))?.to_string();
+            let name = |file: &Value| file["rfilename"].as_str().map(String::from);
+            Some(Listing { commit, files: json["siblings"].as_array()?.iter().filter_map(name).collect() })
+        };
         let reason = || format!("what answers at {} is no hub, or wants a login first", self.endpoint);
-        info.ok_or_else(|| self.model.refused(reason()))
+        serde_json::from_str(&text).ok().and_then(listing).ok_or_else(|| self.model.refused(reason()))
     }
 
     /// Fetches a file of a commit unless it is there.
@@ -235,75 +265,107 @@ impl Hub {
         let mut tries = 0;
         loop {
             match self.attempt(commit, file, progress) {
-                Err(error) if tries < RETRIES && is_passing(&error) => std::thread::sleep(self.pause * (1 << tries)),
+                Err(error) if tries < RETRIES && error.is_passing() => thread::sleep(self.pause * (1 << tries)),
                 done => return done.map_err(|error| self.explain(Some(file), error)),
             }
             tries += 1;
         }
     }
 
-    /// Fetches what is missing of a file. The crate does so, but trusts names and lengths, and asks for the rest even of
-    /// a file that is all there.
-    fn attempt(&self, commit: &str, file: &str, progress: FileProgress<'_>) -> Result<(), ApiError> {
-        let (repo, cached) = (self.api.repo(self.model.at(commit)), self.cache.repo(self.model.at(commit)));
-        let pointer = cached.pointer_path(commit).join(file);
+    /// Fetches what is missing of a file, into a blob that bears the hub's name for its content, and links to it.
+    fn attempt(&self, commit: &str, file: &str, progress: FileProgress<'_>) -> Result<(), FetchError> {
+        let pointer = self.snapshot(commit).join(file);
         if pointer.exists() {
             return Ok(());
         }
-        let metadata = self.api.metadata(&repo.url(file))?;
-        if metadata.commit_hash() != commit {
-            return Err(ApiError::InvalidHeader("x-repo-commit"));
+        let path = format!("/{}/resolve/{commit}/{file}", self.model.id);
+        let answer = self.client.get(&path, Some("bytes=0-0"))?;
+        if answer.commit.as_deref() != Some(commit) {
+            return Err(FetchError::Header("x-repo-commit"));
         }
-        if !is_plain(metadata.etag().trim_start_matches("W/")) {
-            return Err(ApiError::InvalidHeader("etag"));
+        let size = answer.total_size()?;
+        let etag = answer.etag.filter(|etag| is_plain(etag)).ok_or(FetchError::Header("etag"))?;
+        let blobs = self.repo().join("blobs");
+        let blob = blobs.join(&etag);
+        fs::create_dir_all(&blobs)?;
+        fs::create_dir_all(self.snapshot(commit))?;
+        let _lock = lock(blob.with_extension("lock"))?;
+        if length(&blob) != Some(size) {
+            let part = blob.with_extension("part");
+            self.transfer(&path, Described { file, size, sha256: sha256(&etag) }, &part, progress)?;
+            fs::rename(&part, &blob)?;
         }
-        let size = metadata.size() as u64;
-        let blob = cached.blob_path(metadata.etag());
-        let part = blob.with_extension("part");
-        match length(&part) {
-            Some(bytes) if bytes == size => fs::rename(&part, &blob)?,
-            Some(bytes) if bytes > size => fs::remove_file(&part)?,
-            _ => {}
+        link(&etag, &blob, &pointer)
+    }
+
+    /// Goes on with a file where its part ends, and checks the whole.
+    fn transfer(
+        &self,
+        path: &str,
+        described: Described<'_>,
+        part: &Path,
+        progress: FileProgress<'_>,
+    ) -> Result<(), FetchError> {
+        let Described { file, size, sha256 } = described;
+        let mut output = File::options().create(true).read(true).append(true).open(part)?;
+        let (mut done, mut hash) = (output.metadata()?.len(), Sha256::new());
+        if done > size {
+            output.set_len(0)?;
+            done = 0;
+        } else if sha256.is_some() {
+            io::copy(&mut output, &mut hash)?;
         }
-        if length(&blob) == Some(size) {
-            fs::create_dir_all(cached.pointer_path(commit))?;
-            return Ok(fs::hard_link(&blob, &pointer)?);
+        if done < size {
+            let mut response = self.client.get(path, Some(&format!("bytes={done}-")))?.response;
+            // Who sends all of it, whatever part was asked for, starts anew.
+            if response.status() != 206 && done > 0 {
+                output.set_len(0)?;
+                (done, hash) = (0, Sha256::new());
+            }
+            let (mut input, mut buffer) = (response.body_mut().as_reader(), vec![0; 1 << 16]);
+            progress(file, done, size);
+            loop {
+                let read = input.read(&mut buffer)?;
+                if read == 0 {
+                    break;
+                }
+                output.write_all(&buffer[..read])?;
+                hash.update(&buffer[..read]);
+                done += read as u64;
+                progress(file, done, size);
+            }
         }
-        let told = Told { file, done: 0, total: size, progress };
-        let bytes = length(&repo.download_with_progress(file, told)?).unwrap_or(0);
-        if bytes == size {
-            return Ok(());
+        if done != size {
+            let what = format!("{done} bytes came, and not {size}");
+            return Err(io::Error::new(ErrorKind::UnexpectedEof, what).into());
         }
-        fs::remove_file(&pointer)?;
-        fs::remove_file(&blob)?;
-        Err(io::Error::new(ErrorKind::UnexpectedEof, format!("{bytes} bytes came, and not {size}")).into())
+        if let Some(expected) = sha256 {
+            let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+            if found != expected {
+                fs::remove_file(part)?;
+                return Err(FetchError::Hash { expected: expected.into(), found });
+            }
+        }
+        Ok(output.sync_all()?)
     }
 
     /// What an error means to whoever asked for the model, or for `file` after the hub has shown the model.
-    fn explain(&self, file: Option<&str>, error: ApiError) -> DownloadError {
+    fn explain(&self, file: Option<&str>, error: FetchError) -> DownloadError {
         let (endpoint, id, folder) = (&self.endpoint, &self.model.id, self.folder());
         let mend = format!("set HF_TOKEN or write a token to {}", self.token_file.display());
-        let cause = match &error {
-            ApiError::RequestError(error) => match &**error {
-                ureq::Error::Io(error) => error.to_string(),
-                error => error.to_string(),
-            },
-            ApiError::IoError(error) => error.to_string(),
-            ApiError::LockAcquisition(lock) => format!("another program has locked {}", lock.display()),
-            error => error.to_string(),
-        };
-        self.model.refused(match (status(&error), file) {
+        let cause = error.to_string();
+        self.model.refused(match (error.status(), file) {
             (Some(401), None) if self.token.is_none() => {
                 format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}")
             }
             (Some(401), None) => format!("{endpoint} does not know the token: {mend} that is valid"),
             (Some(401 | 403), _) => format!("not for everyone: ask for access at {endpoint}/{id}, then {mend}"),
             (Some(404), None) => format!("no such folder, and {endpoint} has no such model"),
-            (None, None) if matches!(error, ApiError::RequestError(_)) => {
+            (None, None) if matches!(error, FetchError::Network(_)) => {
                 let (endpoint, model) = (endpoint.clone(), self.model.asked.clone());
                 return DownloadError::Unreachable { endpoint, model, cause, folder };
             }
-            (_, Some(file)) if is_passing(&error) => {
+            (_, Some(file)) if error.is_passing() => {
                 format!("fetching {file} broke off: {cause}; the same command goes on from there")
             }
             (_, file) => {
@@ -313,22 +375,41 @@ impl Hub {
     }
 }
 
-fn status(error: &ApiError) -> Option<u16> {
-    let ApiError::RequestError(error) = error else { return None };
-    if let ureq::Error::StatusCode(status) = **error { Some(status) } else { None }
+/// What the hub says of a file.
+struct Described<'a> {
+    file: &'a str,
+    /// Bytes.
+    size: u64,
+    sha256: Option<&'a str>,
 }
 
-/// Whether the same may succeed in a while: the network failed or the hub is busy, not the file system.
-fn is_passing(error: &ApiError) -> bool {
-    use ErrorKind::{ConnectionAborted, ConnectionReset, InvalidData, Other, TimedOut, UnexpectedEof};
-    match error {
-        ApiError::RequestError(_) => status(error).is_none_or(|status| matches!(status, 408 | 429 | 500..)),
-        ApiError::IoError(error) => {
-            let kind = error.kind();
-            matches!(kind, ConnectionAborted | ConnectionReset | InvalidData | Other | TimedOut | UnexpectedEof)
+/// Holds a file's lock while the returned one lives; a process that dies lets it go.
+fn lock(path: PathBuf) -> Result<File, FetchError> {
+    let file = File::create(&path)?;
+    for tried in 0.. {
+        match file.try_lock() {
+            Ok(()) => break,
+            Err(TryLockError::WouldBlock) if tried < LOCK_TRIES => thread::sleep(Duration::from_secs(1)),
+            Err(TryLockError::WouldBlock) => return Err(FetchError::Locked(path)),
+            Err(TryLockError::Error(error)) => return Err(error.into()),
         }
-        _ => false,
     }
+    Ok(file)
+}
+
+/// Makes a blob a file of a snapshot, as the hub's own programs do.
+fn link(etag: &str, blob: &Path, pointer: &Path) -> Result<(), FetchError> {
+    // A link to what is gone is there, but does not exist.
+    if fs::symlink_metadata(pointer).is_ok() {
+        fs::remove_file(pointer)?;
+    }
+    #[cfg(unix)]
+    let linked = std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), pointer);
+    #[cfg(not(unix))]
+    let linked = Err(io::Error::from(ErrorKind::Unsupported));
+    // Not every file system has links.
+    linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| fs::copy(blob, pointer).map(drop))?;
+    Ok(())
 }
 
 fn length(path: &Path) -> Option<u64> {
@@ -353,27 +434,6 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, DownloadError> {
         plain.ok_or_else(|| wrong(format!("{name} is not a file's name")))
     };
     named.values().map(shard).collect()
-}
-
-/// Passes on how much of a file came.
-struct Told<'a> {
-    file: &'a str,
-    done: u64,
-    total: u64,
-    progress: FileProgress<'a>,
-}
-
-impl Progress for Told<'_> {
-    fn init(&mut self, _: usize, _: &str) {
-        self.done = 0;
-    }
-
-    fn update(&mut self, bytes: usize) {
-        self.done += bytes as u64;
-        (self.progress)(self.file, self.done, self.total);
-    }
-
-    fn finish(&mut self) {}
 }
 
 #[cfg(test)]

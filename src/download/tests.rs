@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use super::*;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const STALL_IN_TESTS: Duration = Duration::from_millis(250);
 const ID: &str = "owner/model-0.1B";
 
 /// What a hub on this machine does, and what it was asked.
@@ -25,6 +26,12 @@ struct Scene {
     etag: Option<&'static str>,
     commit: Option<&'static str>,
     token: Option<String>,
+    /// Tokens that came to where weights are redirected to.
+    leaked: Vec<String>,
+    /// How often a body of weights stops after its first half, and the connection stays.
+    stalls: usize,
+    /// Sends all of a file, whatever range of it was asked for.
+    whole: bool,
     asked: Vec<String>,
 }
 
@@ -45,10 +52,11 @@ impl Scene {
             return ("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n".into(), Vec::new());
         };
         let etag = self.etag.map_or_else(|| format!("etag-of-{name}"), String::from);
-        // As the real one does: weights are somewhere else, other files at another path.
+        // As the real one does: weights are at another host, other files at another path.
+        let port = address.rsplit(':').next().unwrap();
         let moved = format!("X-Repo-Commit: {COMMIT}\r\nContent-Length: 0\r\n");
         if path.contains("/resolve/") && name.ends_with(".safetensors") {
-            let head = format!("HTTP/1.1 302 Found\r\nLocation: http://{address}/elsewhere/{name}\r\n");
+            let head = format!("HTTP/1.1 302 Found\r\nLocation: http://localhost:{port}/elsewhere/{name}\r\n");
             return (format!("{head}X-Linked-Etag: \"{etag}\"\r\n{moved}"), Vec::new());
         }
         if path.contains("/resolve/") {
@@ -66,6 +74,9 @@ impl Scene {
             true => String::new(),
             false => format!("Content-Length: {}\r\n", sent.len()),
         };
+        if self.whole && sent.len() > 1 {
+            return (format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n", body.len()), body.clone());
+        }
         let (most, times) = self.cut;
         if sent.len() > most && times > 0 {
             sent.truncate(most);
@@ -94,6 +105,7 @@ impl Scene {
             let (name, value) = line.split_once(": ").unwrap();
             match name.to_lowercase().as_str() {
                 "range" => range = Some(value.to_string()),
+                "authorization" if path.contains("/elsewhere/") => self.leaked.push(value.to_string()),
                 "authorization" => self.token = Some(value.to_string()),
                 _ => {}
             }
@@ -101,6 +113,12 @@ impl Scene {
         let (head, body) = self.answer(path, range.as_deref(), address);
         let mut stream = stream;
         stream.write_all(format!("{head}Connection: close\r\n\r\n").as_bytes())?;
+        if self.stalls > 0 && body.len() > 10_000 {
+            self.stalls -= 1;
+            stream.write_all(&body[..body.len() / 2])?;
+            std::thread::sleep(STALL_IN_TESTS * 4);
+            return Ok(());
+        }
         stream.write_all(&body)
     }
 }
@@ -148,7 +166,9 @@ impl Served {
                 _ => None,
             })
         };
-        Hub { pause: Duration::ZERO, ..Hub::new(model, variable).unwrap() }
+        let hub = Hub::new(model, variable).unwrap();
+        let client = Client::new(&hub.endpoint, hub.token.clone(), STALL_IN_TESTS).unwrap();
+        Hub { pause: Duration::ZERO, client, ..hub }
     }
 
     fn fetch(&self) -> Result<PathBuf, DownloadError> {
@@ -371,10 +391,80 @@ fn a_run_that_ended_just_before_the_last_step_or_left_too_much_does_no_harm() {
 fn a_file_that_ends_early_without_a_word_does_not_stay() {
     let served = Served::new(Scene { cut: (10_000, usize::MAX), silent: true, ..small_model() });
     let message = served.refusal();
-    assert!(message.contains("broke off: 10000 bytes came, and not 100000"), "{message}");
+    assert!(message.contains("broke off: 60000 bytes came, and not 100000"), "{message}");
     assert!(!served.snapshot().join(SINGLE).exists());
     assert!(!served.blob("etag-of-model.safetensors").exists());
     served.change(|scene| scene.cut = (0, 0));
+    assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+}
+
+#[test]
+fn a_transfer_that_stalls_is_taken_up_again() {
+    let served = Served::new(Scene { stalls: 1, ..small_model() });
+    assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
+    let asked = served.asked();
+    assert!(asked.contains(&format!("{SINGLE} bytes=50000-")), "{asked:?}");
+}
+
+#[test]
+fn the_token_goes_to_the_hub_and_not_to_where_it_redirects() {
+    let served = Served::new(small_model());
+    served.hub(ID, &[("HF_TOKEN", "hf_secret")]).fetch(&mut |_, _, _| {}).unwrap();
+    let scene = served.scene.lock().unwrap();
+    assert_eq!(scene.token.as_deref(), Some("Bearer hf_secret"));
+    assert_eq!(scene.leaked, Vec::<String>::new());
+}
+
+#[test]
+fn a_redirect_that_leads_nowhere_is_refused() {
+    let served = Served::new(small_model());
+    for status in [301, 302, 303, 307, 308] {
+        served.change(|scene| scene.status = Some(("elsewhere", status)));
+        let message = served.refusal();
+        assert!(message.contains("cannot fetch model.safetensors from "), "{message}");
+        assert!(message.ends_with("header location is missing or invalid"), "{message}");
+    }
+}
+
+#[test]
+fn a_redirect_is_followed_to_hosts_no_less_safe_than_the_hub() {
+    let to = |hub: &str, location: &str| {
+        let client = Client::new(hub, None, STALL).unwrap();
+        client.redirected(&format!("{hub}/a/b").parse().unwrap(), location)
+    };
+    assert_eq!(to("https://hub", "/c?d=e").as_deref(), Some("https://hub/c?d=e"));
+    assert_eq!(to("https://hub", "//cdn/c").as_deref(), Some("https://cdn/c"));
+    assert_eq!(to("https://hub", "https://cdn/c").as_deref(), Some("https://cdn/c"));
+    assert_eq!(to("http://hub", "http://cdn/c").as_deref(), Some("http://cdn/c"));
+    for location in ["http://cdn/c", "file:///etc/passwd", "c", "", "ftp://cdn/c"] {
+        assert_eq!(to("https://hub", location), None, "{location}");
+    }
+}
+
+#[test]
+fn a_large_file_is_checked_by_the_hash_that_is_its_name() {
+    let hash = |bytes: &[u8]| {
+        let hex: String = Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        &*hex.leak()
+    };
+    let right = Served::new(Scene { etag: Some(hash(&weights())), cut: (30_000, 2), ..small_model() });
+    right.hub(ID, &[]).file(COMMIT, SINGLE, &mut |_, _, _| {}).unwrap();
+    assert_eq!(fs::read(right.snapshot().join(SINGLE)).unwrap(), weights());
+    let wrong = Served::new(Scene { etag: Some(hash(b"other")), ..small_model() });
+    let message = wrong.hub(ID, &[]).file(COMMIT, SINGLE, &mut |_, _, _| {}).unwrap_err().to_string();
+    let expected = format!("its sha256 is {}, and not {} as the hub says", hash(&weights()), hash(b"other"));
+    assert!(message.contains(&expected), "{message}");
+    assert!(!wrong.snapshot().join(SINGLE).exists());
+    assert_eq!(length(&wrong.blob(hash(b"other"))), None);
+    assert_eq!(length(&wrong.blob(hash(b"other")).with_extension("part")), None);
+}
+
+#[test]
+fn a_host_that_sends_all_of_a_file_again_does_no_harm() {
+    let served = Served::new(Scene { whole: true, ..small_model() });
+    let part = served.blob("etag-of-model.part");
+    fs::create_dir_all(part.parent().unwrap()).unwrap();
+    fs::write(&part, &weights()[..40_000]).unwrap();
     assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
 }
 
@@ -455,14 +545,14 @@ fn a_model_without_tokenizer_or_weights_is_refused_before_anything_is_fetched() 
 fn names_from_a_hub_lead_nowhere_outside_of_the_cache() {
     for etag in ["../../../outside", "/tmp/outside", ".."] {
         let served = Served::new(Scene { etag: Some(etag), ..small_model() });
-        assert!(served.refusal().ends_with("Header etag is invalid"));
+        assert!(served.refusal().ends_with("header etag is missing or invalid"));
     }
     let served = Served::new(Scene { etag: Some("W/weak"), ..small_model() });
     served.hub(ID, &[]).file(COMMIT, "config.json", &mut |_, _, _| {}).unwrap();
     let served = Served::new(Scene { commit: Some("../../outside"), ..small_model() });
     assert!(served.refusal().contains("is no hub, or wants a login first"));
     let served = Served::new(Scene { commit: Some("89abcdef"), ..small_model() });
-    assert!(served.refusal().ends_with("Header x-repo-commit is invalid"));
+    assert!(served.refusal().ends_with("header x-repo-commit is missing or invalid"));
 }
 
 #[test]
@@ -480,7 +570,7 @@ fn the_environment_says_where_the_hub_the_cache_and_the_token_are() {
     fs::write(served.home.path().join("token"), "hf_home\n").unwrap();
     fs::write(&token_file, "hf_file\n").unwrap();
     let sent = |more: &[(&str, &str)]| {
-        served.hub(ID, more).info().unwrap();
+        served.hub(ID, more).listing().unwrap();
         served.scene.lock().unwrap().token.take()
     };
     assert_eq!(sent(&[]).as_deref(), Some("Bearer hf_home"));
