@@ -180,6 +180,66 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
+    /// Whether a text has a control token in it, such as the end of a turn.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn has_control_tokens(&self, text: &str) -> Result<bool, DataError> {
+        let added = self.0.get_added_tokens_decoder();
+        let control = |token: &u32| added.get(token).is_some_and(|token| token.special);
+        Ok(self.encode(text)?.iter().any(control))
+    }
+
+    /// A text with `mark` before each name of a control token, as [`encode_escaped`](Self::encode_escaped) reads it.
+    pub fn escape(&self, text: &str, mark: char) -> String {
+        let names = self.control_tokens();
+        let mut escaped = String::new();
+        for (at, character) in text.char_indices() {
+            if names.iter().any(|(name, _)| text[at..].starts_with(name.as_str())) {
+                escaped.push(mark);
+            }
+            escaped.push(character);
+        }
+        escaped
+    }
+
+    /// The tokens of a text in which the name of a control token with `mark` before it is text like any other.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_escaped(&self, text: &str, mark: char) -> Result<Vec<u32>, DataError> {
+        let names = self.control_tokens();
+        let mut plain = self.0.clone();
+        plain.set_encode_special_tokens(true);
+        let plain = Self(plain);
+        let (mut tokens, mut piece) = (Vec::new(), String::new());
+        let mut rest = text;
+        while let Some(character) = rest.chars().next() {
+            if let Some((name, id)) = names.iter().find(|(name, _)| rest.starts_with(name.as_str())) {
+                tokens.extend(plain.encode(&std::mem::take(&mut piece))?);
+                tokens.push(*id);
+                rest = &rest[name.len()..];
+                continue;
+            }
+            let marked = rest.strip_prefix(mark);
+            let character = marked.map_or(Some(character), |rest| rest.chars().next());
+            rest = marked.unwrap_or(rest);
+            piece.extend(character);
+            rest = &rest[character.map_or(0, char::len_utf8)..];
+        }
+        tokens.extend(plain.encode(&piece)?);
+        Ok(tokens)
+    }
+
+    /// Names and ids of the control tokens, longer names first.
+    fn control_tokens(&self) -> Vec<(String, u32)> {
+        let added = self.0.get_added_tokens_decoder().into_iter();
+        let control = added.filter(|(_, token)| token.special && !token.content.is_empty());
+        let mut names: Vec<_> = control.map(|(id, token)| (token.content, id)).collect();
+        names.sort_by_key(|(name, id)| (std::cmp::Reverse(name.len()), *id));
+        names
+    }
+
     /// Whether a text may be cut behind a line break between two words, and encoded in parts, by all cores. It may not
     /// where a tokenizer puts something before each text, as Llama's do.
     fn may_cut_lines(&self) -> bool {
@@ -337,6 +397,23 @@ mod tests {
         let tokenizer = Tokenizer::train(TokenizerKind::Byte, "").expect("a tokenizer");
         assert_eq!(tokenizer.vocab_size(), 256);
         assert_eq!(tokenizer.encode("é").expect("any text").len(), 2);
+    }
+
+    #[test]
+    fn an_escaped_name_of_a_control_token_is_text() {
+        let tokenizer = Tokenizer::train(TokenizerKind::Bpe(260), TEXT).expect("a tokenizer");
+        let end = tokenizer.token_id(END_OF_TEXT).expect("a special token");
+        let said = format!("a {END_OF_TEXT}b<|end");
+        assert!(tokenizer.has_control_tokens(&said).expect("any text"));
+        assert!(!tokenizer.has_control_tokens("a <|endof b").expect("any text"));
+        let mark = '\u{E000}';
+        let escaped = tokenizer.escape(&said, mark);
+        assert_eq!(escaped, format!("a {mark}{END_OF_TEXT}b<|end"));
+        let tokens = tokenizer.encode_escaped(&format!("{escaped}{END_OF_TEXT}{escaped}"), mark).expect("any text");
+        let ends: Vec<_> = tokens.iter().filter(|token| **token == end).collect();
+        assert_eq!(ends.len(), 1, "{tokens:?}");
+        let turns: Vec<_> = tokens.split(|token| *token == end).collect();
+        assert!(turns.iter().all(|turn| tokenizer.decode(turn).expect("known tokens") == said), "{tokens:?}");
     }
 
     #[test]
