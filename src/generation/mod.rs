@@ -352,7 +352,7 @@ impl<B: Backend> Generator<B> {
         let steps = steps.try_execute();
         for step in steps.map_err(|error| Failure::new(format!("the device failed: {error:?}")))? {
             for ((row, text), token) in texts.iter_mut().enumerate().zip(step.iter::<i64>()) {
-                text.push(token as u32, &self.ends, decoding, |text| show(row, text))?;
+                text.push(token, &self.ends, decoding, |text| show(row, text))?;
             }
         }
         Ok(())
@@ -379,11 +379,18 @@ impl<'a> Text<'a> {
         Self { prompt, wanted, writer, tokens: Vec::new(), complete: false, decode: Duration::ZERO }
     }
 
-    /// One more token, unless the text is complete.
-    fn push(&mut self, token: u32, ends: &[u32], decoding: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
+    /// One more token, unless the text is complete; -1 is what the device draws from logits that are NaN.
+    fn push(&mut self, token: i64, ends: &[u32], decoding: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
         if self.complete {
             return Ok(());
         }
+        let token = u32::try_from(token).map_err(|_| {
+            Failure::new(format!(
+                "the model's logits are NaN after {} tokens: its weights are damaged, or overflow in this precision; \
+                 try --precision f32",
+                self.prompt.len() + self.tokens.len()
+            ))
+        })?;
         self.tokens.push(token);
         self.complete =
             ends.contains(&token) || self.writer.push(token, &mut show)? || self.tokens.len() >= self.wanted;

@@ -1,5 +1,6 @@
 //! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
 
+use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay::generation::{GenerationOptions, Generator};
 use fireclay::precision::Precision;
@@ -91,6 +92,25 @@ backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
     // The same prompt twice draws by two streams.
     let twice = generator.generate_batch(&[&prepared[0], &prepared[0]], 0, &options, |_, _| {})?;
     assert_ne!(twice[0].tokens, twice[1].tokens);
+});
+
+backend_test!(logits_that_are_not_numbers_end_a_text_with_one_line::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, "abc")?;
+    let config = TransformerConfig::llama(tokenizer.vocab_size(), 40, 32, 2, 4);
+    let mut model = config.init::<B>(3, &device)?;
+    let norm = model.final_norm.as_mut().expect("a norm before the head");
+    norm.gamma = Param::from_tensor(Tensor::full([32], f32::NAN, &device));
+    ModelFolder::new(folder.path()).save(&model)?;
+    tokenizer.save(&folder.path().join("tokenizer.json"))?;
+    let generator = Generator::<B>::open(folder.path(), Precision::F32, device.clone())?;
+    for temperature in [0.0, 0.8] {
+        let options = GenerationOptions { max_tokens: Some(8), temperature, ..Default::default() };
+        let prepared = generator.prepare("abca", &options)?;
+        let failure = generator.generate(&prepared, &options, |_| {}).expect_err("no token can be drawn").to_string();
+        assert!(failure.starts_with("the model's logits are NaN after 4 tokens: "), "{failure}");
+        assert!(!failure.contains('\n'), "{failure}");
+    }
 });
 
 backend_test!(a_text_that_fills_the_context_of_a_window_goes_on_from_its_end::<B>(device) {
