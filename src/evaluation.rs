@@ -1,4 +1,4 @@
-//! How well a language model foretells a text.
+//! Perplexity and bits per byte of a text.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ const BATCH_TOKENS: usize = 8192;
 /// Batches whose losses are read from the device in one go.
 const READ_EVERY: usize = 16;
 
-/// A text and the model that is to foretell it, as work for any backend.
+/// A text and the model whose perplexity on it is measured, as work for any backend.
 #[derive(Clone, Debug)]
 pub struct EvaluationRun {
     /// The model's folder.
@@ -101,7 +101,7 @@ impl OnBackend for EvaluationRun {
         let tokens = tokenizer.encode(&text)?;
         if tokens.len() < 2 {
             let shown = self.data.display();
-            return Err(Failure::new(format!("{shown}: {} tokens are too few to foretell any", tokens.len())));
+            return Err(Failure::new(format!("{shown}: {} tokens are too few to predict any", tokens.len())));
         }
 
         let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! Utterances understood by a trained model: intent, probability and spans.
+//! Utterances prediction by a trained model: intent, probability and spans.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -15,32 +15,32 @@ use crate::run_folder::{LABELS, TOKENIZER};
 use crate::tasks::intent_slot::{Predictions, heads, read_labels};
 use crate::tasks::name::ModelSizes;
 
-/// An utterance as it was understood.
+/// What a model predicts of an utterance.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Understood {
-    /// The intent; `None` where there is nothing to hear.
+pub struct Prediction {
+    /// The intent; `None` where the text is empty.
     pub intent: Option<String>,
     /// The intent's probability.
     pub probability: f64,
-    /// What the utterance says in particular.
-    pub spans: Vec<UnderstoodSpan>,
+    /// The slots that are filled.
+    pub spans: Vec<PredictedSpan>,
 }
 
 /// A part of an utterance that fills a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnderstoodSpan {
+pub struct PredictedSpan {
     /// The slot.
     pub slot: String,
     /// First character.
     pub start: usize,
     /// Character behind the last.
     pub end: usize,
-    /// What stands there.
+    /// The text of the span.
     pub text: String,
 }
 
-/// A model that understands utterances.
-pub struct Listener<B: Backend> {
+/// A model that predicts intents and slots.
+pub struct Predictor<B: Backend> {
     model: Transformer<B>,
     labels: Labels,
     pieces: PieceTokenizer,
@@ -60,7 +60,7 @@ struct Window<'a> {
     pieces: Vec<u32>,
 }
 
-impl<B: Backend> Listener<B> {
+impl<B: Backend> Predictor<B> {
     /// Opens a model folder.
     ///
     /// # Errors
@@ -83,11 +83,11 @@ impl<B: Backend> Listener<B> {
         Ok(Self { model, labels, pieces, device })
     }
 
-    /// What each text is understood as. A text longer than the model's context is heard in parts.
+    /// The prediction for each text. A text longer than the model's context is read in parts.
     ///
     /// # Errors
     /// If the device failed.
-    pub fn understand(&self, texts: &[&str]) -> Result<Vec<Understood>, Failure> {
+    pub fn predict(&self, texts: &[&str]) -> Result<Vec<Prediction>, Failure> {
         let words: Vec<Vec<Word>> = texts.iter().map(|text| words(text)).collect();
         let windows: Vec<Window<'_>> =
             words.iter().enumerate().flat_map(|(text, words)| self.windows(text, words)).collect();
@@ -109,26 +109,26 @@ impl<B: Backend> Listener<B> {
             }
         }
 
-        let mut understood =
-            intents.iter().map(|votes| self.intent(votes)).collect::<Result<Vec<Understood>, Failure>>()?;
+        let mut predictions =
+            intents.iter().map(|votes| self.intent(votes)).collect::<Result<Vec<Prediction>, Failure>>()?;
         for (window, tags) in windows.iter().zip(tags) {
             for span in spans(&tags) {
                 let (first, last) = (window.words[span.words.start], window.words[span.words.end - 1]);
                 let (start, end) = (first.start, last.end);
-                understood[window.text].spans.push(UnderstoodSpan { slot: span.slot, start, end, text: String::new() });
+                predictions[window.text].spans.push(PredictedSpan { slot: span.slot, start, end, text: String::new() });
             }
         }
-        for (understood, text) in understood.iter_mut().zip(texts) {
+        for (prediction, text) in predictions.iter_mut().zip(texts) {
             let characters: Vec<char> = text.chars().collect();
-            for span in &mut understood.spans {
+            for span in &mut prediction.spans {
                 span.text = characters[span.start..span.end].iter().collect();
             }
         }
-        Ok(understood)
+        Ok(predictions)
     }
 
     /// The intent with the most votes.
-    fn intent(&self, votes: &[f64]) -> Result<Understood, Failure> {
+    fn intent(&self, votes: &[f64]) -> Result<Prediction, Failure> {
         let all: f64 = votes.iter().sum();
         if !all.is_finite() {
             return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
@@ -138,7 +138,7 @@ impl<B: Backend> Listener<B> {
             Some((index, votes)) => (Some(self.labels.intents[index].clone()), votes / all),
             None => (None, 0.0),
         };
-        Ok(Understood { intent, probability, spans: Vec::new() })
+        Ok(Prediction { intent, probability, spans: Vec::new() })
     }
 
     /// The words of a text in parts that fit the context. Marks that the model never met are passed over.
@@ -184,7 +184,7 @@ impl<B: Backend> Listener<B> {
     }
 }
 
-/// Texts to be understood, a few at a time.
+/// Texts to be prediction, a few at a time.
 pub struct Texts {
     /// What they are called in errors.
     name: String,
@@ -194,7 +194,7 @@ pub struct Texts {
     one: Option<String>,
 }
 
-/// Lines that are understood together at the most.
+/// Lines that are prediction together at the most.
 const AT_ONCE: usize = 1024;
 
 impl Texts {
@@ -249,16 +249,16 @@ pub struct PredictionRun<S> {
     pub show: S,
 }
 
-impl<S: FnMut(&str, &Understood)> OnBackend for PredictionRun<S> {
+impl<S: FnMut(&str, &Prediction)> OnBackend for PredictionRun<S> {
     type Output = ();
 
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
-        let listener = Listener::<B>::open(&self.model, self.precision, device)?;
+        let predictor = Predictor::<B>::open(&self.model, self.precision, device)?;
         loop {
             let (texts, failure) = self.texts.next();
             let borrowed: Vec<&str> = texts.iter().map(String::as_str).collect();
-            for (text, understood) in texts.iter().zip(listener.understand(&borrowed)?) {
-                (self.show)(text, &understood);
+            for (text, prediction) in texts.iter().zip(predictor.predict(&borrowed)?) {
+                (self.show)(text, &prediction);
             }
             match failure {
                 Some(failure) => return Err(failure),

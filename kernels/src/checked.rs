@@ -1,4 +1,4 @@
-//! Operands of the backends' methods, checked where they are put together.
+//! Operands of the backends' methods, checked when they are constructed.
 //!
 //! Kernels launch without bounds checks, so what they rely on is checked before: each method of an operation's trait
 //! takes one [`Checked`] struct, and there is no other way to make one than by its checks. Operands that do not fit

@@ -31,6 +31,7 @@ mod cpu;
 #[cfg(feature = "cubecl")]
 mod cubecl;
 pub mod devices;
+mod masked;
 mod ops;
 mod packed_heads;
 mod random;
@@ -78,7 +79,7 @@ pub mod traits {
     pub use crate::recorder::RecorderOps;
 }
 
-/// Operands of the traits' methods, checked where they are put together.
+/// Operands of the traits' methods, checked when they are constructed.
 ///
 /// Kernels launch without bounds checks, so what they rely on is checked before: each method takes one [`Checked`](operands::Checked) struct,
 /// and there is no other way to make one than by its checks.

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, LayerCache, Norm, PackedHeads, Placement, attention, cached_attention, norm,
+    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, attention, cached_attention, norm,
     norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
@@ -35,8 +35,7 @@ pub struct Attention<B: Backend> {
 impl<B: Backend> Attention<B> {
     pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
         let heads = config.n_heads * config.head_dim;
-        let head_norm =
-            TransformerConfig { d_model: config.head_dim, norm: crate::config::NormKind::RmsNorm, ..config.clone() };
+        let head_norm = TransformerConfig { d_model: config.head_dim, norm: NormKind::RmsNorm, ..config.clone() };
         Self {
             qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation).into(),
             qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),

@@ -2,19 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use fireclay_kernels::{Activation as KernelActivation, ActivationKind};
+use fireclay_kernels::{Activation, ActivationKind, NormKind};
 
 use crate::rotary::RotaryScaling;
-
-/// Layer or RMS norm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum NormKind {
-    /// Layer norm with scale and shift.
-    LayerNorm,
-    /// RMS norm with scale.
-    RmsNorm,
-}
 
 /// Where the norms of a block stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,20 +42,6 @@ pub enum AttentionDirection {
     Causal,
     /// All of the row's.
     Bidirectional,
-}
-
-/// The nonlinearity of the feed-forward layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Activation {
-    /// Exact GELU.
-    GeluErf,
-    /// GELU's tanh approximation.
-    GeluTanh,
-    /// `max(x, 0)`.
-    Relu,
-    /// `x * sigmoid(x)`; with `gated`, SwiGLU.
-    Silu,
 }
 
 /// A transformer's shape. Build one from a family's preset or from [`new`](Self::new), bend it with `with_*`, and
@@ -112,7 +88,7 @@ pub struct TransformerConfig {
     /// Biases in the feed-forward layer.
     pub feed_forward_bias: bool,
     /// The feed-forward layer's nonlinearity.
-    pub activation: Activation,
+    pub activation: ActivationKind,
     /// Whether the nonlinearity gates a second projection.
     pub gated: bool,
     /// Whether the output projection is the embedding table.
@@ -169,7 +145,7 @@ impl TransformerConfig {
             qkv_bias: true,
             output_bias: true,
             feed_forward_bias: true,
-            activation: Activation::GeluTanh,
+            activation: ActivationKind::GeluTanh,
             gated: false,
             tied_embeddings: true,
             dropout: 0.0,
@@ -194,7 +170,7 @@ impl TransformerConfig {
             qkv_bias: false,
             output_bias: false,
             feed_forward_bias: false,
-            activation: Activation::Silu,
+            activation: ActivationKind::Silu,
             gated: true,
             tied_embeddings: false,
             ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
@@ -250,7 +226,7 @@ impl TransformerConfig {
             norm_placement: NormPlacement::Post,
             token_types: 2,
             attention: AttentionDirection::Bidirectional,
-            activation: Activation::GeluErf,
+            activation: ActivationKind::GeluErf,
             residual_scaling: false,
             ..Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
         }
@@ -286,7 +262,7 @@ impl TransformerConfig {
         /// With biases in the feed-forward layer.
         with_feed_forward_bias: feed_forward_bias, bool;
         /// With this nonlinearity.
-        with_activation: activation, Activation;
+        with_activation: activation, ActivationKind;
         /// With a gated feed-forward layer.
         with_gated: gated, bool;
         /// With the embedding table as output projection.
@@ -423,14 +399,8 @@ impl TransformerConfig {
         if self.gated { 2 * self.d_ff } else { self.d_ff }
     }
 
-    pub(crate) fn kernel_activation(&self) -> KernelActivation {
-        let kind = match self.activation {
-            Activation::GeluErf => ActivationKind::GeluErf,
-            Activation::GeluTanh => ActivationKind::GeluTanh,
-            Activation::Relu => ActivationKind::Relu,
-            Activation::Silu => ActivationKind::Silu,
-        };
-        KernelActivation { kind, gated: self.gated }
+    pub(crate) fn kernel_activation(&self) -> Activation {
+        Activation { kind: self.activation, gated: self.gated }
     }
 }
 

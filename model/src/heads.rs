@@ -18,7 +18,7 @@ pub struct UtteranceHeads<B: Backend> {
     pub tag: Param<Tensor<B, 2>>,
 }
 
-/// What a batch of utterances should be heard as. `IGNORED_TARGET` stands where nothing counts.
+/// What a batch of utterances are to be predicted as. `IGNORED_TARGET` stands where nothing counts.
 #[derive(Clone, Debug)]
 pub struct UtteranceTargets<B: Backend> {
     /// The intent of each row at its first token, `[batch_size, seq_length]`.

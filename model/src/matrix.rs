@@ -1,11 +1,11 @@
-//! A weight matrix, and the form in which operations read it.
+//! A weight matrix: its parameter, and the stored copy that operations read.
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, Tensor};
 
 use fireclay_kernels::{Backend, Int8Weight, Weight};
 
-/// A matrix `[d_output, d_input]`, as on the hub: a parameter, which operations read as it is, or in another form.
+/// A matrix `[d_output, d_input]`, as on the hub: a parameter, which operations read as it is, or as a stored copy in another dtype.
 #[derive(Module, Debug)]
 pub struct Matrix<B: Backend> {
     /// What is trained and saved; it holds nothing where the matrix was loaded as INT8.
@@ -13,7 +13,7 @@ pub struct Matrix<B: Backend> {
     stored: Option<Stored<B>>,
 }
 
-/// Another form than the parameter's, which operations read instead.
+/// The copy that operations read instead of the parameter.
 #[derive(Module, Debug)]
 enum Stored<B: Backend> {
     /// As it was loaded; the parameter holds nothing.

@@ -5,10 +5,10 @@ use std::f64::consts::TAU;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
-use fireclay_kernels::{Backend, Norm, RandomKey};
+use fireclay_kernels::{Backend, Norm, NormKind, RandomKey};
 use rayon::prelude::*;
 
-use crate::config::{NormKind, TransformerConfig};
+use crate::config::TransformerConfig;
 
 /// Draws starting values on the host, so that a seed gives the same model on every backend.
 pub(crate) struct Initializer<'a, B: Backend> {

@@ -162,7 +162,7 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    /// Every matrix that operations may read in another form than its parameter's, by its path.
+    /// Every matrix of which operations may read a stored copy in another dtype, by its path.
     pub(crate) fn matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
         let outer = [("embedding", Some(&mut self.embedding)), ("head", self.head.as_mut())];
         let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));

@@ -17,7 +17,7 @@ pub(super) struct EvaluateArgs {
     /// The model's folder, or its name on the hub: OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// The text to foretell: a file or a folder of them
+    /// The text to measure on: a file or a folder of them
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
     /// Tokens that the model sees together [default: its context, up to 1024]

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use fireclay::Failure;
 use fireclay::precision::Precision;
-use fireclay::prediction::{PredictionRun, Texts, Understood};
+use fireclay::prediction::{Prediction, PredictionRun, Texts};
 use fireclay::stdout;
 use serde_json::{Value, json};
 
@@ -43,8 +43,8 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
         (None, None) => Texts::lines("standard input", std::io::stdin()),
     };
     let json = args.run.json;
-    let show = move |text: &str, understood: &Understood| {
-        stdout::write(&if json { understood_line(text, understood) } else { understood_text(text, understood) });
+    let show = move |text: &str, prediction: &Prediction| {
+        stdout::write(&if json { prediction_line(text, prediction) } else { prediction_text(text, prediction) });
     };
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
@@ -53,25 +53,25 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
 }
 
 /// An utterance for programs.
-fn understood_line(text: &str, understood: &Understood) -> String {
-    let spans: Vec<Value> = understood
+fn prediction_line(text: &str, prediction: &Prediction) -> String {
+    let spans: Vec<Value> = prediction
         .spans
         .iter()
         .map(|span| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text }))
         .collect();
     let line = json!({
-        "event": "prediction", "text": text, "intent": understood.intent, "probability": understood.probability,
+        "event": "prediction", "text": text, "intent": prediction.intent, "probability": prediction.probability,
         "spans": spans,
     });
     format!("{line}\n")
 }
 
 /// An utterance for people.
-fn understood_text(text: &str, understood: &Understood) -> String {
-    let Some(intent) = &understood.intent else { return format!("{text}\n  nothing was said\n") };
-    let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * understood.probability);
-    let width = understood.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);
-    for span in &understood.spans {
+fn prediction_text(text: &str, prediction: &Prediction) -> String {
+    let Some(intent) = &prediction.intent else { return format!("{text}\n  nothing was said\n") };
+    let mut shown = format!("{text}\n  {intent} ({:.1}%)\n", 100.0 * prediction.probability);
+    let width = prediction.spans.iter().map(|span| span.slot.chars().count()).max().unwrap_or(0);
+    for span in &prediction.spans {
         shown.push_str(&format!("  {:<width$}  {} [{}..{}]\n", span.slot, span.text, span.start, span.end));
     }
     shown

@@ -12,7 +12,7 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceHeads, Utt
 
 use super::counts::TargetCounts;
 use super::name::ModelSizes;
-use super::scores::{Report, Understanding};
+use super::scores::{ClassificationReport, Prediction};
 use super::validation::Validation;
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -143,15 +143,15 @@ impl IntentSlot {
         let batches = self.valid.encoded.batches(BATCH_SIZE);
         let total = batches.iter().map(|(_, batch)| counts(batch)).fold(TargetCounts::default(), |a, b| a + b);
         let mut sum = Tensor::<B, 1>::zeros([1], device);
-        let mut understood = Understood::new(&self.labels, &self.valid.encoded);
+        let mut predicted = PredictedTags::new(&self.labels, &self.valid.encoded);
         for (indices, batch) in &batches {
             let (hidden, targets) = encode(model, batch, device);
             let (tags, intents) = counts(batch).shares(total);
             let weights = (intents * training.intent_weight, tags);
             sum = sum + heads.loss(hidden.clone(), targets, weights, HeadLossOptions::new());
-            understood.read(indices, heads.logits(hidden))?;
+            predicted.read(indices, heads.logits(hidden))?;
         }
-        let report = Report::new(&self.valid.utterances, &understood.finish(&self.valid.utterances));
+        let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
         Ok(Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) })
     }
 
@@ -159,14 +159,18 @@ impl IntentSlot {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn test<B: Backend>(&self, model: &Transformer<B>, device: &B::Device) -> Result<Report, Failure> {
+    pub fn test<B: Backend>(
+        &self,
+        model: &Transformer<B>,
+        device: &B::Device,
+    ) -> Result<ClassificationReport, Failure> {
         let heads = heads(model)?;
-        let mut understood = Understood::new(&self.labels, &self.test.encoded);
+        let mut predicted = PredictedTags::new(&self.labels, &self.test.encoded);
         for (indices, batch) in &self.test.encoded.batches(BATCH_SIZE) {
             let (hidden, _) = encode(model, batch, device);
-            understood.read(indices, heads.logits(hidden))?;
+            predicted.read(indices, heads.logits(hidden))?;
         }
-        Ok(Report::new(&self.test.utterances, &understood.finish(&self.test.utterances)))
+        Ok(ClassificationReport::new(&self.test.utterances, &predicted.finish(&self.test.utterances)))
     }
 }
 
@@ -231,15 +235,15 @@ pub fn loss<B: Backend>(
 }
 
 /// What a model makes of utterances, gathered batch by batch.
-struct Understood<'a> {
+struct PredictedTags<'a> {
     labels: &'a Labels,
     encoded: &'a EncodedUtterances,
-    found: Vec<Understanding>,
+    found: Vec<Prediction>,
 }
 
-impl<'a> Understood<'a> {
+impl<'a> PredictedTags<'a> {
     fn new(labels: &'a Labels, encoded: &'a EncodedUtterances) -> Self {
-        let nothing = Understanding { intent: String::new(), tags: Vec::new() };
+        let nothing = Prediction { intent: String::new(), tags: Vec::new() };
         Self { labels, encoded, found: vec![nothing; encoded.len()] }
     }
 
@@ -249,13 +253,13 @@ impl<'a> Understood<'a> {
             let columns = self.encoded.word_columns(*index);
             let tags = rows.tags(row, columns, self.labels);
             let (intent, _) = rows.intent(row);
-            self.found[*index] = Understanding { intent: self.labels.intents[intent].clone(), tags };
+            self.found[*index] = Prediction { intent: self.labels.intents[intent].clone(), tags };
         }
         Ok(())
     }
 
     /// A tag for every word of `utterances`, those beyond a row's end included.
-    fn finish(mut self, utterances: &[Utterance]) -> Vec<Understanding> {
+    fn finish(mut self, utterances: &[Utterance]) -> Vec<Prediction> {
         for (found, utterance) in self.found.iter_mut().zip(utterances) {
             found.tags.resize(utterance.words.len(), "O".to_string());
         }

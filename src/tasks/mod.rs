@@ -17,7 +17,7 @@ pub use batch::Batch;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use name::{ModelSizes, TaskName};
-pub use scores::{Report, Scores};
+pub use scores::{ClassificationReport, Scores};
 pub use validation::Validation;
 
 use crate::failure::Failure;
@@ -28,7 +28,7 @@ use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 pub enum Task {
     /// Each token predicts the next.
     Language(Language),
-    /// Utterances are heard as an intent and slots.
+    /// Predicts the intent and slots of utterances.
     IntentSlot(IntentSlot),
 }
 
@@ -145,7 +145,7 @@ impl Task {
         &self,
         model: &Transformer<B>,
         device: &B::Device,
-    ) -> Result<Option<Report>, Failure> {
+    ) -> Result<Option<ClassificationReport>, Failure> {
         match self {
             Self::Language(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),

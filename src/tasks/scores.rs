@@ -1,4 +1,4 @@
-//! How well utterances are understood, counted as the field does (Tjong Kim Sang and Buchholz, 2000, "conlleval").
+//! How well utterances are predicted, counted as the field does (Tjong Kim Sang and Buchholz, 2000, "conlleval").
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct Scores {
 
 /// What a model makes of an utterance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Understanding {
+pub struct Prediction {
     /// The intent.
     pub intent: String,
     /// A tag for each word.
@@ -39,14 +39,14 @@ pub struct SpanCounts {
 
 /// Scores, and where they come from.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Report {
+pub struct ClassificationReport {
     /// The percentages.
     pub scores: Scores,
     /// By slot.
     pub slots: BTreeMap<String, SpanCounts>,
-    /// By intent: how often it is meant, and how often then heard.
+    /// By intent: how often it is expected, and how often then predicted.
     pub intents: BTreeMap<String, (usize, usize)>,
-    /// `(meant, heard, how often)`, the most frequent first.
+    /// `(expected, predicted, how often)`, the most frequent first.
     pub confusions: Vec<(String, String, usize)>,
 }
 
@@ -71,28 +71,28 @@ fn percent(part: usize, whole: usize) -> f64 {
     if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 }
 }
 
-impl Report {
-    /// Compares what a model made of utterances with what was meant.
-    pub fn new(meant: &[Utterance], heard: &[Understanding]) -> Self {
+impl ClassificationReport {
+    /// Compares what a model made of utterances with what was expected.
+    pub fn new(expected: &[Utterance], predicted: &[Prediction]) -> Self {
         let mut report = Self::default();
         let (mut intents, mut sentences, mut all) = (0, 0, SpanCounts::default());
         let mut confusions: BTreeMap<(&str, &str), usize> = BTreeMap::new();
-        for (meant, heard) in meant.iter().zip(heard) {
-            let same_intent = meant.intent == heard.intent;
+        for (expected, predicted) in expected.iter().zip(predicted) {
+            let same_intent = expected.intent == predicted.intent;
             intents += usize::from(same_intent);
-            sentences += usize::from(same_intent && meant.tags == heard.tags);
-            let (count, right) = report.intents.entry(meant.intent.clone()).or_default();
+            sentences += usize::from(same_intent && expected.tags == predicted.tags);
+            let (count, right) = report.intents.entry(expected.intent.clone()).or_default();
             *count += 1;
             *right += usize::from(same_intent);
             if !same_intent {
-                *confusions.entry((&meant.intent, &heard.intent)).or_default() += 1;
+                *confusions.entry((&expected.intent, &predicted.intent)).or_default() += 1;
             }
-            let there: HashSet<Span> = spans(&meant.tags).into_iter().collect();
+            let there: HashSet<Span> = spans(&expected.tags).into_iter().collect();
             for span in &there {
                 report.slots.entry(span.slot.clone()).or_default().present += 1;
                 all.present += 1;
             }
-            for span in spans(&heard.tags) {
+            for span in spans(&predicted.tags) {
                 let right = usize::from(there.contains(&span));
                 let counts = report.slots.entry(span.slot).or_default();
                 counts.found += 1;
@@ -102,12 +102,14 @@ impl Report {
             }
         }
         report.scores = Scores {
-            intent_accuracy: percent(intents, meant.len()),
+            intent_accuracy: percent(intents, expected.len()),
             slot_f1: all.f1(),
-            sentence_accuracy: percent(sentences, meant.len()),
+            sentence_accuracy: percent(sentences, expected.len()),
         };
-        report.confusions =
-            confusions.into_iter().map(|((meant, heard), count)| (meant.into(), heard.into(), count)).collect();
+        report.confusions = confusions
+            .into_iter()
+            .map(|((expected, predicted), count)| (expected.into(), predicted.into(), count))
+            .collect();
         // The sort is stable: equal counts stay in the order of their names.
         report.confusions.sort_by_key(|(.., count)| std::cmp::Reverse(*count));
         report
@@ -117,7 +119,7 @@ impl Report {
 /// Confusions shown in a report.
 const SHOWN_CONFUSIONS: usize = 8;
 
-impl fmt::Display for Report {
+impl fmt::Display for ClassificationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.slots.keys().chain(self.intents.keys()).map(|name| name.chars().count()).max().unwrap_or(0);
         let width = width.max("intent".len());
@@ -126,14 +128,14 @@ impl fmt::Display for Report {
             let (precision, recall, f1) = (counts.precision(), counts.recall(), counts.f1());
             writeln!(f, "{slot:<width$}  {:>7}  {precision:>9.2}  {recall:>6.2}  {f1:>6.2}", counts.present)?;
         }
-        writeln!(f, "\n{:<width$}  {:>7}  {:>9}", "intent", "present", "heard")?;
+        writeln!(f, "\n{:<width$}  {:>7}  {:>9}", "intent", "present", "predicted")?;
         for (intent, (count, right)) in &self.intents {
             writeln!(f, "{intent:<width$}  {count:>7}  {:>9.2}", percent(*right, *count))?;
         }
         if !self.confusions.is_empty() {
             writeln!(f, "\nintents most often taken for others")?;
-            for (meant, heard, count) in self.confusions.iter().take(SHOWN_CONFUSIONS) {
-                writeln!(f, "{count:>4} x {meant} heard as {heard}")?;
+            for (expected, predicted, count) in self.confusions.iter().take(SHOWN_CONFUSIONS) {
+                writeln!(f, "{count:>4} x {expected} predicted as {predicted}")?;
             }
         }
         let Scores { intent_accuracy, slot_f1, sentence_accuracy } = self.scores;
@@ -153,14 +155,17 @@ mod tests {
         Utterance { words: tags.clone(), tags, intent: intent.into() }
     }
 
-    fn heard(intent: &str, tags: &str) -> Understanding {
-        Understanding { intent: intent.into(), tags: tags.split(' ').map(String::from).collect() }
+    fn predicted(intent: &str, tags: &str) -> Prediction {
+        Prediction { intent: intent.into(), tags: tags.split(' ').map(String::from).collect() }
     }
 
     #[test]
     fn a_span_counts_only_whole_and_with_its_slot() {
-        let meant = [utterance("a", "O B-x I-x O"), utterance("a", "B-y O O O"), utterance("b", "O O O B-x")];
-        let report = Report::new(&meant, &[heard("a", "O B-x O O"), heard("a", "B-x O O O"), heard("b", "O O O B-x")]);
+        let expected = [utterance("a", "O B-x I-x O"), utterance("a", "B-y O O O"), utterance("b", "O O O B-x")];
+        let report = ClassificationReport::new(
+            &expected,
+            &[predicted("a", "O B-x O O"), predicted("a", "B-x O O O"), predicted("b", "O O O B-x")],
+        );
         assert_eq!(report.slots["x"], SpanCounts { present: 2, found: 3, right: 1 });
         assert_eq!(report.slots["y"], SpanCounts { present: 1, found: 0, right: 0 });
         assert!((report.scores.slot_f1 - 100.0 * 2.0 / 6.0).abs() < 1e-9);
@@ -170,11 +175,14 @@ mod tests {
 
     #[test]
     fn confusions_are_listed_by_how_often_they_happen() {
-        let meant = [utterance("a", "O"), utterance("b", "O"), utterance("b", "O"), utterance("c", "O")];
-        let report = Report::new(&meant, &[heard("c", "O"), heard("a", "O"), heard("a", "O"), heard("c", "O")]);
+        let expected = [utterance("a", "O"), utterance("b", "O"), utterance("b", "O"), utterance("c", "O")];
+        let report = ClassificationReport::new(
+            &expected,
+            &[predicted("c", "O"), predicted("a", "O"), predicted("a", "O"), predicted("c", "O")],
+        );
         assert_eq!(report.confusions, [("b".into(), "a".into(), 2), ("a".into(), "c".into(), 1)]);
         assert_eq!(report.scores.sentence_accuracy, 25.0);
         let shown = report.to_string();
-        assert!(shown.contains("2 x b heard as a"), "{shown}");
+        assert!(shown.contains("2 x b predicted as a"), "{shown}");
     }
 }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::run_folder::{METRICS, RunFolder};
-use crate::tasks::scores::Report;
+use crate::tasks::scores::ClassificationReport;
 use crate::tasks::validation::Validation;
 use crate::training::checkpoint::{self, Best, RunState};
 use crate::training::events::{Event, Sink, add_scores};
@@ -41,7 +41,7 @@ pub(crate) struct Session<B: Backend> {
     first_step_seconds: Option<f64>,
     trained: (usize, Duration),
     final_validation: Option<Validation>,
-    test: Option<Report>,
+    test: Option<ClassificationReport>,
     saved: u64,
 }
 
@@ -160,7 +160,7 @@ impl<B: Backend> Session<B> {
     }
 
     /// How the best model did on the test data, where the task has such.
-    pub(crate) fn test_report(&self) -> Option<&Report> {
+    pub(crate) fn test_report(&self) -> Option<&ClassificationReport> {
         self.test.as_ref()
     }
 

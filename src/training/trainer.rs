@@ -8,7 +8,7 @@ use fireclay_model::Transformer;
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::tasks::{Batch, Report, Task, Validation};
+use crate::tasks::{Batch, ClassificationReport, Task, Validation};
 use crate::training::optimizer::{Optimizer, ParameterGradients};
 use crate::training::recipe::schema::Recipe;
 
@@ -190,7 +190,7 @@ impl<B: Backend> Trainer<B> {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<Report>, Failure> {
+    pub fn test(&self, model: Option<Transformer<B>>) -> Result<Option<ClassificationReport>, Failure> {
         if !self.task.has_test() {
             return Ok(None);
         }

@@ -174,7 +174,7 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
     }
 });
 
-backend_test!(weights_of_bytes_foretell_nearly_as_well::<B>(device) {
+backend_test!(int8_weights_predict_nearly_as_well::<B>(device) {
     let (folder, ..) = writer::<B>(&device);
     let data = folder.path().join("text.txt");
     std::fs::write(&data, TEXT).expect("writable");

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Output, Stdio};
 
 use burn::tensor::{Int, Tensor, TensorData};
-use fireclay::tasks::{Batch, Report, Task, intent_slot, scores};
+use fireclay::tasks::{Batch, ClassificationReport, Task, intent_slot, scores};
 use fireclay::training::{Recipe, Trainer};
 use fireclay_datasets::{Utterance, UtteranceBatch};
 use fireclay_kernels::HeadLossOptions;
@@ -117,10 +117,10 @@ fn spans_are_counted_as_seqeval_and_conlleval_count_them() {
     for case in cases {
         let sequences =
             |name: &str| -> Vec<Vec<String>> { serde_json::from_value(case[name].clone()).expect("sequences of tags") };
-        let meant =
+        let expected =
             sequences("meant").into_iter().map(|tags| Utterance { words: tags.clone(), tags, intent: "same".into() });
-        let heard = sequences("heard").into_iter().map(|tags| scores::Understanding { intent: "same".into(), tags });
-        let report = Report::new(&meant.collect::<Vec<_>>(), &heard.collect::<Vec<_>>());
+        let predicted = sequences("heard").into_iter().map(|tags| scores::Prediction { intent: "same".into(), tags });
+        let report = ClassificationReport::new(&expected.collect::<Vec<_>>(), &predicted.collect::<Vec<_>>());
         let f1 = case["f1"].as_f64().expect("a number");
         assert!((report.scores.slot_f1 - f1).abs() < 1e-6, "{} instead of {f1} in {case}", report.scores.slot_f1);
         for (slot, wanted) in case["slots"].as_object().expect("slots") {
@@ -219,7 +219,7 @@ fn several_seeds_are_reported_as_mean_and_deviation() {
 }
 
 #[test]
-fn any_text_is_understood_as_something() {
+fn any_text_gets_a_prediction() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
     done_line(&train(&[&SMALL[..], &["--json", "--out", text(&out)]].concat()));

@@ -21,7 +21,7 @@ use cubecl::stream_id::StreamId;
 use crate::recorder;
 
 pub(crate) use self::lazy_kernel::launch;
-pub(crate) use self::scratch::spare;
+pub(crate) use self::scratch::scratch;
 
 /// The most cubes along one axis of a grid that every device takes.
 const MAX_CUBES: u32 = 65_535;

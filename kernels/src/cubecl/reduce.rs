@@ -10,10 +10,10 @@ use crate::cubecl::{array, empty, launch, rows};
 
 /// Units that work on one row: unit `u` has the vectors `u`, `u + units`, `u + 2 * units` and so on of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Team {
+pub(crate) struct RowUnits {
     /// Units on a row, a power of two.
     pub(crate) units: u32,
-    /// Rows of a cube; more than one only where a team exchanges values without shared memory.
+    /// Rows of a cube; more than one only where a row's units exchange values without shared memory.
     pub(crate) rows: u32,
     /// Units that exchange values without shared memory, a power of two; one where the device has no such.
     pub(crate) plane: u32,
@@ -23,8 +23,8 @@ pub(crate) struct Team {
     pub(crate) exact: bool,
 }
 
-impl Team {
-    /// A team for rows of `vectors`, of which no unit should have more than `most`, with at most `units` units.
+impl RowUnits {
+    /// For rows of `vectors`, of which no unit should have more than `most`, with at most `units` units a row.
     pub(crate) fn new<R: CubeRuntime>(client: &ComputeClient<R>, vectors: usize, most: usize, units: u32) -> Self {
         let hardware = &client.properties().hardware;
         let uniform = hardware.plane_size_min == hardware.plane_size_max && hardware.plane_size_min.is_power_of_two();
@@ -64,38 +64,37 @@ pub(crate) fn row_vector<R: CubeRuntime>(tensors: &[&CubeTensor<R>], lengths: &[
 
 /// Whether a vector of the row lies at `column`.
 #[cube]
-pub(crate) fn within(column: u32, columns: u32, #[comptime] team: Team) -> bool {
-    if team.exact { true.runtime() } else { column < columns }
+pub(crate) fn within(column: u32, columns: u32, #[comptime] row_units: RowUnits) -> bool {
+    if row_units.exact { true.runtime() } else { column < columns }
 }
 
-/// The sum of a value over the team, the same for all its units.
+/// The sum of a value over the units of a row, the same for all of them.
 #[cube]
-pub(crate) fn team_sum(value: f32, #[comptime] team: Team) -> f32 {
-    exchanged(value, team, false)
+pub(crate) fn row_sum(value: f32, #[comptime] row_units: RowUnits) -> f32 {
+    exchanged(value, row_units, false)
 }
 
-/// The largest value of the team.
+/// The largest value of a row's units.
 #[cube]
-pub(crate) fn team_max(value: f32, #[comptime] team: Team) -> f32 {
-    exchanged(value, team, true)
+pub(crate) fn row_max(value: f32, #[comptime] row_units: RowUnits) -> f32 {
+    exchanged(value, row_units, true)
 }
 
 #[cube]
-fn exchanged(value: f32, #[comptime] team: Team, #[comptime] largest: bool) -> f32 {
+fn exchanged(value: f32, #[comptime] row_units: RowUnits, #[comptime] largest: bool) -> f32 {
     let mut value = value;
     #[unroll]
-    for step in 0..comptime!(team.units.min(team.plane).trailing_zeros()) {
+    for step in 0..comptime!(row_units.units.min(row_units.plane).trailing_zeros()) {
         value = joined(value, plane_shuffle_xor(value, 1u32 << step), largest);
     }
-    if comptime!(team.units > team.plane) {
-        let pieces = comptime!(team.units / team.plane);
-        // On CUDA, shared memories that are not needed at the same time may have one address: nobody writes to this one
-        // while another unit still reads from the last.
+    if comptime!(row_units.units > row_units.plane) {
+        let pieces = comptime!(row_units.units / row_units.plane);
+        // In a loop this is the shared memory of the round before, which another unit may still read.
         sync_cube();
         let mut shared = SharedMemory::<f32>::new(comptime!(pieces as usize));
-        let lane = UNIT_POS_X % team.plane;
+        let lane = UNIT_POS_X % row_units.plane;
         if lane == 0 {
-            shared[(UNIT_POS_X / team.plane) as usize] = value;
+            shared[(UNIT_POS_X / row_units.plane) as usize] = value;
         }
         sync_cube();
         // Halves onto halves until few are left, which every unit then reads.
@@ -123,19 +122,18 @@ fn joined(a: f32, b: f32, #[comptime] largest: bool) -> f32 {
     if largest { max(a, b) } else { a + b }
 }
 
-/// The sum of the values of some of a team's units, those in front of this one in some order, and that of all of them; for
-/// a team alone in its cube.
+/// An exclusive prefix sum over the units of a row that is alone in its cube, in some order, and the sum of all of them.
 #[cube]
-pub(crate) fn exclusive_sum(value: u32, #[comptime] team: Team) -> (u32, u32) {
-    // As in an exchange.
+pub(crate) fn exclusive_sum(value: u32, #[comptime] row_units: RowUnits) -> (u32, u32) {
+    // As in `exchanged`.
     sync_cube();
-    let pieces = comptime!((team.units / team.plane) as usize);
+    let pieces = comptime!((row_units.units / row_units.plane) as usize);
     let mut sums = SharedMemory::<u32>::new(pieces);
     let mut before = 0u32;
     let mut total = 0u32;
-    if comptime!(team.plane > 1) {
-        let plane = UNIT_POS_X / team.plane;
-        let lane = UNIT_POS_X % team.plane;
+    if comptime!(row_units.plane > 1) {
+        let plane = UNIT_POS_X / row_units.plane;
+        let lane = UNIT_POS_X % row_units.plane;
         let within = plane_inclusive_sum(value);
         let all = plane_sum(value);
         if lane == 0 {
@@ -152,7 +150,7 @@ pub(crate) fn exclusive_sum(value: u32, #[comptime] team: Team) -> (u32, u32) {
         sums[UNIT_POS_X as usize] = value;
         sync_cube();
         #[unroll]
-        for doubling in 0..comptime!(team.units.trailing_zeros()) {
+        for doubling in 0..comptime!(row_units.units.trailing_zeros()) {
             let step = comptime!(1u32 << doubling);
             let mut sum = sums[UNIT_POS_X as usize];
             if UNIT_POS_X >= step {
@@ -163,7 +161,7 @@ pub(crate) fn exclusive_sum(value: u32, #[comptime] team: Team) -> (u32, u32) {
             sync_cube();
         }
         before += sums[UNIT_POS_X as usize] - value;
-        total += sums[comptime!(team.units as usize - 1)];
+        total += sums[comptime!(row_units.units as usize - 1)];
     }
     sync_cube();
     (before, total)
@@ -194,7 +192,7 @@ pub(crate) fn lanes_max<N: Size>(vector: Vector<f32, N>) -> f32 {
 /// Rows that one piece of a sum has at least.
 const PIECE: usize = 64;
 /// Rows that are added up in one launch.
-const FEW_ROWS: usize = 4096;
+const ONE_PASS_ROWS: usize = 4096;
 /// The most pieces of a sum.
 const PIECES: usize = 256;
 
@@ -203,7 +201,7 @@ pub(crate) fn sum_over_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
     let out = empty(&x, [columns], DType::F32);
     // A launch costs more than a few thousand rows do.
-    let pieces = if n_rows <= FEW_ROWS { 1 } else { (n_rows / PIECE).clamp(1, PIECES) };
+    let pieces = if n_rows <= ONE_PASS_ROWS { 1 } else { (n_rows / PIECE).clamp(1, PIECES) };
     if pieces == 1 {
         add_up(x, &out, &out, 1);
         return out;

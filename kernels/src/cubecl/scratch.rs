@@ -24,7 +24,7 @@ type Size = (TypeId, DeviceId, usize);
 
 thread_local! {
     /// What this thread keeps. What another keeps may be free by its own count alone.
-    static SPARE: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
+    static SCRATCH: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
 }
 
 /// An uninitialised tensor on the device of another, its rows without padding between them, in a buffer that nothing else
@@ -33,15 +33,15 @@ thread_local! {
 /// Launches that were queued before may still read the buffer. They come first where all launches are in one order: those of
 /// one thread, or of all threads where they share a stream. Where threads have streams of their own, another thread might
 /// read it late, and nothing is kept.
-pub(crate) fn spare<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+pub(crate) fn scratch<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let shape = shape.into();
     let bytes = shape.num_elements() * dtype.size();
     let size = bytes.next_power_of_two().max(LEAST);
     if size > MOST || !one_stream() {
         return empty(like, shape, dtype);
     }
-    let handle = SPARE.with_borrow_mut(|spare| {
-        let kept = spare.entry((TypeId::of::<R>(), like.device.to_id(), size)).or_default();
+    let handle = SCRATCH.with_borrow_mut(|scratch| {
+        let kept = scratch.entry((TypeId::of::<R>(), like.device.to_id(), size)).or_default();
         if let Some(free) = kept.iter().find(|handle| handle.can_mut()) {
             return free.clone();
         }

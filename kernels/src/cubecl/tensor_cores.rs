@@ -1,4 +1,4 @@
-//! Tiles in shared memory as the operands of NVIDIA's matrix units: products of m16n8k16, 16-bit with sums in f32.
+//! Tiles in shared memory as the operands of NVIDIA's tensor cores: products of m16n8k16, 16-bit with sums in f32.
 //!
 //! `mma` gives a lane rows `lane / 4` and `lane / 4 + 8` of every 16, and columns `lane % 4 * 2` and the next of every 8: a
 //! [`Pair`] for each of both rows and each block of 8 columns. A tile lies row after row, in vectors of sixteen bytes, an

@@ -1,4 +1,4 @@
-//! A matrix turned over in memory, in another dtype where asked.
+//! A matrix transposed in memory, in another dtype where asked.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

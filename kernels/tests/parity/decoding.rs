@@ -1,4 +1,4 @@
-//! The operations of decoding against the reference: few rows, a cache, a choice.
+//! The operations of decoding against the reference: skinny products, a cache, sampling.
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{Checked, Logits};
@@ -24,7 +24,7 @@ fn dtypes<B: Backend>(device: &B::Device) -> Vec<(FloatDType, f64)> {
     std::iter::once((FloatDType::F32, tolerance::<B>(device))).chain(halves).collect()
 }
 
-backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
+backend_test!(skinny_projections_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for [rows, d_input, d_output] in
             [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64],
@@ -76,7 +76,7 @@ backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     }
 });
 
-backend_test!(results_of_few_rows_stay_as_they_are_while_they_are_held::<B>(device) {
+backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<B>(device) {
     let weight = random::<B, 2>(1, [66, 64], &device);
     let input = |seed: u64| random::<B, 2>(seed, [3, 64], &device);
     // More at a time than there are buffers that are used again; then some of those, and the others go on.

@@ -37,13 +37,20 @@ pub(crate) fn check<C: Claim>() {
     }
     match backend_name().as_str() {
         #[cfg(feature = "ndarray")]
-        "cpu" => C::check::<burn::backend::NdArray>(Default::default()),
+        "cpu" => check_on::<burn::backend::NdArray, C>(),
         #[cfg(feature = "wgpu")]
-        "wgpu" | "vulkan" => C::check::<burn::backend::Wgpu>(Default::default()),
+        "wgpu" | "vulkan" => check_on::<burn::backend::Wgpu, C>(),
         #[cfg(feature = "cuda")]
-        "cuda" => C::check::<burn::backend::Cuda>(Default::default()),
+        "cuda" => check_on::<burn::backend::Cuda, C>(),
         name => panic!("backend {name} is not built into this test"),
     }
+}
+
+/// Checks a claim, and that nothing failed on the device that nobody read.
+fn check_on<B: Backend, C: Claim>() {
+    let device = B::Device::default();
+    C::check::<B>(device.clone());
+    B::sync(&device).expect("all launches succeed");
 }
 
 /// A test that is generic over the backend: `backend_test!(its_claim::<B>(device) { .. });`

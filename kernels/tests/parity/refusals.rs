@@ -31,11 +31,15 @@ struct Make<B: Backend>(B::Device);
 
 impl<B: Backend> Make<B> {
     fn float<const D: usize>(&self, dims: [usize; D]) -> Tensor<B, D> {
-        Tensor::ones(dims, (&self.0, DType::F32))
+        // A launch over nothing is an error on CUDA, and Burn makes one to fill a tensor of nothing.
+        match dims.contains(&0) {
+            true => Tensor::empty(dims, (&self.0, DType::F32)),
+            false => Tensor::ones(dims, (&self.0, DType::F32)),
+        }
     }
 
     fn ints<const D: usize>(&self, dims: [usize; D]) -> Tensor<B, D, Int> {
-        Tensor::ones(dims, &self.0)
+        if dims.contains(&0) { Tensor::empty(dims, &self.0) } else { Tensor::ones(dims, &self.0) }
     }
 
     /// Another float dtype than f32 that the device has.
@@ -397,7 +401,7 @@ backend_test!(cached_positions_out_of_range_count_as_the_last::<B>(device) {
     }
 });
 
-backend_test!(targets_that_are_no_words_do_not_count::<B>(device) {
+backend_test!(targets_outside_the_vocabulary_do_not_count::<B>(device) {
     let hidden = crate::compare::random::<B, 2>(1, [4, 8], &device);
     let weight = crate::compare::random::<B, 2>(2, [5, 8], &device);
     let of = |targets: [i32; 4]| {

@@ -1,11 +1,10 @@
 //! `config.json`, written and read a family at a time.
 
+use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
 
 use super::family::{FAMILIES, Family};
-use crate::config::{
-    Activation, AttentionDirection, ConfigError, NormKind, NormPlacement, Positions, TransformerConfig,
-};
+use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::rotary::RotaryScaling;
 
 /// The key under which `config.json` holds what the hub's format has no word for.
@@ -83,16 +82,16 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
     written
 }
 
-const ACTIVATIONS: [(Activation, &str); 6] = [
-    (Activation::GeluTanh, "gelu_new"),
-    (Activation::GeluTanh, "gelu_pytorch_tanh"),
-    (Activation::GeluErf, "gelu"),
-    (Activation::Relu, "relu"),
-    (Activation::Silu, "silu"),
-    (Activation::Silu, "swish"),
+const ACTIVATIONS: [(ActivationKind, &str); 6] = [
+    (ActivationKind::GeluTanh, "gelu_new"),
+    (ActivationKind::GeluTanh, "gelu_pytorch_tanh"),
+    (ActivationKind::GeluErf, "gelu"),
+    (ActivationKind::Relu, "relu"),
+    (ActivationKind::Silu, "silu"),
+    (ActivationKind::Silu, "swish"),
 ];
 
-fn activation_name(activation: Activation) -> &'static str {
+fn activation_name(activation: ActivationKind) -> &'static str {
     ACTIVATIONS.iter().find(|(known, _)| *known == activation).map_or("", |(_, name)| name)
 }
 
@@ -136,7 +135,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
                 TransformerConfig::gpt2(shape.0, shape.1, d_model, fields.size("n_layer")?, fields.size("n_head")?);
             TransformerConfig {
                 d_ff: fields.size_or("n_inner", 4 * d_model)?,
-                activation: fields.activation("activation_function", Activation::GeluTanh)?,
+                activation: fields.activation("activation_function", ActivationKind::GeluTanh)?,
                 norm_epsilon: fields.number_or("layer_norm_epsilon", 1e-5)?,
                 tied_embeddings: fields.flag_or("tie_word_embeddings", true)?,
                 dropout: fields.number_or("resid_pdrop", 0.1)?,
@@ -154,7 +153,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             TransformerConfig {
                 d_ff: fields.size("intermediate_size")?,
                 token_types: fields.size_or("type_vocab_size", 2)?,
-                activation: fields.activation("hidden_act", Activation::GeluErf)?,
+                activation: fields.activation("hidden_act", ActivationKind::GeluErf)?,
                 norm_epsilon: fields.number_or("layer_norm_eps", 1e-12)?,
                 dropout: fields.number_or("hidden_dropout_prob", 0.1)?,
                 ..base
@@ -190,7 +189,7 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
         n_kv_heads: fields.size_or("num_key_value_heads", n_heads)?,
         head_dim: fields.size_or("head_dim", d_model / n_heads.max(1))?,
         d_ff: fields.size("intermediate_size")?,
-        activation: fields.activation("hidden_act", Activation::Silu)?,
+        activation: fields.activation("hidden_act", ActivationKind::Silu)?,
         norm_epsilon: fields.number_or("rms_norm_eps", 1e-6)?,
         positions: fields.rotary(context_length)?,
         tied_embeddings: fields.flag_or("tie_word_embeddings", false)?,
@@ -252,7 +251,7 @@ impl Fields<'_> {
         }
     }
 
-    fn activation(&self, name: &str, default: Activation) -> Result<Activation, ConfigError> {
+    fn activation(&self, name: &str, default: ActivationKind) -> Result<ActivationKind, ConfigError> {
         let Some(_) = self.get(name) else { return Ok(default) };
         let text = self.text(name)?;
         let known = ACTIVATIONS.iter().find(|(_, known)| *known == text).map(|(activation, _)| *activation);

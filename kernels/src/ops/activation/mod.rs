@@ -11,12 +11,15 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 use super::reshape::{ReshapeOps, as_dims, as_rows};
+use serde::{Deserialize, Serialize};
+
 use crate::checked::{Checked, Operands, part};
 use crate::recorder;
 use crate::selection::dispatch;
 
 /// A nonlinearity of one number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ActivationKind {
     /// `x * Phi(x)`, exact (Hendrycks and Gimpel, 2016); BERT's.
     GeluErf,

@@ -18,7 +18,7 @@ use crate::packed_heads::PackedHeads;
 const TILE: usize = 64;
 
 /// Sizes, mask and numbers that forward and backward share.
-struct Plan {
+struct Problem {
     batch_size: usize,
     n_heads: usize,
     n_kv_heads: usize,
@@ -36,7 +36,7 @@ enum Visible {
     Lengths(Vec<i64>),
 }
 
-impl Plan {
+impl Problem {
     /// For queries and keys of these sizes.
     fn new(
         [batch_size, n_heads, seq_length, head_dim]: [usize; 4],
@@ -121,7 +121,7 @@ struct Heads {
     strides: [isize; 4],
 }
 
-// SAFETY: the threads of `Plan::for_groups` read shared heads and write disjoint ones.
+// SAFETY: the threads of `Problem::for_groups` read shared heads and write disjoint ones.
 unsafe impl Send for Heads {}
 // SAFETY: as above.
 unsafe impl Sync for Heads {}
@@ -169,9 +169,9 @@ impl Heads {
 impl AttentionOps for NdArray {
     fn attention_forward(operands: Checked<AttentionForward<Self>>) -> AttentionOutput<Self> {
         let AttentionForward { query, key, value, mask, options } = operands.into_inner();
-        let plan = Plan::new(query.dims(), key.dims(), &mask, options);
+        let problem = Problem::new(query.dims(), key.dims(), &mask, options);
         let [query, key, value] = [query, key, value].map(Values::strided);
-        forward(&plan, [&query, &key, &value].map(Heads::of))
+        forward(&problem, [&query, &key, &value].map(Heads::of))
     }
 
     fn attention_backward(operands: Checked<AttentionBackward<Self>>) -> AttentionGradients<Self> {
@@ -180,9 +180,9 @@ impl AttentionOps for NdArray {
 
     fn qkv_attention_forward(operands: Checked<QkvAttentionForward<Self>>) -> AttentionOutput<Self> {
         let QkvAttentionForward { qkv, heads, mask, options } = operands.into_inner();
-        let plan = Plan::packed(qkv.dims(), heads, &mask, options);
+        let problem = Problem::packed(qkv.dims(), heads, &mask, options);
         let qkv = Values::rows(qkv);
-        forward(&plan, Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads))
+        forward(&problem, Heads::of_packed(qkv.pointer().cast_mut(), problem.seq_length, heads))
     }
 
     fn qkv_attention_backward(operands: Checked<QkvAttentionBackward<Self>>) -> Tensor<Self, 3> {
@@ -201,17 +201,17 @@ pub(crate) fn attention_over(
     mask: &AttentionMask<NdArray>,
     options: AttentionOptions,
 ) -> Tensor<NdArray, 4> {
-    let plan = Plan { keys, ..Plan::packed(shape, heads, mask, options) };
+    let problem = Problem { keys, ..Problem::packed(shape, heads, mask, options) };
     let capacity = held[0].len() / (shape[0] * heads.n_kv_heads * heads.head_dim).max(1);
     assert!(qkv.len() == shape.iter().product::<usize>() && held[0].len() == held[1].len() && keys <= capacity);
     let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), shape[1], heads);
     let [keys, values] = held.map(Heads::of);
-    forward(&plan, [queries, keys, values]).output
+    forward(&problem, [queries, keys, values]).output
 }
 
 /// Output and log-sum-exp of heads that outlive the call.
-fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
-    let Plan { batch_size, n_heads, seq_length, head_dim, .. } = *plan;
+fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
+    let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
     let mut output = zeros(batch_size * seq_length * n_heads * head_dim);
     let out = Heads::of_tokens(&mut output, [seq_length, n_heads, head_dim]);
     let mut log_sum_exp = zeros(batch_size * n_heads * seq_length);
@@ -220,10 +220,10 @@ fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
         pointer: log_sum_exp.as_mut_ptr(),
         strides: [(n_heads * seq_length) as isize, seq_length as isize, 1, 1],
     };
-    plan.for_groups(|batch, kv| {
+    problem.for_groups(|batch, kv| {
         let mut tile = Vec::new();
-        for head in plan.heads(kv) {
-            for (queries, seen) in plan.tiles(batch) {
+        for head in problem.heads(kv) {
+            for (queries, seen) in problem.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
                 // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `out` or
@@ -234,8 +234,8 @@ fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
                     let scores = Matrix::of_mut(tile, columns);
                     product([rows, head_dim, columns], scores, queries_matrix, keys, false);
                     for (query, row) in queries.clone().zip(tile.chunks_exact_mut(columns.max(1))) {
-                        let sum = softmax(plan, batch, query, &seen, row);
-                        plan.drop(batch, head, query, &seen, row);
+                        let sum = softmax(problem, batch, query, &seen, row);
+                        problem.drop(batch, head, query, &seen, row);
                         *sums.token(batch, head, query) = sum;
                     }
                     let (probabilities, values) = (Matrix::of(tile, columns), v.matrix(batch, kv, seen.start));
@@ -252,10 +252,10 @@ fn forward(plan: &Plan, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
 }
 
 /// Turns a row of raw scores into probabilities, and returns its log-sum-exp.
-fn softmax(plan: &Plan, batch: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) -> f32 {
-    let visible = plan.visible(batch, query);
+fn softmax(problem: &Problem, batch: usize, query: usize, seen: &Range<usize>, row: &mut [f32]) -> f32 {
+    let visible = problem.visible(batch, query);
     let (from, to) = (visible.start - seen.start, visible.end - seen.start);
-    let scale = plan.options.scale as f32;
+    let scale = problem.options.scale as f32;
     vectorised(|| {
         row[..from].fill(0.0);
         row[to..].fill(0.0);
@@ -272,8 +272,8 @@ fn softmax(plan: &Plan, batch: usize, query: usize, seen: &Range<usize>, row: &m
 
 fn attention_backward(operands: AttentionBackward<NdArray>) -> AttentionGradients<NdArray> {
     let AttentionBackward { grad, query, key, value, saved, mask, options } = operands;
-    let plan = Plan::new(query.dims(), key.dims(), &mask, options);
-    let Plan { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = plan;
+    let problem = Problem::new(query.dims(), key.dims(), &mask, options);
+    let Problem { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, .. } = problem;
     let mut d_query = zeros(batch_size * seq_length * n_heads * head_dim);
     let mut d_key = zeros(batch_size * keys * n_kv_heads * head_dim);
     let mut d_value = zeros(batch_size * keys * n_kv_heads * head_dim);
@@ -283,7 +283,7 @@ fn attention_backward(operands: AttentionBackward<NdArray>) -> AttentionGradient
         Heads::of_tokens(&mut d_value, [keys, n_kv_heads, head_dim]),
     ];
     let [query, key, value] = [query, key, value].map(Values::strided);
-    gradients_into(into, grad, [&query, &key, &value].map(Heads::of), saved, &plan);
+    gradients_into(into, grad, [&query, &key, &value].map(Heads::of), saved, &problem);
     AttentionGradients {
         query: tensor(d_query, [batch_size, seq_length, n_heads, head_dim]).swap_dims(1, 2),
         key: tensor(d_key, [batch_size, keys, n_kv_heads, head_dim]).swap_dims(1, 2),
@@ -294,12 +294,12 @@ fn attention_backward(operands: AttentionBackward<NdArray>) -> AttentionGradient
 fn qkv_attention_backward(operands: QkvAttentionBackward<NdArray>) -> Tensor<NdArray, 3> {
     let QkvAttentionBackward { grad, qkv, heads, saved, mask, options } = operands;
     let shape = qkv.dims();
-    let plan = Plan::packed(shape, heads, &mask, options);
+    let problem = Problem::packed(shape, heads, &mask, options);
     let qkv = Values::rows(qkv);
     let mut packed = zeros(qkv.len());
-    let into = Heads::of_packed(packed.as_mut_ptr(), plan.seq_length, heads);
-    let inputs = Heads::of_packed(qkv.pointer().cast_mut(), plan.seq_length, heads);
-    gradients_into(into, grad, inputs, saved, &plan);
+    let into = Heads::of_packed(packed.as_mut_ptr(), problem.seq_length, heads);
+    let inputs = Heads::of_packed(qkv.pointer().cast_mut(), problem.seq_length, heads);
+    gradients_into(into, grad, inputs, saved, &problem);
     tensor(packed, shape)
 }
 
@@ -309,19 +309,19 @@ fn gradients_into(
     grad: Tensor<NdArray, 4>,
     [q, k, v]: [Heads; 3],
     saved: AttentionOutput<NdArray>,
-    plan: &Plan,
+    problem: &Problem,
 ) {
-    let Plan { n_heads, seq_length, head_dim, options, .. } = *plan;
+    let Problem { n_heads, seq_length, head_dim, options, .. } = *problem;
     let grad = Values::rows(grad);
     let output = Values::rows(saved.output);
     let grad_heads = Heads { strides: token_strides(seq_length, n_heads, head_dim), pointer: grad.as_ptr().cast_mut() };
     let log_sum_exp = Values::rows(saved.log_sum_exp);
     let scale = options.scale as f32;
 
-    plan.for_groups(|batch, kv| {
+    problem.for_groups(|batch, kv| {
         let (mut tile, mut d_tile) = (Vec::new(), Vec::new());
-        for head in plan.heads(kv) {
-            for (queries, seen) in plan.tiles(batch) {
+        for head in problem.heads(kv) {
+            for (queries, seen) in problem.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
                 let d_tile = first_of(&mut d_tile, rows * columns);
@@ -342,8 +342,8 @@ fn gradients_into(
                         let place = ((batch * seq_length + query) * n_heads + head) * head_dim;
                         let row = &mut tile[at * columns..][..columns];
                         let d_row = &mut d_tile[at * columns..][..columns];
-                        plan.drop(batch, head, query, &seen, d_row);
-                        let visible = plan.visible(batch, query);
+                        problem.drop(batch, head, query, &seen, d_row);
+                        let visible = problem.visible(batch, query);
                         if visible.is_empty() {
                             row.fill(0.0);
                             d_row.fill(0.0);
@@ -372,7 +372,7 @@ fn gradients_into(
                     product(outer, d_key_rows, d_scores.transposed(), query_rows, true);
                     if options.dropout.is_some() {
                         for (query, row) in queries.clone().zip(tile.chunks_exact_mut(columns.max(1))) {
-                            plan.drop(batch, head, query, &seen, row);
+                            problem.drop(batch, head, query, &seen, row);
                         }
                     }
                     let d_value_rows = dv.matrix(batch, kv, seen.start);

@@ -9,10 +9,8 @@ use super::{
     attention_forward as forward_entry,
 };
 use crate::checked::{Checked, clamp_index};
+use crate::masked::MASKED;
 use crate::ops::dropout::reference::dropped;
-
-/// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
-const HIDDEN: f32 = -1e30;
 
 /// Reference forward of [`attention`](crate::attention()).
 pub fn attention_forward<B: Backend>(operands: AttentionForward<B>) -> AttentionOutput<B> {
@@ -80,7 +78,7 @@ fn grouped<B: Backend>(x: Tensor<B, 4>, n_kv_heads: usize) -> Tensor<B, 4> {
     x.reshape([batch_size, n_kv_heads, n_heads / n_kv_heads * rows, columns])
 }
 
-/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, hidden ones at [`HIDDEN`].
+/// Scaled scores, f32 `[batch_size, n_heads, seq_length, keys]`, hidden ones at [`MASKED`].
 fn scores<B: Backend>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -94,7 +92,7 @@ fn scores<B: Backend>(
     let scores = grouped(query, n_kv_heads).matmul(key.transpose());
     let scores = scores.cast(DType::F32).mul_scalar(options.scale).reshape(shape);
     match hidden(mask, seq_length, keys, &device) {
-        Some(hidden) => scores.mask_fill(hidden.expand(shape), HIDDEN),
+        Some(hidden) => scores.mask_fill(hidden.expand(shape), MASKED),
         None => scores,
     }
 }

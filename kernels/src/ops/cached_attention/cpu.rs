@@ -28,7 +28,7 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 4
     let gammas = [&placement.query_norm, &placement.key_norm]
         .map(|norm| norm.as_ref().map(|norm| (Values::rows(norm.gamma.clone()), norm.epsilon as f32)));
     vectorised(|| {
-        let mut turned = vec![0.0; head_dim];
+        let mut rotated = vec![0.0; head_dim];
         for (token, row) in qkv.chunks_exact_mut(shape[2]).enumerate() {
             for (head, x) in row.chunks_exact_mut(head_dim).take(n_heads + n_kv_heads).enumerate() {
                 if let Some((gamma, epsilon)) = &gammas[usize::from(head >= n_heads)] {
@@ -39,8 +39,8 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 4
                 if let Some([cos, sin]) = &table {
                     let half = head_dim / 2;
                     let at = positions[token].min(cos.len() / half - 1) * half;
-                    rotate(x, &mut turned, &cos[at..][..half], &sin[at..][..half], 1.0);
-                    x.copy_from_slice(&turned);
+                    rotate(x, &mut rotated, &cos[at..][..half], &sin[at..][..half], 1.0);
+                    x.copy_from_slice(&rotated);
                 }
             }
         }

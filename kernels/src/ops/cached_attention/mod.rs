@@ -37,7 +37,7 @@ impl<B: Backend> LayerCache<B> {
     pub fn new(batch_size: usize, capacity: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
         assert_float("cached_attention", dtype);
         let shape = [batch_size, heads.n_kv_heads, capacity, heads.head_dim];
-        // Zeros, since what was never written is read by the matrix units, and multiplied by nothing; in one row, since
+        // Zeros, since what was never written is read by the tensor cores, and multiplied by nothing; in one row, since
         // some devices leave gaps between the rows of a matrix.
         let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
         assert!(size > 0, "cached_attention: no room for a cache of {shape:?}");
@@ -112,7 +112,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         assert!(norms[0].is_some() == norms[1].is_some(), "{op}: norms of queries and keys, or none");
         for norm in norms.into_iter().flatten() {
             norm.check(op, &qkv, head_dim);
-            assert!(norm.kind == NormKind::Rms && norm.beta.is_none(), "{op}: norms of heads are RMS norms");
+            assert!(norm.kind == NormKind::RmsNorm && norm.beta.is_none(), "{op}: norms of heads are RMS norms");
         }
         if let [Some(query), Some(key)] = norms {
             let alike = (query.epsilon, query.gamma.dtype()) == (key.epsilon, key.gamma.dtype());

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 
 use super::{Dropout, DropoutForward, DropoutOps};
 use crate::checked::Checked;
-use crate::cubecl::reduce::Team;
+use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, empty, grid, rows, vector_width};
 use crate::random::cubecl::{Rounds, column_halves, row_bits};
 use crate::tensor::{float, primitive};
@@ -37,14 +37,14 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
     let out = empty(&x, [n_rows, columns], x.dtype);
     let vector = vector_width(&[&x, &out], &[columns, stride]);
     let vectors = columns / vector;
-    let team = Team::new(&x.client, vectors, RUN, UNITS);
-    let pieces = vectors.div_ceil(RUN * team.units as usize);
-    // SAFETY: a team reads and writes its own piece of its own row, below `n_rows`, at columns of the row's width.
+    let row_units = RowUnits::new(&x.client, vectors, RUN, UNITS);
+    let pieces = vectors.div_ceil(RUN * row_units.units as usize);
+    // SAFETY: a row's units read and write their own piece of its own row, below `n_rows`, at columns of the row's width.
     unsafe {
         dropout_kernel::launch_unchecked(
             &x.client,
-            grid(n_rows.div_ceil(team.rows as usize) * pieces),
-            team.cube_dim(),
+            grid(n_rows.div_ceil(row_units.rows as usize) * pieces),
+            row_units.cube_dim(),
             vector,
             array(&x),
             array(&out),
@@ -55,14 +55,14 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
             dropout.threshold(),
             dropout.scale() as f32,
             dropout.key.rounds(),
-            team,
+            row_units,
             x.dtype.into(),
         );
     }
     out
 }
 
-/// A team has a piece of a row, so that the row's bits are made once for several vectors.
+/// A row's units have a piece of it, so that the row's bits are made once for several vectors.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 fn dropout_kernel<F: Float, N: Size>(
@@ -75,24 +75,24 @@ fn dropout_kernel<F: Float, N: Size>(
     threshold: u32,
     scale: f32,
     rounds: &Rounds,
-    #[comptime] team: Team,
+    #[comptime] row_units: RowUnits,
     #[define(F)] _dtype: StorageType,
 ) {
-    let row = CUBE_POS as u32 / pieces * team.rows + UNIT_POS_Y;
+    let row = CUBE_POS as u32 / pieces * row_units.rows + UNIT_POS_Y;
     if row >= rows {
         terminate!();
     }
-    let first = CUBE_POS as u32 % pieces * comptime!(RUN as u32 * team.units) + UNIT_POS_X;
+    let first = CUBE_POS as u32 % pieces * comptime!(RUN as u32 * row_units.units) + UNIT_POS_X;
     let mut held = Array::<Vector<F, N>>::new(RUN);
     #[unroll]
     for i in 0..RUN {
-        let column = min(first + comptime!(i as u32 * team.units), columns - 1);
+        let column = min(first + comptime!(i as u32 * row_units.units), columns - 1);
         held[i] = x[(row * stride + column) as usize];
     }
     let bits = row_bits(row, rounds);
     #[unroll]
     for i in 0..RUN {
-        let column = first + comptime!(i as u32 * team.units);
+        let column = first + comptime!(i as u32 * row_units.units);
         if column < columns {
             let value = Vector::<f32, N>::cast_from(held[i]) * kept::<N>(bits, column, threshold, scale, rounds);
             out[(row * columns + column) as usize] = Vector::cast_from(value);

@@ -1,10 +1,11 @@
-//! Lookup by Burn's indexed selection, and its gradient by Burn's indexed addition.
+//! Lookup by gathering, and its gradient by Burn's indexed addition.
 
 use burn::tensor::{DType, IndexingUpdateOp, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps};
 use crate::checked::clamp_index;
 use crate::ops::weight::{Int8Weight, Weight};
+use crate::tensor::rows_of;
 
 /// Reference forward of [`embed`](crate::embed()) and [`embed_add`](crate::embed_add); Burn's own gradient adds rows up in
 /// the table's dtype.
@@ -13,9 +14,9 @@ pub fn embed_forward<B: EmbedOps>(EmbedForward { table, tokens, dtype, added }: 
     let [batch_size, seq_length] = tokens.dims();
     let tokens = clamp_index(tokens, vocabulary - 1).reshape([batch_size * seq_length]);
     let rows = match table {
-        Weight::Float(table) => table.select(0, tokens).cast(dtype),
+        Weight::Float(table) => rows_of(table, tokens).cast(dtype),
         Weight::Int8(Int8Weight { packed, scales }) => {
-            let rows = Int8Weight { packed: packed.select(0, tokens.clone()), scales: scales.select(0, tokens) };
+            let rows = Int8Weight { packed: rows_of(packed, tokens.clone()), scales: scales.select(0, tokens) };
             Weight::Int8(rows).into_float(dtype)
         }
     };

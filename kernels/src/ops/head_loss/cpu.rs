@@ -1,4 +1,4 @@
-//! The head's loss on the CPU: logits of a few rows at a time, turned into their own gradient in place.
+//! The head's loss on the CPU: logits of a few rows at a time, overwritten by their own gradient.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
@@ -37,9 +37,9 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     let [rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
     let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
-    // The word of each target that counts.
-    let word = |target: i64| usize::try_from(target).ok().filter(|word| *word < vocabulary);
-    let targets: Vec<Option<usize>> = integers(targets).into_iter().map(word).collect();
+    // The token of each target that counts.
+    let token = |target: i64| usize::try_from(target).ok().filter(|token| *token < vocabulary);
+    let targets: Vec<Option<usize>> = integers(targets).into_iter().map(token).collect();
     // Zero where nothing weighs: the loss is then divided by infinity.
     let counted = targets.iter().flatten().count().max(1) as f32 / options.weight as f32;
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows);
@@ -59,8 +59,8 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
         // [size, vocabulary].
         unsafe {
-            let words = Matrix::of(&weight, d_model).transposed();
-            wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, words, false);
+            let head = Matrix::of(&weight, d_model).transposed();
+            wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
         }
         for_rows(logits, vocabulary, |first, logits| {
             for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
@@ -89,10 +89,10 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
             let d_logits = Matrix::of(logits, vocabulary);
             let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
             let d_weight = Matrix::of_mut(&mut d_weight, d_model).transposed();
-            let words = Matrix::of(&weight, d_model);
+            let head = Matrix::of(&weight, d_model);
             // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, `d_weight` [vocabulary, d_model].
             rayon::join(
-                || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, words, false) },
+                || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, head, false) },
                 || unsafe { wide_product([d_model, size, vocabulary], d_weight, hidden.transposed(), d_logits, true) },
             );
         }

@@ -23,7 +23,7 @@ pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOu
     let counted = counts.float().cast(DType::F32);
     // The weight over the number of targets that count, on the device.
     let share = counted.clone().sum().clamp_min(1.0).recip().mul_scalar(options.weight);
-    let words = Tensor::<B, 1, Int>::arange(0..vocabulary as i64, &device).reshape([1, vocabulary]);
+    let tokens = Tensor::<B, 1, Int>::arange(0..vocabulary as i64, &device).reshape([1, vocabulary]);
 
     let mut loss = Tensor::<B, 1>::zeros([1], (&device, DType::F32));
     let mut d_hidden = Vec::new();
@@ -48,7 +48,7 @@ pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOu
 
         if gradients {
             let shape = [size, vocabulary];
-            let hit = words.clone().expand(shape).equal(target.expand(shape)).float().cast(DType::F32);
+            let hit = tokens.clone().expand(shape).equal(target.expand(shape)).float().cast(DType::F32);
             let mut d_logits = exponentials / sum - hit.mul_scalar(1.0 - smoothing);
             if smoothing > 0.0 {
                 d_logits = d_logits.sub_scalar(smoothing / vocabulary as f64);

@@ -3,7 +3,7 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
-/// How often each word stands in each row of a batch, on the device: f32, `[batch_size, vocabulary]`.
+/// How often each token stands in each row of a batch, on the device: f32, `[batch_size, vocabulary]`.
 #[derive(Clone, Debug)]
 pub struct TokenCounts<B: Backend> {
     /// In the prompt.
@@ -13,10 +13,10 @@ pub struct TokenCounts<B: Backend> {
 }
 
 impl<B: Backend> TokenCounts<B> {
-    /// Of prompts, one for each row, of words in `0..vocabulary`.
+    /// Of prompts, one for each row, of tokens in `0..vocabulary`.
     ///
     /// # Panics
-    /// If a word lies outside of the vocabulary.
+    /// If a token lies outside of the vocabulary.
     pub fn of_prompts(prompts: &[&[u32]], vocabulary: usize, device: &B::Device) -> Self {
         let mut counts = vec![0f32; prompts.len() * vocabulary];
         for (row, prompt) in prompts.iter().enumerate() {
@@ -24,7 +24,7 @@ impl<B: Backend> TokenCounts<B> {
             for token in *prompt {
                 assert!(
                     (*token as usize) < vocabulary,
-                    "head_sample: token {token} of a vocabulary of {vocabulary} words"
+                    "head_sample: token {token} of a vocabulary of {vocabulary} tokens"
                 );
                 row[*token as usize] += 1.0;
             }
@@ -44,7 +44,7 @@ impl<B: Backend> TokenCounts<B> {
 pub struct SampledRows<B: Backend> {
     /// The row of random bits that each draws by, `[batch_size]`.
     pub streams: Tensor<B, 1, Int>,
-    /// The words that each has, where there are penalties for them. A draw adds the word that it chooses.
+    /// The tokens that each has, where there are penalties for them. A draw adds the token that it chooses.
     pub counts: Option<TokenCounts<B>>,
 }
 

@@ -39,9 +39,9 @@ fn draw(Draw { logits, sampling, rows }: Draw<'_, NdArray>) -> Tensor<NdArray, 1
         counts.written.inplace(|written| {
             let shape = written.dims();
             let mut written = Values::rows(written).into_vec();
-            for (row, word) in chosen.iter().enumerate() {
-                if let Ok(word) = usize::try_from(*word) {
-                    written[row * vocabulary + word] += 1.0;
+            for (row, token) in chosen.iter().enumerate() {
+                if let Ok(token) = usize::try_from(*token) {
+                    written[row * vocabulary + token] += 1.0;
                 }
             }
             tensor(written, shape)
@@ -62,7 +62,7 @@ fn penalise(logits: &mut [f32], prompt: &[f32], written: &[f32], penalties: Pena
     }
 }
 
-/// The word that one row draws.
+/// The token that one row draws.
 fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
     if sampling.temperature <= 0.0 {
         return arg_max(logits.iter().copied());
@@ -72,8 +72,8 @@ fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
     let max = max_of(logits);
     let mut cut = f32::NEG_INFINITY;
     if let Some(top_k) = sampling.top_k.filter(|top_k| *top_k < logits.len()) {
-        let mut words = logits.to_vec();
-        cut = *words.select_nth_unstable_by(top_k.max(1) - 1, |a, b| b.total_cmp(a)).1;
+        let mut tokens = logits.to_vec();
+        cut = *tokens.select_nth_unstable_by(top_k.max(1) - 1, |a, b| b.total_cmp(a)).1;
     }
     if let Some(top_p) = sampling.top_p.filter(|top_p| *top_p < 1.0) {
         let mut kept: Vec<f32> = logits.iter().copied().filter(|logit| *logit >= cut).collect();
@@ -90,8 +90,8 @@ fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
         cut = cut.max(max + min_p.ln() as f32);
     }
     let key = sampling.key;
-    let noisy = logits.iter().enumerate().map(|(word, logit)| match *logit >= cut {
-        true => logit - (-key.uniform(stream, word as u32).ln()).ln() as f32,
+    let noisy = logits.iter().enumerate().map(|(token, logit)| match *logit >= cut {
+        true => logit - (-key.uniform(stream, token as u32).ln()).ln() as f32,
         false => f32::NEG_INFINITY,
     });
     arg_max(noisy)

@@ -20,18 +20,18 @@ use crate::random::RandomKey;
 use crate::recorder;
 use crate::selection::dispatch;
 
-/// Words that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
-const MOST_WORDS: usize = 1 << 24;
+/// Tokens that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
+const MOST_TOKENS: usize = 1 << 24;
 
-/// What words that a text has already lose. The default takes nothing.
+/// What tokens that a text has already lose. The default takes nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Positive logits of words in the prompt or behind it are divided by it, negative ones multiplied (Keskar et al.,
+    /// Positive logits of tokens in the prompt or behind it are divided by it, negative ones multiplied (Keskar et al.,
     /// 2019, "CTRL"). One takes nothing.
     pub repetition: f64,
-    /// Taken from the logit of each word written so far.
+    /// Taken from the logit of each token written so far.
     pub presence: f64,
-    /// Taken from the logit of a word for each time that it was written so far.
+    /// Taken from the logit of a token for each time that it was written so far.
     pub frequency: f64,
 }
 
@@ -57,7 +57,7 @@ pub struct Sampling {
     pub top_k: Option<usize>,
     /// Only the likeliest tokens whose probabilities first reach this sum are drawn from (Holtzman et al., 2020).
     pub top_p: Option<f64>,
-    /// Only words at least this likely, as a share of the likeliest one's probability, are drawn from (Nguyen et al.,
+    /// Only tokens at least this likely, as a share of the likeliest one's probability, are drawn from (Nguyen et al.,
     /// 2024).
     pub min_p: Option<f64>,
     /// Taken from logits before anything else, where the tokens so far are known.
@@ -137,11 +137,11 @@ impl<B: Backend> Operands for Draw<'_, B> {
         let op = "head_sample";
         let logits = part(op, "logits", &self.logits).of(DType::F32);
         let [batch_size, vocabulary] = self.logits.dims();
-        assert!(vocabulary <= MOST_WORDS, "{op}: a vocabulary of {vocabulary} words is too large");
+        assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
         part(op, "streams", &self.rows.streams).integer().shaped(&[batch_size], &logits);
         if let Some(TokenCounts { prompt, written }) = &self.rows.counts {
             part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
-            part(op, "counts of written words", written).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
+            part(op, "counts of written tokens", written).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
         }
     }
 }
@@ -152,7 +152,7 @@ pub trait HeadSampleOps: LinearOps {
     fn logits(operands: Checked<Logits<Self>>) -> Tensor<Self, 2> {
         reference::logits(operands.into_inner())
     }
-    /// The second half of [`head_sample`]: a word for each row of f32 logits.
+    /// The second half of [`head_sample`]: a token for each row of f32 logits.
     fn draw(operands: Checked<Draw<'_, Self>>) -> Tensor<Self, 1, Int> {
         reference::draw(operands.into_inner())
     }
@@ -161,8 +161,8 @@ pub trait HeadSampleOps: LinearOps {
 /// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
 /// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
-/// Penalties come first, for words that a row has; then temperature, top-k, top-p to what that leaves, and min-p. The
-/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (stream, word) a pure function of
+/// Penalties come first, for tokens that a row has; then temperature, top-k, top-p to what that leaves, and min-p. The
+/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (stream, token) a pure function of
 /// [`Sampling::key`]: a row draws the same alone and in any batch.
 ///
 /// A row with a logit that is not a number draws -1, on every backend, and counts nothing.

@@ -4,14 +4,13 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 
 use super::{Draw, HeadSampleOps, Logits, Penalties, TokenCounts};
+use crate::masked::MASKED;
 use crate::ops::linear::{LinearForward, linear_rows};
 use crate::random::RANGE;
 use crate::random::reference::bits_of_rows;
 
 /// Halvings until the interval around the cut is far below the spacing of f32 logits.
 const HALVINGS: usize = 40;
-
-const EXCLUDED: f32 = -1e30;
 
 /// Reference logits of [`head_sample`](crate::head_sample()), f32.
 pub fn logits<B: HeadSampleOps>(Logits { hidden, weight }: Logits<B>) -> Tensor<B, 2> {
@@ -39,7 +38,7 @@ pub fn draw<B: Backend>(Draw { mut logits, sampling, rows }: Draw<'_, B>) -> Ten
             // Probabilities are to each other as their logits' differences say.
             let least = logits.clone().max_dim(1).add_scalar(min_p.ln());
             let below = logits.clone().lower(least.expand([batch_size, vocabulary]));
-            logits = logits.mask_fill(below, EXCLUDED);
+            logits = logits.mask_fill(below, MASKED);
         }
         let uniform = bits_of_rows(rows.streams.clone(), vocabulary, sampling.key).float().cast(DType::F32);
         let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
@@ -68,8 +67,8 @@ fn penalised<B: Backend>(logits: Tensor<B, 2>, penalties: Penalties, counts: &To
 /// Keeps, in each row, the fewest largest logits (ties included) whose weights sum to `wanted` at least.
 fn keep<B: Backend>(logits: Tensor<B, 2>, weights: Tensor<B, 2>, wanted: f64) -> Tensor<B, 2> {
     let shape = logits.dims();
-    // Excluded words of an earlier cut stand far below: start above them, or halving would never reach the rest.
-    let included = logits.clone().greater_elem(EXCLUDED / 2.0);
+    // Excluded tokens of an earlier cut stand far below: start above them, or halving would never reach the rest.
+    let included = logits.clone().greater_elem(MASKED / 2.0);
     let mut high = logits.clone().max_dim(1);
     let mut low = logits.clone().mask_where(included.bool_not(), high.clone().expand(shape)).min_dim(1);
     for _ in 0..HALVINGS {
@@ -80,5 +79,5 @@ fn keep<B: Backend>(logits: Tensor<B, 2>, weights: Tensor<B, 2>, wanted: f64) ->
         high = middle.mask_where(enough, high);
     }
     let below = logits.clone().lower(low.expand(shape));
-    logits.mask_fill(below, EXCLUDED)
+    logits.mask_fill(below, MASKED)
 }

@@ -12,8 +12,8 @@ use crate::ops::dropout::dropout_rows;
 use crate::ops::weight::cpu::Words;
 use crate::ops::weight::{Int8Weight, Weight};
 
-/// Products of so few rows are a sum for each of their elements.
-const FEW_ROWS: usize = 16;
+/// Products of so few rows are a dot product for each of their elements.
+const SKINNY_ROWS: usize = 16;
 
 impl LinearOps for NdArray {
     /// What is saved is what the gradient is multiplied by, so that the activation is computed once.
@@ -21,7 +21,7 @@ impl LinearOps for NdArray {
         let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
         let shape = [x.dims()[0], weight.dims()[0]];
         let weight = match weight {
-            Weight::Int8(weight) if shape[0] <= FEW_ROWS => {
+            Weight::Int8(weight) if shape[0] <= SKINNY_ROWS => {
                 let product = int8_linear(x, weight, bias, residual);
                 let output = match activation {
                     Some(activation) => activate_rows(product, activation),
@@ -60,7 +60,7 @@ impl LinearOps for NdArray {
     }
 }
 
-/// `residual + x * weight^T + bias` of few rows and a weight of bytes.
+/// `residual + x * weight^T + bias` of a skinny product with a weight of bytes.
 fn int8_linear(
     x: Tensor<NdArray, 2>,
     weight: Int8Weight<NdArray>,
@@ -116,7 +116,7 @@ fn project(
         }
         then(row, column, out);
     };
-    if rows <= FEW_ROWS {
+    if rows <= SKINNY_ROWS {
         // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
         return new_columns(rows, d_output, rows * d_input, |columns, out| {
             for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {

@@ -26,7 +26,7 @@ fn norm_forward(NormForward { x, norm }: NormForward<NdArray>) -> NormOutput<NdA
         let statistics = means.iter_mut().zip(inverses);
         for ((row, output), (mean, inverse)) in (first..).zip(output.chunks_exact_mut(columns)).zip(statistics) {
             let x = &x[row * columns..][..columns];
-            if norm.kind == NormKind::Layer {
+            if norm.kind == NormKind::LayerNorm {
                 *mean = sum_of(x, x, |x, _| x) / size;
             }
             let mean = *mean;
@@ -43,7 +43,7 @@ fn norm_forward(NormForward { x, norm }: NormForward<NdArray>) -> NormOutput<NdA
     });
     NormOutput {
         output: tensor(output, [rows, columns]),
-        mean: (norm.kind == NormKind::Layer).then(|| tensor(mean, [rows, 1])),
+        mean: (norm.kind == NormKind::LayerNorm).then(|| tensor(mean, [rows, 1])),
         inverse_deviation: tensor(inverse_deviation, [rows, 1]),
     }
 }
@@ -66,8 +66,8 @@ fn norm_backward(operands: NormBackward<NdArray>) -> NormGradients<NdArray> {
             d_x.iter_mut().zip(grad.iter().zip(&gamma[..])).for_each(|(d_x, (grad, gamma))| *d_x = grad * gamma);
             let along = sum_of(d_x, x, |scaled, x| scaled * (x - mean)) * inverse / size;
             let across = match norm.kind {
-                NormKind::Layer => sum_of(d_x, d_x, |scaled, _| scaled) / size,
-                NormKind::Rms => 0.0,
+                NormKind::LayerNorm => sum_of(d_x, d_x, |scaled, _| scaled) / size,
+                NormKind::RmsNorm => 0.0,
             };
             for (d_x, x) in d_x.iter_mut().zip(x) {
                 *d_x = (*d_x - across - (x - mean) * inverse * along) * inverse;

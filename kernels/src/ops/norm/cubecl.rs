@@ -1,4 +1,11 @@
-//! Norms in CubeCL: a row is read once and stays in the registers of a team of units.
+//! Norms in CubeCL: a row is read once and stays in the registers of its units.
+//!
+//! ```text
+//! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, in turn over the row's units (`RowUnits`)
+//! forward        mean (layer norm), mean square -> one exchange each -> scaled and shifted, written
+//! backward       sums of gradient * gamma and of that times x, one exchange; a cube's rows add up d_gamma and
+//!                d_beta in registers, and `sum_over_rows` joins the cubes
+//! ```
 
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
@@ -9,7 +16,7 @@ use cubecl::prelude::*;
 
 use super::{Norm, NormBackward, NormForward, NormGradients, NormKind, NormOps, NormOutput, reference};
 use crate::checked::Checked;
-use crate::cubecl::reduce::{Team, lanes_sum, row_vector, sum_over_row_pairs, team_sum, within};
+use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum, row_vector, sum_over_row_pairs, within};
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
 use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
@@ -23,7 +30,7 @@ const UNITS: u32 = 128;
 /// The most units that the backward pass has along the rows and columns: each cube writes its sums of the weights'
 /// gradients once.
 const MOST_UNITS: usize = 1 << 17;
-/// With so few rows for a team, a single cube does them all where there is no shift and the scale is f32: its sums are the
+/// With so few rows, a single cube does them all where there is no shift and the scale is f32: its sums are the
 /// scale's gradient, and the launch that would add those of several cubes costs more than it saves.
 const FEW_STEPS: usize = 16;
 
@@ -83,7 +90,7 @@ pub(crate) fn cube_norm<B: Backend<FloatTensorPrimitive = CubeTensor<R>>, R: Cub
     norm: Norm<B>,
 ) -> CubeNorm<R> {
     CubeNorm {
-        layer: norm.kind == NormKind::Layer,
+        layer: norm.kind == NormKind::LayerNorm,
         gamma: primitive(norm.gamma),
         beta: norm.beta.map(primitive),
         epsilon: norm.epsilon,
@@ -99,17 +106,17 @@ fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R
     let shifted = norm.beta.is_some();
     let beta = norm.beta.map_or_else(|| gamma.clone(), contiguous);
     let vector = row_vector(&[&x, &out, &gamma, &beta], &[columns, stride]);
-    let team = team(&x, columns / vector, HELD / vector);
+    let row_units = row_units(&x, columns / vector, HELD / vector);
     let inverse = empty(&x, [n_rows, 1], DType::F32);
     let mean = norm.layer.then(|| empty(&x, [n_rows, 1], DType::F32));
-    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
     // are as wide.
     unsafe {
         launch!(
             norm_kernel::NormKernel,
             &x.client,
-            grid(n_rows.div_ceil(team.rows as usize)),
-            team.cube_dim(),
+            grid(n_rows.div_ceil(row_units.rows as usize)),
+            row_units.cube_dim(),
             [N = vector],
             [F = x.dtype, W = gamma.dtype, V = beta.dtype],
             [
@@ -125,7 +132,7 @@ fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R
                 share: f32 = 1.0 / columns as f32,
                 epsilon: f32 = norm.epsilon as f32,
             ],
-            [team: Team = team, layer: bool = norm.layer, shifted: bool = shifted]
+            [row_units: RowUnits = row_units, layer: bool = norm.layer, shifted: bool = shifted]
         );
     }
     (out, mean, inverse)
@@ -153,25 +160,25 @@ fn norm_backward<R: CubeRuntime>(
     let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
     let parts = 1 + usize::from(norm.beta.is_some());
     let held = held_in_backward(x.dtype, norm.beta.is_some());
-    let team = team(&x, columns / vector, held / vector);
-    let team = Team { rows: team.rows.min(UNITS / team.units.min(UNITS)), ..team };
+    let row_units = row_units(&x, columns / vector, held / vector);
+    let row_units = RowUnits { rows: row_units.rows.min(UNITS / row_units.units.min(UNITS)), ..row_units };
 
-    let mut steps = n_rows.div_ceil(MOST_UNITS / team.units as usize).max(1);
-    let turns = n_rows.div_ceil(team.rows as usize).max(1);
+    let mut steps = n_rows.div_ceil(MOST_UNITS / row_units.units as usize).max(1);
+    let turns = n_rows.div_ceil(row_units.rows as usize).max(1);
     let alone = turns <= FEW_STEPS && parts == 1 && gamma.dtype == DType::F32;
     if alone {
         steps = turns;
     }
     let pieces = turns.div_ceil(steps);
     let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
-    // SAFETY: a team reads and writes its own rows, below `n_rows`, at columns of the row's width; a cube writes its
+    // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's width; a cube writes its
     // own row of `partial`, as wide as the weights together.
     unsafe {
         launch!(
             norm_backward_kernel::NormBackwardKernel,
             &x.client,
             grid(pieces),
-            team.cube_dim(),
+            row_units.cube_dim(),
             [N = vector],
             [F = x.dtype, W = gamma.dtype],
             [
@@ -192,7 +199,7 @@ fn norm_backward<R: CubeRuntime>(
                 pieces: u32 = pieces as u32,
                 share: f32 = 1.0 / columns as f32,
             ],
-            [team: Team = team, layer: bool = norm.layer, shifted: bool = parts == 2, adds: bool = adds]
+            [row_units: RowUnits = row_units, layer: bool = norm.layer, shifted: bool = parts == 2, adds: bool = adds]
         );
     }
     if alone {
@@ -213,12 +220,12 @@ fn held_in_backward(dtype: DType, shifted: bool) -> usize {
 
 /// Whether a unit can hold its part of the rows of `x`: up to four times the elements that it should.
 fn fits<R: CubeRuntime>(x: &CubeTensor<R>, held: usize) -> bool {
-    team(x, x.meta.shape()[1], held).count as usize <= 4 * held
+    row_units(x, x.meta.shape()[1], held).count as usize <= 4 * held
 }
 
-/// The team for rows of `vectors`, of which a unit should have no more than `most`.
-fn team<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> Team {
-    Team::new(&x.client, vectors, most.max(1), 1024)
+/// The units for rows of `vectors`, of which a unit should have no more than `most`.
+fn row_units<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> RowUnits {
+    RowUnits::new(&x.client, vectors, most.max(1), 1024)
 }
 
 #[cube(launch_unchecked)]
@@ -235,23 +242,23 @@ fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
     stride: u32,
     share: f32,
     epsilon: f32,
-    #[comptime] team: Team,
+    #[comptime] row_units: RowUnits,
     #[comptime] layer: bool,
     #[comptime] shifted: bool,
     #[define(F)] _dtype: StorageType,
     #[define(W)] _gamma_dtype: StorageType,
     #[define(V)] _beta_dtype: StorageType,
 ) {
-    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
-    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
+    let own = CUBE_POS as u32 * row_units.rows + UNIT_POS_Y;
+    // Units beyond the last row do that one again without writing it: all units of a cube exchange values together.
     let row = min(own, rows - 1);
     let start = row * stride;
-    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
+    let mut held = Array::<Vector<F, N>>::new(comptime!(row_units.count as usize));
     let mut sums = Vector::<f32, N>::new(0.0);
     #[unroll]
-    for i in 0..team.count {
-        let column = i * team.units + UNIT_POS_X;
-        if within(column, columns, team) {
+    for i in 0..row_units.count {
+        let column = i * row_units.units + UNIT_POS_X;
+        if within(column, columns, row_units) {
             let value = x[(start + column) as usize];
             held[i as usize] = value;
             sums += Vector::cast_from(value);
@@ -259,23 +266,23 @@ fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
     }
     let mut centre = 0.0f32;
     if layer {
-        centre = team_sum(lanes_sum::<N>(sums), team) * share;
+        centre = row_sum(lanes_sum::<N>(sums), row_units) * share;
     }
     let mut squares = Vector::<f32, N>::new(0.0);
     #[unroll]
-    for i in 0..team.count {
-        if within(i * team.units + UNIT_POS_X, columns, team) {
+    for i in 0..row_units.count {
+        if within(i * row_units.units + UNIT_POS_X, columns, row_units) {
             let value = Vector::<f32, N>::cast_from(held[i as usize]) - Vector::new(centre);
             squares += value * value;
         }
     }
-    let variance = team_sum(lanes_sum::<N>(squares), team) * share;
+    let variance = row_sum(lanes_sum::<N>(squares), row_units) * share;
     let scale = 1.0f32 / (variance + epsilon).sqrt();
     if own < rows {
         #[unroll]
-        for i in 0..team.count {
-            let column = i * team.units + UNIT_POS_X;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = i * row_units.units + UNIT_POS_X;
+            if within(column, columns, row_units) {
                 let value = Vector::<f32, N>::cast_from(held[i as usize]) - Vector::new(centre);
                 let mut value = value * Vector::new(scale) * Vector::cast_from(gamma[column as usize]);
                 if shifted {
@@ -312,14 +319,14 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     steps: u32,
     pieces: u32,
     share: f32,
-    #[comptime] team: Team,
+    #[comptime] row_units: RowUnits,
     #[comptime] layer: bool,
     #[comptime] shifted: bool,
     #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
     #[define(W)] _gamma_dtype: StorageType,
 ) {
-    let count = comptime!(team.count as usize);
+    let count = comptime!(row_units.count as usize);
     let mut x_held = Array::<Vector<F, N>>::new(count);
     let mut grad_held = Array::<Vector<F, N>>::new(count);
     let mut d_gamma = Array::<Vector<f32, N>>::new(count);
@@ -332,13 +339,13 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
         }
     }
     for step in 0..steps {
-        let own = (CUBE_POS as u32 * steps + step) * team.rows + UNIT_POS_Y;
-        // As in the forward pass, teams beyond the end do the last row again.
+        let own = (CUBE_POS as u32 * steps + step) * row_units.rows + UNIT_POS_Y;
+        // As in the forward pass, units beyond the last row do that one again.
         let row = min(own, rows - 1);
         #[unroll]
-        for i in 0..team.count {
-            let column = i * team.units + UNIT_POS_X;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = i * row_units.units + UNIT_POS_X;
+            if within(column, columns, row_units) {
                 x_held[i as usize] = x[(row * stride + column) as usize];
                 grad_held[i as usize] = grad[(row * grad_stride + column) as usize];
             }
@@ -351,9 +358,9 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
         let mut along = Vector::<f32, N>::new(0.0);
         let mut across = Vector::<f32, N>::new(0.0);
         #[unroll]
-        for i in 0..team.count {
-            let column = i * team.units + UNIT_POS_X;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = i * row_units.units + UNIT_POS_X;
+            if within(column, columns, row_units) {
                 let normed = normed::<F, N>(x_held[i as usize], centre, scale);
                 let scaled =
                     Vector::<f32, N>::cast_from(grad_held[i as usize]) * Vector::cast_from(gamma[column as usize]);
@@ -363,16 +370,16 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
                 }
             }
         }
-        let along = team_sum(lanes_sum::<N>(along), team) * share;
+        let along = row_sum(lanes_sum::<N>(along), row_units) * share;
         let mut shift = 0.0f32;
         if layer {
-            shift = team_sum(lanes_sum::<N>(across), team) * share;
+            shift = row_sum(lanes_sum::<N>(across), row_units) * share;
         }
         if own < rows {
             #[unroll]
-            for i in 0..team.count {
-                let column = i * team.units + UNIT_POS_X;
-                if within(column, columns, team) {
+            for i in 0..row_units.count {
+                let column = i * row_units.units + UNIT_POS_X;
+                if within(column, columns, row_units) {
                     let normed = normed::<F, N>(x_held[i as usize], centre, scale);
                     let grad = Vector::<f32, N>::cast_from(grad_held[i as usize]);
                     let scaled = grad * Vector::cast_from(gamma[column as usize]);
@@ -390,17 +397,17 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
         }
     }
 
-    // One team of the cube after the other adds its sums to those before it, and the last one has them all.
+    // The units of one row of the cube after the other add their sums to those before it, and the last one has them all.
     let parts = comptime!(1 + shifted as u32);
-    if comptime!(team.rows > 1) {
+    if comptime!(row_units.rows > 1) {
         sync_cube();
-        let width = comptime!(team.count * team.units);
+        let width = comptime!(row_units.count * row_units.units);
         let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!((parts * width) as usize));
-        for turn in 0..team.rows {
+        for turn in 0..row_units.rows {
             if UNIT_POS_Y == turn {
                 #[unroll]
-                for i in 0..team.count {
-                    let place = i * team.units + UNIT_POS_X;
+                for i in 0..row_units.count {
+                    let place = i * row_units.units + UNIT_POS_X;
                     if turn > 0 {
                         d_gamma[i as usize] += shared[place as usize];
                         if shifted {
@@ -416,11 +423,11 @@ fn norm_backward_kernel<F: Float, W: Float, N: Size>(
             sync_cube();
         }
     }
-    if UNIT_POS_Y == team.rows - 1 && (CUBE_POS as u32) < pieces {
+    if UNIT_POS_Y == row_units.rows - 1 && (CUBE_POS as u32) < pieces {
         #[unroll]
-        for i in 0..team.count {
-            let column = i * team.units + UNIT_POS_X;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = i * row_units.units + UNIT_POS_X;
+            if within(column, columns, row_units) {
                 let at = CUBE_POS as u32 * parts * columns + column;
                 partial[at as usize] = d_gamma[i as usize];
                 if shifted {

@@ -12,17 +12,20 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 use super::reshape::{ReshapeOps, as_dims, as_rows};
+use serde::{Deserialize, Serialize};
+
 use crate::checked::{Checked, Operands, Part, part};
 use crate::recorder;
 use crate::selection::dispatch;
 
 /// Which statistics a norm divides by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum NormKind {
     /// Subtract the mean, divide by the standard deviation (Ba, Kiros and Hinton, 2016).
-    Layer,
+    LayerNorm,
     /// Divide by the root of the mean square (Zhang and Sennrich, 2019).
-    Rms,
+    RmsNorm,
 }
 
 /// A norm and its weights.
@@ -41,12 +44,12 @@ pub struct Norm<B: Backend> {
 impl<B: Backend> Norm<B> {
     /// A layer norm with scale `gamma` and, where there is one, shift `beta`.
     pub fn layer(gamma: Tensor<B, 1>, beta: Option<Tensor<B, 1>>, epsilon: f64) -> Self {
-        Self { kind: NormKind::Layer, gamma, beta, epsilon }
+        Self { kind: NormKind::LayerNorm, gamma, beta, epsilon }
     }
 
     /// An RMS norm with scale `gamma`.
     pub fn rms(gamma: Tensor<B, 1>, epsilon: f64) -> Self {
-        Self { kind: NormKind::Rms, gamma, beta: None, epsilon }
+        Self { kind: NormKind::RmsNorm, gamma, beta: None, epsilon }
     }
 }
 
@@ -126,7 +129,7 @@ impl<B: Backend> Operands for NormBackward<B> {
         part(op, "inverse deviation", &self.saved.inverse_deviation).of(DType::F32).shaped(&[rows, 1], &x);
         let means = self.saved.mean.is_some();
         assert!(
-            means == (self.norm.kind == NormKind::Layer),
+            means == (self.norm.kind == NormKind::LayerNorm),
             "{op}: means are saved of layer norms, and only of those"
         );
         if let Some(mean) = &self.saved.mean {

@@ -10,8 +10,8 @@ pub fn norm_forward<B: Backend>(NormForward { x, norm }: NormForward<B>) -> Norm
     let dtype = x.dtype();
     let x = x.cast(DType::F32);
     let mean = match norm.kind {
-        NormKind::Layer => Some(x.clone().mean_dim(1)),
-        NormKind::Rms => None,
+        NormKind::LayerNorm => Some(x.clone().mean_dim(1)),
+        NormKind::RmsNorm => None,
     };
     let centred = match &mean {
         Some(mean) => x - mean.clone(),
@@ -42,8 +42,8 @@ pub fn norm_backward<B: Backend>(operands: NormBackward<B>) -> NormGradients<B> 
     let scaled = grad.clone() * norm.gamma.clone().cast(DType::F32).unsqueeze();
     let along = normed.clone() * (scaled.clone() * normed).mean_dim(1);
     let across = match norm.kind {
-        NormKind::Layer => scaled.clone() - scaled.mean_dim(1),
-        NormKind::Rms => scaled,
+        NormKind::LayerNorm => scaled.clone() - scaled.mean_dim(1),
+        NormKind::RmsNorm => scaled,
     };
     let mut x = (across - along) * saved.inverse_deviation;
     if let Some(residual) = residual {

@@ -44,8 +44,8 @@ impl RotaryOps for NdArray {
             for (token, out) in (first..).zip(out.chunks_exact_mut(width)) {
                 let at = clamp_index(positions[token], last) * half;
                 let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
-                let (turned, values) = qkv[token * width..][..width].split_at(rotated);
-                for (x, out) in turned.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                let (rotated_heads, values) = qkv[token * width..][..width].split_at(rotated);
+                for (x, out) in rotated_heads.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
                     rotate(x, out, cos, sin, sign);
                 }
                 out[rotated..].copy_from_slice(values);

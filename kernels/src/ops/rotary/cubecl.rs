@@ -257,14 +257,14 @@ fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     for i in 0..at_once {
         let a = Vector::<f32, N>::cast_from(first[i]);
         let b = Vector::<f32, N>::cast_from(second[i]);
-        let mut turned_first = Vector::<F, N>::cast_from(a * cos - b * sin);
-        let mut turned_second = Vector::<F, N>::cast_from(b * cos + a * sin);
+        let mut rotated_first = Vector::<F, N>::cast_from(a * cos - b * sin);
+        let mut rotated_second = Vector::<F, N>::cast_from(b * cos + a * sin);
         if head + i as u32 >= rotated {
-            turned_first = first[i];
-            turned_second = second[i];
+            rotated_first = first[i];
+            rotated_second = second[i];
         }
         let out_at = out_at + i as u32 * out_strides.head;
-        out[out_at as usize] = turned_first;
-        out[(out_at + half) as usize] = turned_second;
+        out[out_at as usize] = rotated_first;
+        out[(out_at + half) as usize] = rotated_second;
     }
 }

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Int, Tensor};
 use super::{NextPositions, QkvRotaryForward, RotaryForward};
 use crate::checked::clamp_index;
 use crate::packed_heads::PackedHeads;
+use crate::tensor::rows_of;
 
 /// Reference forward of [`rotary`](crate::rotary()).
 pub fn rotary_forward<B: Backend>(operands: RotaryForward<B>) -> Tensor<B, 4> {
@@ -16,14 +17,14 @@ pub fn rotary_forward<B: Backend>(operands: RotaryForward<B>) -> Tensor<B, 4> {
     let x = x.cast(DType::F32);
     let rows = |table: Tensor<B, 2>| {
         let positions = clamp_index(positions.clone(), table.dims()[0] - 1).reshape([batch_size * seq_length]);
-        table.cast(DType::F32).select(0, positions).reshape([batch_size, 1, seq_length, half])
+        rows_of(table.cast(DType::F32), positions).reshape([batch_size, 1, seq_length, half])
     };
     let cos = rows(table.cos);
     let sin = if inverse { rows(table.sin).neg() } else { rows(table.sin) };
     let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-    let turned_first = first.clone() * cos.clone() - second.clone() * sin.clone();
-    let turned_second = second * cos + first * sin;
-    Tensor::cat(vec![turned_first, turned_second], 3).cast(dtype)
+    let rotated_first = first.clone() * cos.clone() - second.clone() * sin.clone();
+    let rotated_second = second * cos + first * sin;
+    Tensor::cat(vec![rotated_first, rotated_second], 3).cast(dtype)
 }
 
 /// Reference forward of [`qkv_rotary`](crate::qkv_rotary).
@@ -34,9 +35,9 @@ pub fn qkv_rotary_forward<B: Backend>(operands: QkvRotaryForward<B>) -> Tensor<B
     let rotated = n_heads + n_kv_heads;
     let packed = qkv.clone().narrow(2, 0, rotated * head_dim);
     let x = packed.reshape([batch_size, seq_length, rotated, head_dim]).swap_dims(1, 2);
-    let turned = rotary_forward(RotaryForward { x, table, positions, inverse }).swap_dims(1, 2);
-    let turned = turned.reshape([batch_size, seq_length, rotated * head_dim]);
-    Tensor::cat(vec![turned, qkv.narrow(2, rotated * head_dim, n_kv_heads * head_dim)], 2)
+    let rotated_heads = rotary_forward(RotaryForward { x, table, positions, inverse }).swap_dims(1, 2);
+    let rotated_heads = rotated_heads.reshape([batch_size, seq_length, rotated * head_dim]);
+    Tensor::cat(vec![rotated_heads, qkv.narrow(2, rotated * head_dim, n_kv_heads * head_dim)], 2)
 }
 
 /// Reference body of [`next_positions`](crate::next_positions).

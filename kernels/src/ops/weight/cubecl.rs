@@ -122,7 +122,7 @@ pub(crate) fn bytes(word: u32) -> Vector<f32, Const<4>> {
     let mut four = Vector::<f32, Const<4>>::new(0.0);
     #[unroll]
     for i in 0..4usize {
-        // With its sign turned over, a byte counts up from the least one.
+        // With its sign bit flipped, a byte counts up from the least one.
         let byte = ((word >> comptime!(8 * i as u32)) & 0xff) ^ 0x80;
         four[i] = f32::cast_from(byte) - 128.0f32;
     }

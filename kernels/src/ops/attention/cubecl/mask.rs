@@ -4,9 +4,6 @@ use cubecl::prelude::*;
 
 use crate::cubecl::clamp_index;
 
-/// What hidden scores become: finite, so that a row without a visible key gives numbers rather than NaN.
-pub(super) const HIDDEN: f32 = -1e30;
-
 /// The window of a mask without one: longer than any sequence, and far from overflow.
 pub(super) const NO_WINDOW: i32 = 1 << 30;
 

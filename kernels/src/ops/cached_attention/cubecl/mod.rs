@@ -13,8 +13,9 @@ use cubecl::prelude::*;
 
 use super::{CachedAttention, CachedAttentionOps, CachedTokens, Placement, reference};
 use crate::checked::Checked;
-use crate::cubecl::reduce::Team;
-use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, spare};
+use crate::cubecl::reduce::RowUnits;
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
+use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cubecl::{Dims, Heads, attention_forward, cube_mask};
 use crate::packed_heads::PackedHeads;
@@ -23,8 +24,6 @@ use crate::tensor::{float, primitive};
 const UNITS: u32 = 256;
 /// The most heads that a cube places, and the most query heads that it attends for.
 const MOST_HEADS: usize = 8;
-/// The maximum of no scores: finite, so that differences are.
-const NOTHING: f32 = -1e30;
 
 /// The widest heads that the kernels take.
 const MOST_COLUMNS: usize = 256;
@@ -90,7 +89,7 @@ struct At<R: CubeRuntime> {
 
 /// What the kernels are compiled for, beside their dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
+struct Variant {
     head_dim: usize,
     /// Heads that a cube places, or query heads that it attends for.
     heads: usize,
@@ -98,7 +97,7 @@ struct Plan {
     rotated: bool,
     /// Whether results are parts, of pieces of the keys.
     cut: bool,
-    team: Team,
+    row_units: RowUnits,
 }
 
 /// The sizes that may differ from launch to launch, in elements.
@@ -128,23 +127,23 @@ struct Bound<R: CubeRuntime> {
     qkv: CubeTensor<R>,
     gammas: [CubeTensor<R>; 2],
     table: [CubeTensor<R>; 2],
-    plan: Plan,
+    variant: Variant,
     epsilon: f64,
 }
 
 fn bind<R: CubeRuntime>(qkv: CubeTensor<R>, heads: usize, head_dim: usize, placement: CubePlacement<R>) -> Bound<R> {
     let qkv = contiguous(qkv);
-    let plan = Plan {
+    let variant = Variant {
         head_dim,
         heads,
         normed: placement.norms.is_some(),
         rotated: placement.rotary.is_some(),
         cut: false,
-        team: Team { rows: 1, units: UNITS, ..Team::new(&qkv.client, UNITS as usize, 1, UNITS) },
+        row_units: RowUnits { rows: 1, units: UNITS, ..RowUnits::new(&qkv.client, UNITS as usize, 1, UNITS) },
     };
     let (gammas, epsilon) = placement.norms.unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
     let table = placement.rotary.unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
-    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), qkv, plan, epsilon }
+    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), qkv, variant, epsilon }
 }
 
 fn sizes<R: CubeRuntime>(
@@ -156,7 +155,7 @@ fn sizes<R: CubeRuntime>(
 ) -> SizesLaunch<R> {
     let [batch_size, seq_length] = [bound.qkv.meta.shape()[0], bound.qkv.meta.shape()[1]];
     let strides = at.positions.meta.strides();
-    let last = if bound.plan.rotated { bound.table[0].meta.shape()[0] - 1 } else { 0 };
+    let last = if bound.variant.rotated { bound.table[0].meta.shape()[0] - 1 } else { 0 };
     SizesLaunch::new(
         (batch_size * seq_length) as u32,
         seq_length as u32,
@@ -205,7 +204,7 @@ fn rotary_append<R: CubeRuntime>(
             array(keys),
             array(values),
             sizes(&bound, heads, keys.meta.shape()[2], [turns, 0], at),
-            bound.plan,
+            bound.variant,
             bound.qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
@@ -224,8 +223,8 @@ fn decode<R: CubeRuntime>(
     held: [&CubeTensor<R>; 2],
 ) -> CubeTensor<R> {
     let bound = bind(qkv, 1, heads.head_dim, placement);
-    let out = spare(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
-    let pieces = match bound.plan.team.plane > 1 {
+    let out = scratch(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
+    let pieces = match bound.variant.row_units.plane > 1 {
         true => planes::attend(bound, heads, at, held, &out),
         false => units::attend(bound, heads, at, held, &out),
     };
@@ -247,8 +246,8 @@ impl<R: CubeRuntime> Pieces<R> {
     fn new(out: &CubeTensor<R>, heads: PackedHeads, pieces: usize) -> Option<Self> {
         let rows = [out.meta.shape()[0], heads.n_heads, pieces];
         (pieces > 1).then(|| Self {
-            partial: spare(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
-            statistics: spare(out, [rows[0], rows[1], rows[2], 2], DType::F32),
+            partial: scratch(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
+            statistics: scratch(out, [rows[0], rows[1], rows[2], 2], DType::F32),
         })
     }
 
@@ -311,10 +310,10 @@ fn place<F: Float, G: Float, T: Float>(
     placed: &mut SharedMemory<f32>,
     source: &Source,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let head_dim = comptime!(plan.head_dim as u32);
-    let half = comptime!(plan.head_dim as u32 / 2);
+    let head_dim = comptime!(variant.head_dim as u32);
+    let half = comptime!(variant.head_dim as u32 / 2);
     for i in range_stepped(UNIT_POS, source.heads * head_dim, UNITS) {
         let mut from = source.start + i;
         if i >= source.queries * head_dim {
@@ -323,13 +322,13 @@ fn place<F: Float, G: Float, T: Float>(
         placed[i as usize] = f32::cast_from(qkv[from as usize]);
     }
     sync_cube();
-    if comptime!(plan.normed) {
+    if comptime!(variant.normed) {
         let mut squares = SharedMemory::<f32>::new(UNITS as usize);
         let head = UNIT_POS / SUMMERS;
         let mut sum = 0.0f32;
         if head < source.heads {
             #[unroll]
-            for i in 0..comptime!(plan.head_dim.div_ceil(SUMMERS as usize)) {
+            for i in 0..comptime!(variant.head_dim.div_ceil(SUMMERS as usize)) {
                 let column = comptime!(i as u32 * SUMMERS) + UNIT_POS % SUMMERS;
                 if column < head_dim {
                     let value = placed[(head * head_dim + column) as usize];
@@ -356,7 +355,7 @@ fn place<F: Float, G: Float, T: Float>(
         }
         sync_cube();
     }
-    if comptime!(plan.rotated) {
+    if comptime!(variant.rotated) {
         for i in range_stepped(UNIT_POS, source.heads * half, UNITS) {
             let pair = i % half;
             let first = i / half * head_dim + pair;
@@ -386,14 +385,14 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     keys: &mut Array<F>,
     values: &mut Array<F>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
     #[define(I)] _position_dtype: StorageType,
 ) {
-    let head_dim = comptime!(plan.head_dim as u32);
-    let most = comptime!(plan.heads as u32);
+    let head_dim = comptime!(variant.head_dim as u32);
+    let most = comptime!(variant.heads as u32);
     let token = CUBE_POS as u32 / sizes.pieces;
     if token >= sizes.tokens {
         terminate!();
@@ -410,8 +409,8 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     let queries = middle - first;
     let keys_at = row + middle * head_dim;
     let source = Source { start: row + first * head_dim, queries, keys: keys_at, heads: end - first, position };
-    let mut placed = SharedMemory::<f32>::new(comptime!(plan.heads * plan.head_dim));
-    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, plan);
+    let mut placed = SharedMemory::<f32>::new(comptime!(variant.heads * variant.head_dim));
+    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
     for i in range_stepped(UNIT_POS, (end - first) * head_dim, UNITS) {
         let head = first + i / head_dim;
         if head < middle {
@@ -441,7 +440,7 @@ fn join_kernel<O: Float>(
     if line >= lines {
         terminate!();
     }
-    let mut highest = NOTHING.runtime();
+    let mut highest = MASKED.runtime();
     for piece in 0..pieces {
         highest = max(highest, statistics[((line * pieces + piece) * 2) as usize]);
     }

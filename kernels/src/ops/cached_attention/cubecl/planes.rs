@@ -1,16 +1,25 @@
-//! Attention of one token a row where planes exchange values among their units.
+//! Attention of one token a row (flash decoding) where planes exchange values among their units.
 //!
-//! Some neighbouring lanes have a key together, each a vector of it or a few, and keep a softmax of their own over the keys
-//! they come by; these are joined at the end. The first keys and values are read before anything else is known, so that
-//! a short row costs hardly more than one wait for memory.
+//! ```text
+//! a cube: one row's heads that share a key, and a piece of the keys (split-KV)
+//!
+//! a plane's lanes    | key 0       | key 1       | key 2   ..    `across` lanes a key, each some vectors of it;
+//!                    |l0 l1 .. l7  |l8 .. l15    |               `run` such keys a lane are read together
+//! each group of `across` lanes: a running maximum, sum and output of its own (online softmax)
+//! -> joined over lanes, planes and, by a second launch, pieces
+//! ```
+//!
+//! The first keys and values are read before anything else is known, so that a short row costs hardly more than one wait for
+//! memory.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, UNITS, sizes};
-use crate::cubecl::reduce::{Team, lanes_sum, row_vector, team_sum};
+use super::{At, Bound, MOST_HEADS, Pieces, Sizes, UNITS, Variant, sizes};
+use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum, row_vector};
 use crate::cubecl::{array, clamp_index, grid, launch};
+use crate::masked::MASKED;
 use crate::packed_heads::PackedHeads;
 
 /// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
@@ -49,9 +58,9 @@ impl Lanes {
         UNITS / self.plane
     }
 
-    /// The units of a plane as a team.
-    fn team(&self, plan: Plan) -> Team {
-        Team { units: self.plane, ..plan.team }
+    /// The units of a plane, on one row.
+    fn row_units(&self, variant: Variant) -> RowUnits {
+        RowUnits { units: self.plane, ..variant.row_units }
     }
 }
 
@@ -75,15 +84,15 @@ pub(super) fn attend<R: CubeRuntime>(
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let tensors = [&bound.qkv, keys, values, query_gamma, key_gamma, cos, sin];
     // What turns together lies half a head apart.
-    let vector = row_vector(&tensors, &[head_dim, if bound.plan.rotated { head_dim / 2 } else { head_dim }]);
+    let vector = row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }]);
     let run = if cubes <= busy { RUN } else { SHORT_RUN };
-    let lanes = Lanes::new(bound.plan.team.plane, head_dim / vector, run);
+    let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, run);
     let rounds = at.keys.div_ceil(lanes.round());
     let most = rounds.div_ceil(ROUNDS).min((2 * busy).div_ceil(cubes)).max(1);
     let piece = rounds.div_ceil(most) * lanes.round();
     let count = at.keys.div_ceil(piece);
     let pieces = Pieces::new(out, heads, count);
-    (bound.plan.heads, bound.plan.cut) = (together, pieces.is_some());
+    (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not use; positions are held within table and cache. What stands in for statistics is not written.
@@ -114,7 +123,7 @@ pub(super) fn attend<R: CubeRuntime>(
                 statistics: Array<f32> = array(statistics),
                 sizes: Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
             ],
-            [plan: Plan = bound.plan, lanes: Lanes = lanes]
+            [variant: Variant = bound.variant, lanes: Lanes = lanes]
         );
     }
     pieces
@@ -135,7 +144,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     out: &mut Array<Vector<O, N>>,
     statistics: &mut Array<f32>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[comptime] lanes: Lanes,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
@@ -144,11 +153,11 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     #[define(O)] _out_dtype: StorageType,
 ) {
     let width = N::value();
-    let columns = comptime!((plan.head_dim / width) as u32);
+    let columns = comptime!((variant.head_dim / width) as u32);
     let each = comptime!(lanes.each);
     let run = comptime!(lanes.run);
     let across = comptime!(lanes.across);
-    let heads = comptime!(plan.heads as u32);
+    let heads = comptime!(variant.heads as u32);
     let slots = comptime!(UNITS / lanes.across);
     let piece = CUBE_POS as u32 % sizes.pieces;
     let groups = sizes.n_heads / heads;
@@ -178,9 +187,9 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let position = clamp_index::<I>(positions[(batch * sizes.batch_stride) as usize], sizes.keys - 1);
 
     // Queries, and behind them the new key.
-    let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((plan.heads + 1) * plan.head_dim / width));
+    let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((variant.heads + 1) * variant.head_dim / width));
     #[unroll]
-    for turn in 0..comptime!((plan.heads as u32 + 1).div_ceil(lanes.planes())) {
+    for turn in 0..comptime!((variant.heads as u32 + 1).div_ceil(lanes.planes())) {
         let own = comptime!(turn * lanes.planes()) + UNIT_POS / comptime!(lanes.plane);
         if own <= heads {
             let mut from = row + head + own;
@@ -198,7 +207,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 own,
                 min(position, sizes.last),
                 sizes,
-                plan,
+                variant,
                 lanes,
             );
         }
@@ -206,14 +215,14 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     sync_cube();
 
     let mut new_key = Array::<Vector<F, N>>::new(each);
-    let mut query = Array::<Vector<f32, N>>::new(comptime!(plan.heads * lanes.each));
+    let mut query = Array::<Vector<f32, N>>::new(comptime!(variant.heads * lanes.each));
     #[unroll]
     for e in 0..each {
         let own = lane + comptime!(e as u32 * lanes.across);
         let column = min(own, columns - 1);
         new_key[e] = placed[(heads * columns + column) as usize];
         #[unroll]
-        for i in 0..plan.heads {
+        for i in 0..variant.heads {
             let vector = placed[(comptime!(i as u32) * columns + column) as usize];
             // Lanes beyond the head's columns have nothing to add.
             let there = f32::cast_from(own < columns);
@@ -234,12 +243,12 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
 
     // A softmax for each slot, scaled by the largest score so far.
-    let mut maxima = Array::<f32>::new(plan.heads);
-    let mut totals = Array::<f32>::new(plan.heads);
-    let mut results = Array::<Vector<f32, N>>::new(comptime!(plan.heads * lanes.each));
+    let mut maxima = Array::<f32>::new(variant.heads);
+    let mut totals = Array::<f32>::new(variant.heads);
+    let mut results = Array::<Vector<f32, N>>::new(comptime!(variant.heads * lanes.each));
     #[unroll]
-    for i in 0..plan.heads {
-        maxima[i] = NOTHING;
+    for i in 0..variant.heads {
+        maxima[i] = MASKED;
         totals[i] = 0.0f32;
         #[unroll]
         for e in 0..each {
@@ -253,7 +262,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             read::<F, N>(keys, &mut key, held, start + slot, lane, columns, sizes, lanes);
             read::<F, N>(values, &mut value, held, start + slot, lane, columns, sizes, lanes);
         }
-        let mut scores = Array::<f32>::new(comptime!(plan.heads * lanes.run));
+        let mut scores = Array::<f32>::new(comptime!(variant.heads * lanes.run));
         #[unroll]
         for j in 0..run {
             let at = start + slot + comptime!(j as u32 * slots);
@@ -267,7 +276,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 }
             }
             #[unroll]
-            for i in 0..plan.heads {
+            for i in 0..variant.heads {
                 let mut products = Vector::<f32, N>::new(0.0);
                 #[unroll]
                 for e in 0..each {
@@ -279,11 +288,11 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 for step in 0..comptime!(lanes.across.trailing_zeros()) {
                     score += plane_shuffle_xor(score, 1u32 << step);
                 }
-                scores[comptime!(i * run + j)] = select(seen, score * sizes.scale, NOTHING);
+                scores[comptime!(i * run + j)] = select(seen, score * sizes.scale, MASKED);
             }
         }
         #[unroll]
-        for i in 0..plan.heads {
+        for i in 0..variant.heads {
             let mut highest = maxima[i];
             #[unroll]
             for j in 0..run {
@@ -299,7 +308,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             #[unroll]
             for j in 0..run {
                 let score = scores[comptime!(i * run + j)];
-                let share = select(score > NOTHING, (score - highest).exp(), 0.0f32);
+                let share = select(score > MASKED, (score - highest).exp(), 0.0f32);
                 totals[i] += share;
                 #[unroll]
                 for e in 0..each {
@@ -315,10 +324,10 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let planes = comptime!(lanes.planes());
     let plane = UNIT_POS / comptime!(lanes.plane);
     let in_plane = UNIT_POS % comptime!(lanes.plane);
-    let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!(lanes.planes() as usize * plan.head_dim / width));
+    let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!(lanes.planes() as usize * variant.head_dim / width));
     let mut shares = SharedMemory::<f32>::new(comptime!(2 * lanes.planes() as usize));
     #[unroll]
-    for i in 0..plan.heads {
+    for i in 0..variant.heads {
         let mut highest = maxima[i];
         #[unroll]
         for step in comptime!(lanes.across.trailing_zeros())..comptime!(lanes.plane.trailing_zeros()) {
@@ -351,7 +360,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         }
         sync_cube();
         if UNIT_POS < columns {
-            let mut highest = NOTHING.runtime();
+            let mut highest = MASKED.runtime();
             #[unroll]
             for other in 0..planes {
                 highest = max(highest, shares[comptime!(2 * other as usize)]);
@@ -365,7 +374,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 result += shared[(other * columns + UNIT_POS) as usize] * Vector::<f32, N>::new(factor);
             }
             let line = batch * sizes.n_heads + head + comptime!(i as u32);
-            if comptime!(plan.cut) {
+            if comptime!(variant.cut) {
                 let to = line * sizes.pieces + piece;
                 out[(to * columns + UNIT_POS) as usize] = Vector::cast_from(result);
                 if UNIT_POS == 0 {
@@ -377,7 +386,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 out[(line * columns + UNIT_POS) as usize] = Vector::cast_from(result);
             }
         }
-        if comptime!(i + 1 < plan.heads) {
+        if comptime!(i + 1 < variant.heads) {
             sync_cube();
         }
     }
@@ -422,11 +431,11 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
     own: u32,
     position: u32,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[comptime] lanes: Lanes,
 ) {
     let width = N::value();
-    let columns = comptime!((plan.head_dim / width) as u32);
+    let columns = comptime!((variant.head_dim / width) as u32);
     let half = comptime!(columns.div_ceil(2));
     let turns = comptime!(half.div_ceil(lanes.plane) as usize);
     let mut upper = Array::<Vector<f32, N>>::new(turns);
@@ -442,8 +451,8 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
         let other = min(column + half, columns - 1);
         upper[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + column) as usize]);
         lower[turn] = Vector::<f32, N>::cast_from(qkv[(line * columns + other) as usize]);
-        if comptime!(plan.normed) {
-            if own == comptime!(plan.heads as u32) {
+        if comptime!(variant.normed) {
+            if own == comptime!(variant.heads as u32) {
                 gammas[comptime!(2 * turn)] = Vector::<f32, N>::cast_from(key_gamma[column as usize]);
                 gammas[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(key_gamma[other as usize]);
             } else {
@@ -451,13 +460,13 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
                 gammas[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(query_gamma[other as usize]);
             }
         }
-        if comptime!(plan.rotated) {
+        if comptime!(variant.rotated) {
             let angle = (position * half + column) as usize;
             angles[comptime!(2 * turn)] = Vector::<f32, N>::cast_from(cos[angle]);
             angles[comptime!(2 * turn + 1)] = Vector::<f32, N>::cast_from(sin[angle]);
         }
     }
-    if comptime!(plan.normed) {
+    if comptime!(variant.normed) {
         #[unroll]
         for turn in 0..turns {
             let column = comptime!(turn as u32 * lanes.plane) + UNIT_POS % comptime!(lanes.plane);
@@ -468,8 +477,8 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
                 }
             }
         }
-        let sum = team_sum(squares, lanes.team(plan));
-        let share = comptime!(1.0 / plan.head_dim as f32);
+        let sum = row_sum(squares, lanes.row_units(variant));
+        let share = comptime!(1.0 / variant.head_dim as f32);
         let inverse = Vector::<f32, N>::new(1.0f32 / (sum * share + sizes.epsilon).sqrt());
         #[unroll]
         for turn in 0..turns {
@@ -483,7 +492,7 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
     for turn in 0..turns {
         let mut first = upper[turn];
         let mut second = lower[turn];
-        if comptime!(plan.rotated) {
+        if comptime!(variant.rotated) {
             let cos = angles[comptime!(2 * turn)];
             let sin = angles[comptime!(2 * turn + 1)];
             first = upper[turn] * cos - lower[turn] * sin;

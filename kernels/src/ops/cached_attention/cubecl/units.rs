@@ -4,9 +4,10 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{At, Bound, MOST_HEADS, NOTHING, Pieces, Plan, Sizes, Source, UNITS, place, sizes};
-use crate::cubecl::reduce::{team_max, team_sum};
+use super::{At, Bound, MOST_HEADS, Pieces, Sizes, Source, UNITS, Variant, place, sizes};
+use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
+use crate::masked::MASKED;
 use crate::packed_heads::PackedHeads;
 
 /// Keys of a piece.
@@ -28,7 +29,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let together = (1..=MOST_HEADS.min(group)).rev().find(|count| group.is_multiple_of(*count)).unwrap_or(1);
     let count = at.keys.div_ceil(PIECE as usize);
     let pieces = Pieces::new(out, heads, count);
-    (bound.plan.heads, bound.plan.cut) = (together, pieces.is_some());
+    (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     let vector = vector_width(&[&bound.qkv, keys, values, partial], &[head_dim]);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
@@ -50,7 +51,7 @@ pub(super) fn attend<R: CubeRuntime>(
             array(partial),
             array(statistics),
             sizes(&bound, heads, keys.meta.shape()[2], [count, PIECE as usize], at),
-            bound.plan,
+            bound.variant,
             bound.qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
@@ -76,7 +77,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     out: &mut Array<Vector<O, N>>,
     statistics: &mut Array<f32>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
@@ -84,9 +85,9 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     #[define(O)] _out_dtype: StorageType,
 ) {
     let width = N::value();
-    let head_dim = comptime!(plan.head_dim as u32);
-    let columns = comptime!((plan.head_dim / width) as u32);
-    let heads = comptime!(plan.heads as u32);
+    let head_dim = comptime!(variant.head_dim as u32);
+    let columns = comptime!((variant.head_dim / width) as u32);
+    let heads = comptime!(variant.heads as u32);
     let piece = CUBE_POS as u32 % sizes.pieces;
     let groups = sizes.n_heads / heads;
     let group = CUBE_POS as u32 / sizes.pieces % groups;
@@ -102,11 +103,11 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let end = min(first + PIECE, position + 1);
 
     // Queries, and behind them the new key.
-    let mut placed = SharedMemory::<f32>::new(comptime!((plan.heads + 1) * plan.head_dim));
-    let new_key = comptime!((plan.heads * plan.head_dim) as u32);
+    let mut placed = SharedMemory::<f32>::new(comptime!((variant.heads + 1) * variant.head_dim));
+    let new_key = comptime!((variant.heads * variant.head_dim) as u32);
     let keys_at = row + (sizes.n_heads + kv_head) * head_dim;
     let source = Source { start: row + head * head_dim, queries: heads, keys: keys_at, heads: heads + 1, position };
-    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, plan);
+    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
     let new_value = row + (sizes.n_heads + sizes.n_kv_heads + kv_head) * head_dim;
     let held = (batch * sizes.n_kv_heads + kv_head) * sizes.capacity;
     let writes = position >= first && position < first + PIECE && head == kv_head * (sizes.n_heads / sizes.n_kv_heads);
@@ -127,9 +128,9 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     // The unit's key against all queries.
     let own = first + UNIT_POS;
     let seen = own < end && i32::cast_from(own) > i32::cast_from(position) - sizes.window;
-    let mut sums = Array::<f32>::new(comptime!(plan.heads));
+    let mut sums = Array::<f32>::new(comptime!(variant.heads));
     #[unroll]
-    for i in 0..plan.heads {
+    for i in 0..variant.heads {
         sums[i] = 0.0f32;
     }
     let width_u32 = comptime!(width as u32);
@@ -149,10 +150,10 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 if column < columns {
                     let key = Vector::<f32, N>::cast_from(key[i as usize]);
                     #[unroll]
-                    for head in 0..plan.heads {
+                    for head in 0..variant.heads {
                         #[unroll]
                         for j in 0..width {
-                            let at = column * width_u32 + comptime!((head * plan.head_dim + j) as u32);
+                            let at = column * width_u32 + comptime!((head * variant.head_dim + j) as u32);
                             sums[head] += key[j] * placed[at as usize];
                         }
                     }
@@ -162,28 +163,28 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         // The new key may not have reached the cache yet.
         if own == position {
             #[unroll]
-            for head in 0..plan.heads {
+            for head in 0..variant.heads {
                 sums[head] = 0.0f32;
                 for column in 0..head_dim {
-                    let query = placed[(comptime!((head * plan.head_dim) as u32) + column) as usize];
+                    let query = placed[(comptime!((head * variant.head_dim) as u32) + column) as usize];
                     sums[head] += query * placed[(new_key + column) as usize];
                 }
             }
         }
     }
-    let mut maxima = Array::<f32>::new(comptime!(plan.heads));
-    let mut totals = Array::<f32>::new(comptime!(plan.heads));
+    let mut maxima = Array::<f32>::new(comptime!(variant.heads));
+    let mut totals = Array::<f32>::new(comptime!(variant.heads));
     #[unroll]
-    for i in 0..plan.heads {
-        let score = select(seen, sums[i] * sizes.scale, NOTHING);
-        maxima[i] = team_max(score, plan.team);
+    for i in 0..variant.heads {
+        let score = select(seen, sums[i] * sizes.scale, MASKED);
+        maxima[i] = row_max(score, variant.row_units);
         sums[i] = select(seen, (score - maxima[i]).exp(), 0.0f32);
-        totals[i] = team_sum(sums[i], plan.team);
+        totals[i] = row_sum(sums[i], variant.row_units);
     }
     sync_cube();
-    let mut scores = SharedMemory::<f32>::new(comptime!(plan.heads * PIECE as usize));
+    let mut scores = SharedMemory::<f32>::new(comptime!(variant.heads * PIECE as usize));
     #[unroll]
-    for i in 0..plan.heads {
+    for i in 0..variant.heads {
         scores[(comptime!(i as u32 * PIECE) + UNIT_POS) as usize] = sums[i];
     }
     sync_cube();
@@ -193,9 +194,9 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let lanes = comptime!(UNITS / across);
     let column = min(UNIT_POS % across, columns - 1);
     let lane = UNIT_POS / across;
-    let mut results = Array::<Vector<f32, N>>::new(comptime!(plan.heads));
+    let mut results = Array::<Vector<f32, N>>::new(comptime!(variant.heads));
     #[unroll]
-    for i in 0..plan.heads {
+    for i in 0..variant.heads {
         results[i] = Vector::<f32, N>::new(0.0);
     }
     for start in range_stepped(first + lane, end, comptime!(lanes * RUN)) {
@@ -212,7 +213,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             if key < end && key != position {
                 let value = Vector::<f32, N>::cast_from(value[i as usize]);
                 #[unroll]
-                for head in 0..plan.heads {
+                for head in 0..variant.heads {
                     let share = scores[(comptime!(head as u32 * PIECE) + key - first) as usize];
                     results[head] += value * Vector::<f32, N>::new(share);
                 }
@@ -226,7 +227,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             value[i] = f32::cast_from(qkv[(new_value + column * width_u32 + comptime!(i as u32)) as usize]);
         }
         #[unroll]
-        for head in 0..plan.heads {
+        for head in 0..variant.heads {
             let share = scores[(comptime!(head as u32 * PIECE) + position - first) as usize];
             results[head] += value * Vector::<f32, N>::new(share);
         }
@@ -234,7 +235,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     sync_cube();
     let mut shared = SharedMemory::<Vector<f32, N>>::new(UNITS as usize);
     #[unroll]
-    for i in 0..plan.heads {
+    for i in 0..variant.heads {
         shared[UNIT_POS as usize] = results[i];
         sync_cube();
         #[unroll]
@@ -249,7 +250,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         let line = batch * sizes.n_heads + head + comptime!(i as u32);
         if UNIT_POS < columns {
             let mut result = shared[UNIT_POS as usize];
-            if comptime!(plan.cut) {
+            if comptime!(variant.cut) {
                 let to = (line * sizes.pieces + piece) * columns + UNIT_POS;
                 out[to as usize] = Vector::cast_from(result);
             } else {
@@ -257,7 +258,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 out[(line * columns + UNIT_POS) as usize] = Vector::cast_from(result);
             }
         }
-        if comptime!(plan.cut) && UNIT_POS == 0 {
+        if comptime!(variant.cut) && UNIT_POS == 0 {
             let to = (line * sizes.pieces + piece) * 2;
             statistics[to as usize] = maxima[i];
             statistics[(to + 1) as usize] = totals[i];

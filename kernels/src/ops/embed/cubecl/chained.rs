@@ -1,6 +1,12 @@
-//! The gradient of a table of many tokens. Each row is put at the head of its token's chain, in whatever order the units
-//! come; a second kernel puts a chain in order, so that the sum does not depend on that, and adds up its rows. The rows of
-//! a chain that is too long to keep are looked for among all.
+//! The gradient of a table of many tokens, by a linked list of rows for each token.
+//!
+//! ```text
+//! chain_kernel          first[token] = row + 1, next[row] = what was there before     (one atomic exchange a row)
+//! sum_chained_kernel    a cube: CHAINS tokens; follows each list, sorts it, adds its rows
+//! ```
+//!
+//! The list's order hangs on which unit came first; sorted, the sum does not. The rows of a list too long to keep are looked for
+//! among all.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

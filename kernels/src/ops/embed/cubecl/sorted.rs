@@ -1,6 +1,11 @@
-//! The gradient of a table of few tokens, or with many rows for each: rows are sorted by token, stably and without
-//! atomics. Each pass over some bits of the tokens ranks the rows within tiles and counts each tile's digits, then puts
-//! every row in its place. A last kernel adds them up.
+//! The gradient of a table of few tokens, or with many rows for each: a stable radix sort of the rows by token, without atomics.
+//!
+//! ```text
+//! for each digit of the tokens:
+//!   rank_kernel     a cube: TILE rows; each row's rank among those of its digit in the tile, and the tile's counts
+//!   place_kernel    a row's place = rows of smaller digits + rows of its digit in earlier tiles + its rank
+//! sum_sorted_kernel a cube: one token's run of rows, added up
+//! ```
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use super::{HeadLossForward, HeadLossOps, HeadLossOutput};
 use crate::checked::Checked;
-use crate::cubecl::reduce::{Team, row_vector, team_sum};
+use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
 use crate::ops::linear::cubecl::gemm::{product, transposed};
 use crate::ops::linear::route::TMA_TILE;
@@ -22,7 +22,7 @@ use crate::tensor::{float, primitive};
 const LOGITS: [u64; 2] = [1 << 29, 1 << 28];
 /// Rows of a chunk are a multiple of this, for the products' sake.
 const ROWS: usize = TMA_TILE[0];
-/// And so are the columns of a vocabulary of at least so many words; of a smaller one, they are whole vectors.
+/// And so are the columns of a vocabulary of at least so many tokens; of a smaller one, they are whole vectors.
 const TILE: usize = TMA_TILE[0];
 const TILES: usize = 1024;
 const VECTOR: usize = 8;
@@ -52,7 +52,7 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
         2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
         _ => vocabulary,
     };
-    let words = cast_padded(primitive(weight), padded, dtype);
+    let head = cast_padded(primitive(weight), padded, dtype);
     let targets = contiguous(targets.into_primitive());
     let chunk = match options.chunk {
         Some(chunk) => chunk,
@@ -68,11 +68,11 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
         let size = chunk.min(n_rows - start);
         let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
         let input = primitive(hidden);
-        let logits = product(input.clone(), transposed(words.clone()), dtype, dtype);
+        let logits = product(input.clone(), transposed(head.clone()), dtype, dtype);
         let d_logits =
             loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
         if gradients {
-            d_hidden.push(float(product(d_logits.clone(), words.clone(), dtype, dtype)));
+            d_hidden.push(float(product(d_logits.clone(), head.clone(), dtype, dtype)));
             let part = float(product(transposed(d_logits), input, dtype, DType::F32));
             d_weight = Some(match d_weight {
                 Some(sum) => sum + part,
@@ -122,13 +122,13 @@ fn loss_of_rows<R: CubeRuntime>(
     }
     let vector = row_vector(&[&logits], &[padded, stride]);
     let passes = Passes::new(&logits, vocabulary, vector);
-    // SAFETY: a team reads and writes its own row, below `n_rows`, at columns of the row's width, one target and one
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width, one target and one
     // loss for each row; no other tensor lies where `logits` do.
     unsafe {
         head_loss_kernel::launch_unchecked(
             &logits.client,
-            grid(n_rows.div_ceil(passes.team.rows as usize)),
-            passes.team.cube_dim(),
+            grid(n_rows.div_ceil(passes.row_units.rows as usize)),
+            passes.row_units.cube_dim(),
             vector,
             array(&logits),
             array(targets),
@@ -179,27 +179,27 @@ fn sum_up<R: CubeRuntime>(
     weight: f64,
 ) {
     let size = targets.meta.shape()[0];
-    let team = Team::new(&targets.client, size, 4, 1024);
-    // SAFETY: each team of the cube reads `size` targets and losses, and one unit writes the one number of `out`.
+    let row_units = RowUnits::new(&targets.client, size, 4, 1024);
+    // SAFETY: the units of each row of the cube read `size` targets and losses, and one unit writes the one number of `out`.
     unsafe {
         mean_kernel::launch_unchecked(
             &targets.client,
             CubeCount::Static(1, 1, 1),
-            team.cube_dim(),
+            row_units.cube_dim(),
             array(targets),
             array(nats.unwrap_or(out)),
             array(out),
             size as u32,
             vocabulary as u32,
             weight as f32,
-            team,
+            row_units,
             nats.is_some(),
             targets.dtype.into(),
         );
     }
 }
 
-/// Whether a target counts: whether it is a word.
+/// Whether a target counts: whether it is a token of the vocabulary.
 #[cube]
 fn counts<I: Int>(target: I, vocabulary: u32) -> bool {
     target >= I::from_int(0) && target < I::cast_from(vocabulary)
@@ -225,15 +225,15 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
     #[define(F)] _dtype: StorageType,
     #[define(I)] _target_dtype: StorageType,
 ) {
-    let team = comptime!(passes.team);
-    let own = CUBE_POS as u32 * team.rows + UNIT_POS_Y;
-    // Teams beyond the end do the last row again without writing it: all units of a cube exchange values together.
+    let row_units = comptime!(passes.row_units);
+    let own = CUBE_POS as u32 * row_units.rows + UNIT_POS_Y;
+    // Units beyond the last row do that one again without writing it: all units of a cube exchange values together.
     let row = min(own, rows - 1);
     let start = row * stride;
     let target = targets[(first + row) as usize];
     let counts = counts::<I>(target, vocabulary);
     let target = select(counts, u32::cast_from(target), 0u32);
-    let mut held = Array::<Vector<F, N>>::new(comptime!(team.count as usize));
+    let mut held = Array::<Vector<F, N>>::new(comptime!(row_units.count as usize));
     let mut kept = SharedMemory::<Vector<F, N>>::new(comptime!(passes.shared.max(1) as usize));
     let weights = Weights { target, target_weight, weight, all: smooth, any: true };
     let found = first_pass::<F, N>(logits, start, columns, vocabulary, &mut held, &mut kept, weights, passes);
@@ -245,10 +245,10 @@ fn head_loss_kernel<F: Float, I: Int, N: Size>(
         let scale = share / found.sum;
         if own < rows {
             for block in 0..passes.blocks {
-                let first = block * (team.count * team.units) + UNIT_POS_X;
+                let first = block * (row_units.count * row_units.units) + UNIT_POS_X;
                 #[unroll]
-                for i in 0..team.count {
-                    let column = first + i * team.units;
+                for i in 0..row_units.count {
+                    let column = first + i * row_units.units;
                     if column < columns {
                         let value = read_again::<F, N>(logits, start, column, block, i, &held, &kept, passes);
                         let mut value =
@@ -280,7 +280,7 @@ fn mean_kernel<I: Int>(
     size: u32,
     vocabulary: u32,
     weight: f32,
-    #[comptime] team: Team,
+    #[comptime] row_units: RowUnits,
     #[comptime] sums: bool,
     #[define(I)] _target_dtype: StorageType,
 ) {
@@ -292,11 +292,11 @@ fn mean_kernel<I: Int>(
         if sums {
             sum += nats[at as usize];
         }
-        at += team.units;
+        at += row_units.units;
     }
-    let counted = max(team_sum(counted, team), 1.0f32);
+    let counted = max(row_sum(counted, row_units), 1.0f32);
     if sums {
-        sum = team_sum(sum, team);
+        sum = row_sum(sum, row_units);
     } else {
         sum = 1.0f32;
     }

@@ -6,23 +6,23 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use crate::cubecl::reduce::{Team, lanes_max, lanes_sum, team_max, team_sum, within};
+use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_max, row_sum, within};
 
 /// Elements of a row that a unit holds where the whole row stays in registers.
 const HELD: usize = 32;
 /// Bytes of a row that a unit holds at a time where it does not.
 const BLOCK: usize = 32;
-/// Units of a team: with more, too few cubes share a processor to read while others compute.
+/// Units of a row: with more, too few cubes share a processor to read while others compute.
 const UNITS: u32 = 512;
 /// Cubes that share a processor, and its memory.
 const CUBES: usize = 3;
 /// Devices with less shared memory than this do not keep rows in it.
 const SHARED: usize = 96 << 10;
 
-/// How a team goes over a row: in blocks, of each of which a unit has as many vectors as the team says.
+/// How a row's units go over it: in blocks, of each of which a unit has `row_units.count` vectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Passes {
-    pub(super) team: Team,
+    pub(super) row_units: RowUnits,
     /// With a single block, the row stays in registers.
     pub(super) blocks: u32,
     /// Blocks, from the first on, that stay in shared memory.
@@ -43,19 +43,19 @@ impl Passes {
         // Only CUDA has one that is right for infinities.
         let fast = R::name(&x.client) == "cuda";
         let most = HELD / width;
-        let team = Team::new(&x.client, vectors, most, UNITS);
-        if team.count as usize <= most {
-            return Self { team, blocks: 1, kept: 0, shared: 0, fast, padded };
+        let row_units = RowUnits::new(&x.client, vectors, most, UNITS);
+        if row_units.count as usize <= most {
+            return Self { row_units, blocks: 1, kept: 0, shared: 0, fast, padded };
         }
-        let blocks = team.count.div_ceil((BLOCK / x.dtype.size() / width) as u32);
-        let count = team.count.div_ceil(blocks);
-        let block = count * team.units;
-        let team = Team { count, exact: vectors == (blocks * block) as usize, ..team };
+        let blocks = row_units.count.div_ceil((BLOCK / x.dtype.size() / width) as u32);
+        let count = row_units.count.div_ceil(blocks);
+        let block = count * row_units.units;
+        let row_units = RowUnits { count, exact: vectors == (blocks * block) as usize, ..row_units };
         let memory = x.client.properties().hardware.max_shared_memory_size;
         let room = if memory >= SHARED { (memory / CUBES - 4096) / (width * x.dtype.size()) } else { 0 };
         let kept = if vectors <= room { blocks } else { (room as u32) / block };
         let shared = (kept * block).min(vectors as u32);
-        Self { team, blocks, kept, shared, fast, padded }
+        Self { row_units, blocks, kept, shared, fast, padded }
     }
 }
 
@@ -98,17 +98,17 @@ pub(super) fn first_pass<F: Float, N: Size>(
     weights: Weights,
     #[comptime] passes: Passes,
 ) -> Statistics {
-    let team = comptime!(passes.team);
+    let row_units = comptime!(passes.row_units);
     let mut max = f32::min_value();
     let mut sum = 0.0f32;
     let mut weighed = 0.0f32;
     for block in 0..passes.blocks {
-        let first = block * (team.count * team.units) + UNIT_POS_X;
+        let first = block * (row_units.count * row_units.units) + UNIT_POS_X;
         let mut largest = Vector::<f32, N>::new(max);
         #[unroll]
-        for i in 0..team.count {
-            let column = first + i * team.units;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = first + i * row_units.units;
+            if within(column, columns, row_units) {
                 let value = x[(start + column) as usize];
                 held[i as usize] = value;
                 let value = within_row::<N>(Vector::cast_from(value), column, length, f32::min_value(), passes.padded);
@@ -118,9 +118,9 @@ pub(super) fn first_pass<F: Float, N: Size>(
         if comptime!(passes.kept > 0) {
             if block < passes.kept {
                 #[unroll]
-                for i in 0..team.count {
-                    let column = first + i * team.units;
-                    if within(column, columns, team) {
+                for i in 0..row_units.count {
+                    let column = first + i * row_units.units;
+                    if within(column, columns, row_units) {
                         kept[column as usize] = held[i as usize];
                     }
                 }
@@ -129,9 +129,9 @@ pub(super) fn first_pass<F: Float, N: Size>(
         let new_max = lanes_max::<N>(largest);
         let mut sums = Vector::<f32, N>::new(0.0);
         #[unroll]
-        for i in 0..team.count {
-            let column = first + i * team.units;
-            if within(column, columns, team) {
+        for i in 0..row_units.count {
+            let column = first + i * row_units.units;
+            if within(column, columns, row_units) {
                 let value = Vector::<f32, N>::cast_from(held[i as usize]);
                 let weight = exponential::<N>(value - Vector::new(new_max), passes.fast);
                 sums += within_row::<N>(weight, column, length, 0.0f32, passes.padded);
@@ -148,10 +148,10 @@ pub(super) fn first_pass<F: Float, N: Size>(
         sum = sum * (max - new_max).exp() + lanes_sum::<N>(sums);
         max = new_max;
     }
-    let top = team_max(max, team);
-    let sum = team_sum(sum * (max - top).exp(), team);
+    let top = row_max(max, row_units);
+    let sum = row_sum(sum * (max - top).exp(), row_units);
     if weights.any {
-        weighed = team_sum(weighed, team);
+        weighed = row_sum(weighed, row_units);
     }
     Statistics { max: top, sum, weighed }
 }

@@ -2,19 +2,20 @@
 
 use cubecl::prelude::*;
 
-use super::{HALVINGS, NOTHING, Numbers, Plan, ROUGH_HALVINGS, logit};
-use crate::cubecl::reduce::{team_max, team_sum};
+use super::{HALVINGS, Numbers, ROUGH_HALVINGS, Variant, logit};
+use crate::cubecl::reduce::{row_max, row_sum};
+use crate::masked::MASKED;
 
-/// A bound that the words lie above which may be kept: so many units' largest words do. Every plane looks for it by itself,
+/// A bound that the tokens lie above which may be kept: so many units' largest tokens do. Every plane looks for it by itself,
 /// without a barrier for each halving; where there are no planes, all units do together.
 #[cube]
-pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Plan) -> f32 {
-    if comptime!(plan.searches()) {
-        let searchers = comptime!(plan.searchers());
-        let each = comptime!((plan.team.units / searchers.units) as usize);
+pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] variant: Variant) -> f32 {
+    if comptime!(variant.searches()) {
+        let searchers = comptime!(variant.searchers());
+        let each = comptime!((variant.row_units.units / searchers.units) as usize);
         // As in an exchange, nobody still reads what may lie here.
         sync_cube();
-        let mut bests = SharedMemory::<f32>::new(comptime!(plan.team.units as usize));
+        let mut bests = SharedMemory::<f32>::new(comptime!(variant.row_units.units as usize));
         bests[UNIT_POS_X as usize] = best;
         sync_cube();
         let mut values = Array::<f32>::new(each);
@@ -23,10 +24,11 @@ pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Pl
         for i in 0..each {
             let unit = UNIT_POS_X % searchers.units + comptime!(i as u32 * searchers.units);
             values[i] = bests[unit as usize];
-            least = select(values[i] > NOTHING, min(least, values[i]), least);
+            least = select(values[i] > MASKED, min(least, values[i]), least);
         }
-        let wanted = if comptime!(plan.top_k) { numbers.top_k } else { comptime!(plan.team.units / 4).runtime() };
-        let mut low = 0.0f32 - team_max(0.0f32 - least, searchers);
+        let wanted =
+            if comptime!(variant.top_k) { numbers.top_k } else { comptime!(variant.row_units.units / 4).runtime() };
+        let mut low = 0.0f32 - row_max(0.0f32 - least, searchers);
         let mut high = top;
         for _ in 0..ROUGH_HALVINGS {
             let middle = (low + high) * 0.5;
@@ -35,7 +37,7 @@ pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Pl
             for i in 0..each {
                 above += select(values[i] >= middle, 1.0f32, 0.0f32);
             }
-            let enough = team_sum(above, searchers) >= f32::cast_from(wanted);
+            let enough = row_sum(above, searchers) >= f32::cast_from(wanted);
             low = select(enough, middle, low);
             high = select(enough, high, middle);
         }
@@ -45,7 +47,7 @@ pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] plan: Pl
     }
 }
 
-/// The least logit that is kept, by halving over all words.
+/// The least logit that is kept, by halving over all tokens.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn halved_cut(
@@ -56,31 +58,31 @@ pub(super) fn halved_cut(
     end: u32,
     top: f32,
     numbers: &Numbers,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) -> f32 {
-    let team = comptime!(plan.team);
+    let row_units = comptime!(variant.row_units);
     let halvings = select(start < end, HALVINGS, 0u32);
-    let mut floor = NOTHING.runtime();
-    if comptime!(plan.top_k) {
+    let mut floor = MASKED.runtime();
+    if comptime!(variant.top_k) {
         let wanted = f32::cast_from(numbers.top_k);
-        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, false, numbers, plan);
+        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, false, numbers, variant);
     }
-    if comptime!(plan.top_p) {
+    if comptime!(variant.top_p) {
         let mut above_floor = 0.0f32;
-        for at in range_stepped(start + UNIT_POS_X, end, comptime!(plan.team.units)) {
-            let value = logit(logits, prompt, written, at, numbers, plan);
+        for at in range_stepped(start + UNIT_POS_X, end, comptime!(variant.row_units.units)) {
+            let value = logit(logits, prompt, written, at, numbers, variant);
             above_floor += select(value >= floor, (value - top).exp(), 0.0f32);
         }
-        let wanted = team_sum(above_floor, team) * numbers.top_p;
-        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, true, numbers, plan);
+        let wanted = row_sum(above_floor, row_units) * numbers.top_p;
+        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, true, numbers, variant);
     }
-    if comptime!(plan.min_p) {
+    if comptime!(variant.min_p) {
         floor = max(floor, top + numbers.min_p_ln);
     }
     floor
 }
 
-/// The largest bound, no lower than `floor`, above which words weigh `wanted`: one each, or by probability.
+/// The largest bound, no lower than `floor`, above which tokens weigh `wanted`: one each, or by probability.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn halved(
@@ -95,21 +97,21 @@ fn halved(
     halvings: u32,
     #[comptime] by_mass: bool,
     numbers: &Numbers,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) -> f32 {
-    let team = comptime!(plan.team);
-    let units = comptime!(plan.team.units);
+    let row_units = comptime!(variant.row_units);
+    let units = comptime!(variant.row_units.units);
     let mut least = top;
     for at in range_stepped(start + UNIT_POS_X, end, units) {
-        least = min(least, logit(logits, prompt, written, at, numbers, plan));
+        least = min(least, logit(logits, prompt, written, at, numbers, variant));
     }
-    let mut low = max(0.0f32 - team_max(0.0f32 - least, team), floor);
+    let mut low = max(0.0f32 - row_max(0.0f32 - least, row_units), floor);
     let mut high = top;
     for _ in 0..halvings {
         let middle = (low + high) * 0.5;
         let mut weight = 0.0f32;
         for at in range_stepped(start + UNIT_POS_X, end, units) {
-            let value = logit(logits, prompt, written, at, numbers, plan);
+            let value = logit(logits, prompt, written, at, numbers, variant);
             if value >= middle {
                 if comptime!(by_mass) {
                     weight += (value - top).exp();
@@ -118,7 +120,7 @@ fn halved(
                 }
             }
         }
-        let enough = team_sum(weight, team) >= wanted;
+        let enough = row_sum(weight, row_units) >= wanted;
         low = select(enough, middle, low);
         high = select(enough, high, middle);
     }

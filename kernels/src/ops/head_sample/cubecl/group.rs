@@ -1,11 +1,12 @@
-//! The largest word of every group, by many cubes.
+//! The largest token of every group, by many cubes.
 
 use cubecl::prelude::*;
 
-use super::{BROKEN, GROUPERS, NOTHING, Numbers, Plan, adjusted, first_of, noisy};
+use super::{BROKEN, GROUPERS, Numbers, Variant, adjusted, first_of, noisy};
+use crate::masked::MASKED;
 use crate::random::cubecl::{Rounds, row_bits};
 
-/// The largest word of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
+/// The largest token of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn group_kernel<I: Int>(
@@ -14,12 +15,12 @@ pub(super) fn group_kernel<I: Int>(
     prompt: &Array<f32>,
     written: &Array<f32>,
     largest: &mut Array<f32>,
-    largest_word: &mut Array<u32>,
+    largest_token: &mut Array<u32>,
     masses: &mut Array<f32>,
     rows: u32,
     numbers: &Numbers,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(I)] _stream_dtype: StorageType,
 ) {
     let parts = numbers.groups / GROUPERS;
@@ -28,48 +29,48 @@ pub(super) fn group_kernel<I: Int>(
         terminate!();
     }
     let group = CUBE_POS as u32 % parts * GROUPERS + UNIT_POS;
-    let first = first_of(group, plan);
+    let first = first_of(group, variant);
     let start = row * numbers.vocabulary;
-    let mut values = Array::<f32>::new(plan.words as usize);
+    let mut values = Array::<f32>::new(variant.tokens as usize);
     #[unroll]
-    for i in 0..plan.words {
+    for i in 0..variant.tokens {
         values[i as usize] = logits[(start + min(first + i * GROUPERS, numbers.vocabulary - 1)) as usize];
     }
     #[unroll]
-    for i in 0..plan.words {
+    for i in 0..variant.tokens {
         let at = start + min(first + i * GROUPERS, numbers.vocabulary - 1);
-        values[i as usize] = adjusted(values[i as usize], prompt, written, at, numbers, plan);
+        values[i as usize] = adjusted(values[i as usize], prompt, written, at, numbers, variant);
     }
-    let mut best = NOTHING.runtime();
-    let mut word = first;
+    let mut best = MASKED.runtime();
+    let mut token = first;
     let mut bits = 0u32;
-    if comptime!(plan.draws && !plan.cuts()) {
+    if comptime!(variant.draws && !variant.cuts()) {
         bits = row_bits(u32::cast_from(streams[row as usize]), rounds);
     }
     #[unroll]
-    for i in 0..plan.words {
+    for i in 0..variant.tokens {
         let at = first + i * GROUPERS;
         let mut value = values[i as usize];
-        if comptime!(plan.draws && !plan.cuts()) {
+        if comptime!(variant.draws && !variant.cuts()) {
             value = noisy(value, bits, at, rounds);
         }
         if value > best && at < numbers.vocabulary {
             best = value;
-            word = at;
+            token = at;
         }
     }
     let mut broken = 0u32;
     #[unroll]
-    for i in 0..plan.words {
+    for i in 0..variant.tokens {
         broken |= select(values[i as usize].is_nan(), 1u32, 0u32);
     }
     let to = (row * numbers.groups + group) as usize;
     largest[to] = best;
-    largest_word[to] = select(broken == 1u32, BROKEN, word);
-    if comptime!(plan.weighs()) {
+    largest_token[to] = select(broken == 1u32, BROKEN, token);
+    if comptime!(variant.weighs()) {
         let mut mass = 0.0f32;
         #[unroll]
-        for i in 0..plan.words {
+        for i in 0..variant.tokens {
             mass += select(first + i * GROUPERS < numbers.vocabulary, (values[i as usize] - best).exp(), 0.0f32);
         }
         masses[to] = mass;

@@ -1,9 +1,14 @@
-//! Sampling in CubeCL, without a sort: words are looked at by many cubes in groups, and chosen by one cube for each row.
+//! Sampling in CubeCL without a sort, in two launches.
 //!
-//! The cut of top-k and top-p is looked for among few candidates: all words above a bound that enough units' largest words
-//! reach, which lie in the groups with such a word and no other. Each candidate then counts the candidates above it,
-//! and adds up their probabilities. Where the candidates are too many for the cube, or too few for the cut, the
-//! interval around it is halved over all words.
+//! ```text
+//! group_kernel   many cubes: the vocabulary in groups of tokens     -> each group's largest logit and token
+//! draw_kernel    a cube a row: a bound that enough groups' largest logits reach (top-k, or top-p's mass)
+//!                -> candidates: the tokens above it, from the groups whose largest is above it
+//!                -> each counts the candidates above it and adds up their probabilities: the cut of top-k and top-p
+//!                -> the largest logit plus Gumbel noise above the cut is the draw
+//! ```
+//!
+//! Where the candidates are too many for the cube, or too few for the cut, the interval around it is halved over all tokens.
 
 mod cut;
 mod group;
@@ -19,8 +24,9 @@ use self::group::group_kernel;
 use self::pick::draw_kernel;
 use super::{Draw, HeadSampleOps, Logits, Sampling};
 use crate::checked::Checked;
-use crate::cubecl::reduce::Team;
+use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, contiguous, empty, grid};
+use crate::masked::MASKED;
 use crate::ops::linear::cubecl::cube_weight;
 use crate::ops::linear::cubecl::gemm::{product, transposed};
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
@@ -29,58 +35,60 @@ use crate::random::RANGE;
 use crate::random::cubecl::{Rounds, column_bits};
 use crate::tensor::{float, primitive};
 
-/// Stands for no word at all.
-const NOTHING: f32 = -1e30;
-/// Stands for the largest word of a group with a logit that is not a number.
+/// Stands for the largest token of a group with a logit that is not a number.
 const BROKEN: u32 = u32::MAX;
 /// Halvings until the interval around a bound is far below the spacing of logits.
 const HALVINGS: u32 = 40;
-/// Halvings until few more words lie above a bound than have to.
+/// Halvings until few more tokens lie above a bound than have to.
 const ROUGH_HALVINGS: u32 = 14;
-/// Units that choose a row's word, where the device allows them.
+/// Units that choose a row's token, where the device allows them.
 const UNITS: u32 = 512;
-/// Groups of words that one of them has at the most.
+/// Groups of tokens that one of them has at the most.
 const MOST_GROUPS: usize = 32;
-/// Units that each look at a group of words: those as many words apart as there are units.
+/// Units that each look at a group of tokens: those as many tokens apart as there are units.
 const GROUPERS: u32 = 256;
-/// The least words of a group.
-const WORDS: usize = 16;
-/// Words that a unit reads together.
+/// The least tokens of a group.
+const TOKENS_A_GROUP: usize = 16;
+/// Tokens that a unit reads together.
 const READS: u32 = 8;
 
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
-    team: Team,
+struct Variant {
+    row_units: RowUnits,
     penalised: bool,
     draws: bool,
     top_k: bool,
     top_p: bool,
     min_p: bool,
-    /// Words of a group.
-    words: u32,
+    /// Tokens of a group.
+    tokens: u32,
     /// Groups that a unit chooses among.
     each: usize,
 }
 
-impl Plan {
-    /// Whether some words are left out of the draw.
+impl Variant {
+    /// Whether some tokens are left out of the draw.
     fn cuts(&self) -> bool {
         self.top_k || self.top_p || self.min_p
     }
 
-    /// Whether the bound above which words are candidates is not known beforehand.
+    /// Whether the bound above which tokens are candidates is not known beforehand.
     fn searches(&self) -> bool {
         self.top_k || self.top_p
     }
 
     /// Units that look for that bound together: those of a plane, or all where there are none.
-    fn searchers(&self) -> Team {
-        let units = if self.team.plane > 1 { self.team.plane.min(self.team.units) } else { self.team.units };
-        Team { units, ..self.team }
+    fn searchers(&self) -> RowUnits {
+        let units = if self.row_units.plane > 1 {
+            self.row_units.plane.min(self.row_units.units)
+        } else {
+            self.row_units.units
+        };
+        RowUnits { units, ..self.row_units }
     }
 
-    /// Whether the probability of all words together is needed.
+    /// Whether the probability of all tokens together is needed.
     fn weighs(&self) -> bool {
         self.top_p && !self.top_k
     }
@@ -133,8 +141,8 @@ where
     }
 }
 
-/// A word for each row of `logits`, f32 `[batch_size, vocabulary]`: `[batch_size]` 32-bit integers. `counts` are those of
-/// the prompts and those of the words behind them, which the chosen ones are added to.
+/// A token for each row of `logits`, f32 `[batch_size, vocabulary]`: `[batch_size]` 32-bit integers. `counts` are those of
+/// the prompts and those of the tokens behind them, which the chosen ones are added to.
 fn draw<R: CubeRuntime>(
     logits: CubeTensor<R>,
     sampling: &Sampling,
@@ -145,28 +153,28 @@ fn draw<R: CubeRuntime>(
     let [batch_size, vocabulary] = [logits.meta.shape()[0], logits.meta.shape()[1]];
     let out = empty(&logits, [batch_size], DType::I32);
     let hardware = &logits.client.properties().hardware;
-    let team = Team::new(&logits.client, 32, 1, 32);
+    let row_units = RowUnits::new(&logits.client, 32, 1, 32);
     // Without planes each exchange takes shared memory for all units, and there are a dozen of them.
-    let most = if team.plane == 1 { UNITS / 4 } else { UNITS };
+    let most = if row_units.plane == 1 { UNITS / 4 } else { UNITS };
     let units = most.min(hardware.max_units_per_cube).min(hardware.max_cube_dim.0);
-    let team = Team { units: 1 << units.ilog2(), rows: 1, ..team };
+    let row_units = RowUnits { units: 1 << units.ilog2(), rows: 1, ..row_units };
     let draws = sampling.temperature > 0.0;
-    let words = WORDS.max(vocabulary.div_ceil(MOST_GROUPS * team.units as usize).next_power_of_two());
-    let parts = vocabulary.div_ceil(GROUPERS as usize * words);
+    let tokens = TOKENS_A_GROUP.max(vocabulary.div_ceil(MOST_GROUPS * row_units.units as usize).next_power_of_two());
+    let parts = vocabulary.div_ceil(GROUPERS as usize * tokens);
     let groups = parts * GROUPERS as usize;
-    let plan = Plan {
-        team,
+    let variant = Variant {
+        row_units,
         penalised: counts.is_some(),
         draws,
         top_k: draws && sampling.top_k.is_some_and(|top_k| top_k < vocabulary),
         top_p: draws && sampling.top_p.is_some_and(|top_p| top_p < 1.0),
         min_p: draws && sampling.min_p.is_some_and(|min_p| min_p > 0.0),
-        words: words as u32,
-        each: groups.div_ceil(team.units as usize),
+        tokens: tokens as u32,
+        each: groups.div_ceil(row_units.units as usize),
     };
     let largest = empty(&logits, [batch_size, groups], DType::F32);
-    let largest_word = empty(&logits, [batch_size, groups], DType::U32);
-    let masses = if plan.weighs() { empty(&logits, [batch_size, groups], DType::F32) } else { largest.clone() };
+    let largest_token = empty(&logits, [batch_size, groups], DType::U32);
+    let masses = if variant.weighs() { empty(&logits, [batch_size, groups], DType::F32) } else { largest.clone() };
     let streams = contiguous(streams);
     let [prompt, written] = counts.unwrap_or_else(|| [logits.clone(), logits.clone()]);
     let penalties = sampling.penalties;
@@ -183,7 +191,7 @@ fn draw<R: CubeRuntime>(
             penalties.frequency as f32,
         )
     };
-    // SAFETY: a unit reads words below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
+    // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
     // penalties the counts are not touched, and without top-p masses are not.
     unsafe {
         group_kernel::launch_unchecked(
@@ -195,41 +203,41 @@ fn draw<R: CubeRuntime>(
             array(&prompt),
             array(&written),
             array(&largest),
-            array(&largest_word),
+            array(&largest_token),
             array(&masses),
             batch_size as u32,
             numbers(),
             sampling.key.rounds(),
-            plan,
+            variant,
             streams.dtype.into(),
         );
     }
-    // SAFETY: a cube reads and counts in its own row, below `batch_size`, words below `vocabulary`; without penalties
+    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below `vocabulary`; without penalties
     // the counts are not touched.
     unsafe {
         draw_kernel::launch_unchecked(
             &logits.client,
             grid(batch_size),
-            team.cube_dim(),
+            row_units.cube_dim(),
             array(&logits),
             array(&streams),
             array(&prompt),
             array(&written),
             array(&largest),
-            array(&largest_word),
+            array(&largest_token),
             array(&masses),
             array(&out),
             batch_size as u32,
             numbers(),
             sampling.key.rounds(),
-            plan,
+            variant,
             streams.dtype.into(),
         );
     }
     out
 }
 
-/// The logit of a word, after penalties and temperature.
+/// The logit of a token, after penalties and temperature.
 #[cube]
 fn logit(
     logits: &Array<f32>,
@@ -237,12 +245,12 @@ fn logit(
     written: &Array<f32>,
     at: u32,
     numbers: &Numbers,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) -> f32 {
-    adjusted(logits[at as usize], prompt, written, at, numbers, plan)
+    adjusted(logits[at as usize], prompt, written, at, numbers, variant)
 }
 
-/// A word's logit after penalties and temperature. Where there are several, all are read before the first comes here: what
+/// A token's logit after penalties and temperature. Where there are several, all are read before the first comes here: what
 /// a division does with small numbers is a branch, which no read is moved across.
 #[cube]
 fn adjusted(
@@ -251,10 +259,10 @@ fn adjusted(
     written: &Array<f32>,
     at: u32,
     numbers: &Numbers,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) -> f32 {
     let mut value = logit;
-    if comptime!(plan.penalised) {
+    if comptime!(variant.penalised) {
         let behind = written[at as usize];
         if prompt[at as usize] + behind > 0.0 {
             value = select(value < 0.0, value * numbers.repetition, value / numbers.repetition);
@@ -263,13 +271,13 @@ fn adjusted(
             value -= numbers.presence + behind * numbers.frequency;
         }
     }
-    if comptime!(plan.draws) {
+    if comptime!(variant.draws) {
         value /= numbers.temperature;
     }
     value
 }
 
-/// The logits of some of a unit's words, the first of them at `first`; nothing beyond the row's end. All are read before
+/// The logits of some of a unit's tokens, the first of them at `first`; nothing beyond the row's end. All are read before
 /// any is used.
 #[cube]
 fn several(
@@ -279,31 +287,31 @@ fn several(
     first: u32,
     end: u32,
     numbers: &Numbers,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) -> Array<f32> {
     let mut values = Array::<f32>::new(READS as usize);
     #[unroll]
     for i in 0..READS {
-        values[i as usize] = logits[min(first + comptime!(i * plan.team.units), end - 1) as usize];
+        values[i as usize] = logits[min(first + comptime!(i * variant.row_units.units), end - 1) as usize];
     }
     #[unroll]
     for i in 0..READS {
-        let at = first + comptime!(i * plan.team.units);
-        let value = adjusted(values[i as usize], prompt, written, min(at, end - 1), numbers, plan);
-        values[i as usize] = select(at < end, value, NOTHING);
+        let at = first + comptime!(i * variant.row_units.units);
+        let value = adjusted(values[i as usize], prompt, written, min(at, end - 1), numbers, variant);
+        values[i as usize] = select(at < end, value, MASKED);
     }
     values
 }
 
-/// A logit with the noise of its word, the largest of which is a draw.
+/// A logit with the noise of its token, the largest of which is a draw.
 #[cube]
-fn noisy(value: f32, bits: u32, word: u32, rounds: &Rounds) -> f32 {
-    let uniform = (f32::cast_from(column_bits(bits, word, rounds)) + 0.5) / comptime!(RANGE as f32);
+fn noisy(value: f32, bits: u32, token: u32, rounds: &Rounds) -> f32 {
+    let uniform = (f32::cast_from(column_bits(bits, token, rounds)) + 0.5) / comptime!(RANGE as f32);
     value - (0.0f32 - uniform.ln()).ln()
 }
 
-/// The first of a group's words; its others are each as many words further as there are groups in a part.
+/// The first of a group's tokens; its others are each as many tokens further as there are groups in a part.
 #[cube]
-fn first_of(group: u32, #[comptime] plan: Plan) -> u32 {
-    group / GROUPERS * comptime!(GROUPERS * plan.words) + group % GROUPERS
+fn first_of(group: u32, #[comptime] variant: Variant) -> u32 {
+    group / GROUPERS * comptime!(GROUPERS * variant.tokens) + group % GROUPERS
 }

@@ -1,6 +1,6 @@
-//! Matrix products on the device, through `cubek`'s kernels, or our own for small halves and for f32 without matrix units:
+//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit ones and for f32 without tensor cores:
 //! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
-//! (`docs/performance.md`), so that nothing is tuned at run time.
+//! (`docs/performance-log.md`), so that nothing is tuned at run time.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -74,19 +74,19 @@ pub(crate) fn product_add<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, 
     small_product(a, b, added, 1, a.dtype)
 }
 
-/// A product by that kernel. It is fastest where the inner dimension is the inner one in memory, too, on both sides, so
-/// much that a matrix which lies otherwise is turned over first; and then two kernels do for all products of whole tiles.
+/// A product by that kernel. It is fastest where both sides are K-major (the inner dimension is contiguous in memory), so
+/// much that an M-major or N-major one is transposed first; and then two kernels do for all products of whole tiles.
 fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
     let processors = multiprocessors(&a);
     let b = transposed(b);
-    // Only what is turned over is cut without another copy.
-    let turned = is_turned(&a) && is_turned(&b);
-    let pieces = if turned { tma_slices([m, n, k], processors as usize) } else { 1 };
+    // Only what is transposed is split along K without another copy.
+    let m_major = is_m_major(&a) && is_m_major(&b);
+    let pieces = if m_major { tma_slices([m, n, k], processors as usize) } else { 1 };
     let whole = pieces == 1 && dtype == within;
-    let mut a = inner_first(a, within, pieces, whole);
-    let mut b = inner_first(b, within, pieces, whole);
+    let mut a = k_major(a, within, pieces, whole);
+    let mut b = k_major(b, within, pieces, whole);
     let out = if whole {
         a.meta.remove(0);
         b.meta.remove(0);
@@ -106,15 +106,15 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// Whether not rows, but columns lie in one run each.
-fn is_turned<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+/// Whether columns, and not rows, are contiguous in memory.
+fn is_m_major<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
 }
 
-/// A matrix `[rows, k]` in `dtype` as `[pieces, rows, k / pieces]`, each row of each piece in one run. Only in a product
-/// that is `whole` may there be gaps between rows: `cubek` takes pieces with gaps for something else.
-fn inner_first<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
-    if is_turned(&x) {
+/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that is `whole` may there be
+/// gaps between rows: `cubek` takes pieces with gaps for something else.
+fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
+    if is_m_major(&x) {
         return transpose(transposed(x), dtype, pieces);
     }
     let x = cast(x, dtype);
@@ -207,7 +207,7 @@ fn multiply<R: CubeRuntime>(
     panic!("no kernel multiplies {:?} by {:?}: {refusal:?}", a.meta.shape(), b.meta.shape());
 }
 
-/// The kernels to try where the copy engine is not used, the best first; the last takes anything.
+/// The kernels to try where TMA is not used, the best first; the last takes anything.
 fn strategies<R: CubeRuntime>(a: &CubeTensor<R>, out: &CubeTensor<R>) -> Vec<Strategy> {
     let [m, n] = [out.meta.shape()[out.meta.num_dims() - 2], out.meta.shape()[out.meta.num_dims() - 1]];
     let mut strategies = Vec::new();

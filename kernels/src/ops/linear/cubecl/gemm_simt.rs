@@ -1,8 +1,14 @@
-//! Products of f32 matrices on a device without matrix units for them, as under Vulkan and WebGPU.
+//! GEMM in f32 for devices without tensor cores for it, as under Vulkan and WebGPU.
 //!
-//! A cube has a tile of the result, and a unit eight rows of it by eight columns in registers. Both sides pass through
-//! shared memory with the inner dimension going down: what the next step multiplies is read from memory while this one
-//! multiplies, and written to the other half.
+//! ```text
+//!             n: EDGE = 128                    k: DEPTH = 16 a step
+//!           +--------------+   a unit:
+//! m: EDGE   | tile of out, |   8 x 8 sums in   a_tile [DEPTH, EDGE], b_tile [DEPTH, EDGE] in shared
+//!           | 256 units    |   registers       memory, two of each: one is multiplied while the next
+//!           +--------------+                   is read into registers, and then put into the other
+//! ```
+//!
+//! Either side may be K-major or not: it is transposed between registers and shared memory. Split-K where tiles are few.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -27,8 +33,8 @@ type Quad = Vector<f32, Const<4>>;
 /// How a side lies in memory.
 #[derive(Clone, Copy, Debug)]
 struct Side {
-    /// Whether the inner dimension is not the inner one in memory.
-    turned: bool,
+    /// Whether it is M-major or N-major, and not K-major.
+    transposed: bool,
     /// Elements from one run to the next.
     stride: usize,
     /// Elements that are read at once.
@@ -37,9 +43,9 @@ struct Side {
 
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
-    a_turned: bool,
-    b_turned: bool,
+struct Variant {
+    a_transposed: bool,
+    b_transposed: bool,
     /// Whether the inner dimension is a whole number of steps.
     whole: bool,
 }
@@ -70,7 +76,11 @@ pub(super) fn simt_product<R: CubeRuntime>(
     let written = if n.is_multiple_of(4) { 4 } else { 1 };
     let sizes = [m, n, piece, split_k, a_side.stride, b_side.stride].map(|size| size as u32);
     let [rows, columns, inner, count, a_stride, b_stride] = sizes;
-    let plan = Plan { a_turned: a_side.turned, b_turned: b_side.turned, whole: piece.is_multiple_of(DEPTH) };
+    let variant = Variant {
+        a_transposed: a_side.transposed,
+        b_transposed: b_side.transposed,
+        whole: piece.is_multiple_of(DEPTH),
+    };
     // SAFETY: a cube writes its own tile of the result, guarded by its sizes. Reads stay within the sides: outputs are no
     // more than the last one, the inner dimension is guarded where it is not whole steps, and no vector passes the end of
     // either, since vectors are wide only where runs, strides and beginnings are multiples of them.
@@ -88,7 +98,7 @@ pub(super) fn simt_product<R: CubeRuntime>(
                 out: Array<Vector<f32, simt_product_kernel::NO>> = array(&out),
                 sizes: Sizes = SizesLaunch::new(rows, columns, inner, count, a_stride, b_stride),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
     cast(sum_pieces(out, [m, n]), dtype)
@@ -103,7 +113,7 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize, piece: usize) -> Side {
     let length = if run == inner { piece } else { shape[run] };
     let begin = x.handle.offset_start.unwrap_or(0);
     let whole = length.is_multiple_of(4) && stride.is_multiple_of(4) && begin.is_multiple_of(16);
-    Side { turned: run != inner, stride, width: if whole { 4 } else { 1 } }
+    Side { transposed: run != inner, stride, width: if whole { 4 } else { 1 } }
 }
 
 #[cube(launch_unchecked)]
@@ -112,7 +122,7 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
     b: &Array<Vector<f32, NB>>,
     out: &mut Array<Vector<f32, NO>>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
     let edge = comptime!(EDGE as u32);
     let across = sizes.n.div_ceil(edge);
@@ -149,9 +159,29 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
         let half = step % 2 * comptime!(PART as u32);
         if next < end {
             if brings_a {
-                fetch::<NA>(a, &mut part, first_row, sizes.m, next, end, sizes.a_stride, plan.a_turned, plan.whole);
+                fetch::<NA>(
+                    a,
+                    &mut part,
+                    first_row,
+                    sizes.m,
+                    next,
+                    end,
+                    sizes.a_stride,
+                    variant.a_transposed,
+                    variant.whole,
+                );
             } else {
-                fetch::<NB>(b, &mut part, first_column, sizes.n, next, end, sizes.b_stride, plan.b_turned, plan.whole);
+                fetch::<NB>(
+                    b,
+                    &mut part,
+                    first_column,
+                    sizes.n,
+                    next,
+                    end,
+                    sizes.b_stride,
+                    variant.b_transposed,
+                    variant.whole,
+                );
             }
         }
         if step > 0 {
@@ -159,9 +189,9 @@ fn simt_product_kernel<NA: Size, NB: Size, NO: Size>(
         }
         if next < end {
             if brings_a {
-                put(&part, &mut a_tile, half, plan.a_turned);
+                put(&part, &mut a_tile, half, variant.a_transposed);
             } else {
-                put(&part, &mut b_tile, half, plan.b_turned);
+                put(&part, &mut b_tile, half, variant.b_transposed);
             }
         }
         sync_cube();
@@ -214,7 +244,7 @@ fn fetch<N: Size>(
     begin: u32,
     end: u32,
     stride: u32,
-    #[comptime] turned: bool,
+    #[comptime] transposed: bool,
     #[comptime] whole: bool,
 ) {
     let width = N::value();
@@ -225,13 +255,13 @@ fn fetch<N: Size>(
         #[unroll]
         for group in 0..comptime!(4 / width) {
             let element = comptime!((group * width) as u32);
-            let (inner, output) = if comptime!(turned) {
+            let (inner, output) = if comptime!(transposed) {
                 (begin + at / 32 * 4 + run, first + at % 32 * 4 + element)
             } else {
                 (begin + at % 4 * 4 + element, first + at / 4 * 4 + run)
             };
             if comptime!(whole) || inner < end {
-                let index = if comptime!(turned) {
+                let index = if comptime!(transposed) {
                     inner * stride + min(output, outputs - comptime!(width as u32))
                 } else {
                     min(output, outputs - 1) * stride + inner
@@ -249,11 +279,11 @@ fn fetch<N: Size>(
 
 /// Writes a unit's share to shared memory, as quads across the tile.
 #[cube]
-fn put(part: &Array<Quad>, tile: &mut SharedMemory<Quad>, half: u32, #[comptime] turned: bool) {
+fn put(part: &Array<Quad>, tile: &mut SharedMemory<Quad>, half: u32, #[comptime] transposed: bool) {
     let at = UNIT_POS % comptime!(UNITS as u32 / 2);
     #[unroll]
     for i in 0..4u32 {
-        if comptime!(turned) {
+        if comptime!(transposed) {
             tile[(half + slot(at / 32 * 4 + i, at % 32)) as usize] = part[i as usize];
         } else {
             let mut quad = Quad::new(0.0f32);

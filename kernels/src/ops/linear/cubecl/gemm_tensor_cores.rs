@@ -1,10 +1,16 @@
-//! Products of small half-precision matrices. In a small model they are most of a step's launches, and what bounds them is
-//! the thread that launches: this kernel is put together only to be compiled, where `cubek`'s are each time.
+//! Products of small 16-bit matrices. In a small model they are most of a step's launches, and what bounds them is the
+//! launching thread: this kernel's definition is built only to be compiled, where `cubek`'s are each time. For the same
+//! reason the epilogue adds a bias and a residual in the same launch.
 //!
-//! For the same reason a bias and a residual are added in the same launch.
-//!
-//! A cube has a tile of the result and four planes, each 16 rows of it. Either side may lie with its rows or with its
-//! columns in one run: matrix units read both from shared memory.
+//! ```text
+//!            n: EDGE = 64             a cube: one tile of `out`, four planes
+//!          +-------------+
+//!   plane 0| 16 rows     |            k goes by in steps of EDGE: a tile of `a` and one of `b`
+//!   plane 1| 16 rows     |  m: EDGE   pass through shared memory, the next ones in registers
+//!   plane 2| 16 rows     |            meanwhile; either side may be K-major or not, since
+//!   plane 3| 16 rows     |            tensor cores read both from shared memory (`ldmatrix`,
+//!          +-------------+            transposing where the side is not)
+//! ```
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -28,17 +34,17 @@ const SHARE: usize = EDGE * WIDE / UNITS;
 /// How a side lies in memory.
 #[derive(Clone, Copy, Debug)]
 struct Side {
-    /// Whether the inner dimension is not the inner one in memory.
-    turned: bool,
+    /// Whether it is M-major or N-major, and not K-major.
+    transposed: bool,
     /// Vectors from one run to the next.
     stride: usize,
 }
 
-/// What the kernel is compiled for, beside its dtypes: which sides are turned, and what is added.
+/// What the kernel is compiled for, beside its dtypes: which sides are transposed, and what is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
-    a_turned: bool,
-    b_turned: bool,
+struct Variant {
+    a_transposed: bool,
+    b_transposed: bool,
     biased: bool,
     adds: bool,
 }
@@ -108,8 +114,12 @@ pub(super) fn small_product<R: CubeRuntime>(
     let (residual, residual_stride) = added.residual.map(rows).unzip();
     let residual_stride = residual_stride.unwrap_or(n);
     let bias = added.bias.map(contiguous);
-    let plan =
-        Plan { a_turned: a_side.turned, b_turned: b_side.turned, biased: bias.is_some(), adds: residual.is_some() };
+    let variant = Variant {
+        a_transposed: a_side.transposed,
+        b_transposed: b_side.transposed,
+        biased: bias.is_some(),
+        adds: residual.is_some(),
+    };
     let sums = if split_k == 1 { dtype } else { DType::F32 };
     let out = empty(a, [split_k, m, n], sums);
     let sizes = [m, n, k / split_k, split_k, a_side.stride, b_side.stride, residual_stride].map(|size| size as u32);
@@ -132,7 +142,7 @@ pub(super) fn small_product<R: CubeRuntime>(
                 out: Array<Half<small_product_kernel::O>> = array(&out),
                 sizes: Sizes = SizesLaunch::new(rows, columns, inner, pieces, a_stride, b_stride, residual_stride),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
     let out = sum_pieces(out, [m, n]);
@@ -148,7 +158,7 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
     let stride = if x.meta.shape()[1 - run] == 1 { x.meta.shape()[run] } else { strides[1 - run] };
     let whole = [x.meta.shape()[run], stride].iter().all(|length| length.is_multiple_of(8));
     (strides[run] == 1 && whole && begin.is_multiple_of(16))
-        .then_some(Side { turned: run != inner, stride: stride / 8 })
+        .then_some(Side { transposed: run != inner, stride: stride / 8 })
 }
 
 #[cube(launch_unchecked)]
@@ -160,7 +170,7 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     residual: &ComptimeOption<Array<Half<S>>>,
     out: &mut Array<Half<O>>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(V)] _bias_dtype: StorageType,
     #[define(S)] _residual_dtype: StorageType,
@@ -186,26 +196,26 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     let mut sums = zeroed(comptime!(EDGE / 8 * 2));
     let plane = UNIT_POS / 32;
 
-    fetch::<F>(a, &mut a_part, first_row, sizes.m, begin, end, sizes.a_stride, plan.a_turned);
-    fetch::<F>(b, &mut b_part, first_column, sizes.n, begin, end, sizes.b_stride, plan.b_turned);
+    fetch::<F>(a, &mut a_part, first_row, sizes.m, begin, end, sizes.a_stride, variant.a_transposed);
+    fetch::<F>(b, &mut b_part, first_column, sizes.n, begin, end, sizes.b_stride, variant.b_transposed);
     for step in 0..sizes.k.div_ceil(edge) {
         put::<F>(&a_part, &mut a_tile);
         put::<F>(&b_part, &mut b_tile);
         sync_cube();
         // The next tiles are under way while these are multiplied; behind the last there are zeros.
         let next = begin + (step + 1) * edge;
-        fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, plan.a_turned);
-        fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, plan.b_turned);
+        fetch::<F>(a, &mut a_part, first_row, sizes.m, next, end, sizes.a_stride, variant.a_transposed);
+        fetch::<F>(b, &mut b_part, first_column, sizes.n, next, end, sizes.b_stride, variant.b_transposed);
         #[unroll]
         for block in 0..comptime!(EDGE / 16) {
-            let left = if comptime!(plan.a_turned) {
+            let left = if comptime!(variant.a_transposed) {
                 left_columns::<F>(&a_tile, comptime!(16 * block), plane, STRIDE)
             } else {
                 left_rows::<F>(&a_tile, 16 * plane, block, STRIDE)
             };
             #[unroll]
             for column in 0..comptime!(EDGE / 16) {
-                let right = if comptime!(plan.b_turned) {
+                let right = if comptime!(variant.b_transposed) {
                     right_columns::<F>(&b_tile, comptime!(16 * block), comptime!(column as u32).runtime(), STRIDE)
                 } else {
                     right_rows::<F>(&b_tile, comptime!(16 * column), block, STRIDE)
@@ -225,10 +235,10 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
             let column = first_column + comptime!(8 * block as u32) + lane % 4 * 2;
             if row < sizes.m && column < sizes.n {
                 let mut pair = sums[comptime!(2 * block + half)];
-                if comptime!(plan.biased) {
+                if comptime!(variant.biased) {
                     pair += Pair::cast_from(bias.as_ref().unwrap()[(column / 2) as usize]);
                 }
-                if comptime!(plan.adds) {
+                if comptime!(variant.adds) {
                     let at = (row * sizes.residual_stride + column) / 2;
                     pair += Pair::cast_from(residual.as_ref().unwrap()[at as usize]);
                 }
@@ -251,10 +261,10 @@ fn fetch<F: Float>(
     begin: u32,
     end: u32,
     stride: u32,
-    #[comptime] turned: bool,
+    #[comptime] transposed: bool,
 ) {
-    let (first_run, runs) = if comptime!(turned) { (begin, end) } else { (first, outputs) };
-    let (first_element, elements) = if comptime!(turned) { (first, outputs) } else { (begin, end) };
+    let (first_run, runs) = if comptime!(transposed) { (begin, end) } else { (first, outputs) };
+    let (first_element, elements) = if comptime!(transposed) { (first, outputs) } else { (begin, end) };
     #[unroll]
     for step in 0..SHARE {
         let at = UNIT_POS + comptime!((step * UNITS) as u32);

@@ -70,7 +70,7 @@ where
     }
 }
 
-/// A projection of few rows, in one launch where the norm before it can be part of it.
+/// A skinny projection, in one launch where the norm before it can be part of it.
 fn skinny_linear<R, F, I, BT>(operands: LinearForward<CubeBackend<R, F, I, BT>>) -> Tensor<CubeBackend<R, F, I, BT>, 2>
 where
     R: CubeRuntime,

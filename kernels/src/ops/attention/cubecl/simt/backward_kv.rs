@@ -8,7 +8,7 @@ use super::super::mask::{Sizes, last_key, queries_of, sees};
 use super::super::parts::{Place, cube_place};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, score_gradient, store, write_tile, zeroed};
-use super::{Plan, Quad};
+use super::{Quad, Variant};
 use crate::cubecl::{array, grid, launch};
 use crate::ops::attention::AttentionOptions;
 use crate::random::cubecl::{Rounds, row_bits};
@@ -21,17 +21,17 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
     mask: &CubeMask<R>,
     options: AttentionOptions,
 ) {
-    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let variant = Variant::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
     let width = width(&[query, key, value, grad, d_key, d_value], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
-    let cubes = dims.batch_size * dims.n_kv_heads * dims.keys.div_ceil(plan.tile());
+    let cubes = dims.batch_size * dims.n_kv_heads * dims.keys.div_ceil(variant.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
         launch!(
             backward_kv_kernel::BackwardKvKernel,
             &query.tensor.client,
             grid(cubes),
-            plan.units(),
+            variant.units(),
             [N = width],
             [F = query.tensor.dtype, I = ints.dtype],
             [
@@ -52,7 +52,7 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
                 sizes: Sizes = sizes(dims, mask, options),
                 rounds: Rounds = rounds(options),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
 }
@@ -77,15 +77,15 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
     d_value_place: &Place,
     sizes: &Sizes,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(I)] _int: StorageType,
 ) {
-    let side = comptime!(plan.side as u32);
-    let tile = comptime!(plan.tile() as u32);
-    let slices = comptime!(plan.slices());
+    let side = comptime!(variant.side as u32);
+    let tile = comptime!(variant.tile() as u32);
+    let slices = comptime!(variant.slices());
     let count = comptime!(slices as u32);
-    let mask = comptime!(plan.mask);
+    let mask = comptime!(variant.mask);
     let (number, kv_head, batch) = cube_place(sizes.keys, sizes.n_kv_heads, sizes, tile);
     if batch >= sizes.batch_size {
         terminate!();
@@ -95,9 +95,9 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
     let keys = key_place.rows(batch, kv_head, sizes.keys);
     let values = value_place.rows(batch, kv_head, sizes.keys);
 
-    let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut columns = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(plan.tile() * plan.side));
+    let mut rows = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut columns = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(variant.tile() * variant.side));
 
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
@@ -116,17 +116,17 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
             clear(&mut d_scores);
             for slice in 0..count {
                 sync_cube();
-                load::<F, N>(key, &keys, first, &mut rows, slice, false, plan);
-                load::<F, N>(query, &queries, first_query, &mut columns, slice, true, plan);
+                load::<F, N>(key, &keys, first, &mut rows, slice, false, variant);
+                load::<F, N>(query, &queries, first_query, &mut columns, slice, true, variant);
                 sync_cube();
-                dots(&rows, &columns, &mut scores, slice, plan);
+                dots(&rows, &columns, &mut scores, slice, variant);
             }
             for slice in 0..count {
                 sync_cube();
-                load::<F, N>(value, &values, first, &mut rows, slice, false, plan);
-                load::<F, N>(grad, &grads, first_query, &mut columns, slice, true, plan);
+                load::<F, N>(value, &values, first, &mut rows, slice, false, variant);
+                load::<F, N>(grad, &grads, first_query, &mut columns, slice, true, variant);
                 sync_cube();
-                dots(&rows, &columns, &mut d_scores, slice, plan);
+                dots(&rows, &columns, &mut d_scores, slice, variant);
             }
 
             #[unroll]
@@ -138,7 +138,7 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
                 let log = statistics[((line + row) * 2) as usize];
                 let delta = statistics[((line + row) * 2 + 1) as usize];
                 let mut bits = 0u32;
-                if comptime!(plan.drops) {
+                if comptime!(variant.drops) {
                     bits = row_bits(line + row, rounds);
                 }
                 #[unroll]
@@ -155,36 +155,36 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
                         key,
                         sizes,
                         rounds,
-                        comptime!(plan.drops),
+                        comptime!(variant.drops),
                     );
                     scores[i * 4 + j] = dropped;
                     d_scores[i * 4 + j] = d_score;
                 }
             }
 
-            write_tile(&scores, &mut scores_tile, plan);
+            write_tile(&scores, &mut scores_tile, variant);
             #[unroll]
             for slice in 0..slices {
                 if comptime!(slices > 1) {
                     sync_cube();
-                    load::<F, N>(grad, &grads, first_query, &mut columns, comptime!(slice as u32), true, plan);
+                    load::<F, N>(grad, &grads, first_query, &mut columns, comptime!(slice as u32), true, variant);
                 }
                 sync_cube();
-                accumulate(&scores_tile, &columns, &mut value_sums, slice, plan);
+                accumulate(&scores_tile, &columns, &mut value_sums, slice, variant);
             }
             sync_cube();
-            write_tile(&d_scores, &mut scores_tile, plan);
+            write_tile(&d_scores, &mut scores_tile, variant);
             #[unroll]
             for slice in 0..slices {
                 if comptime!(slice > 0) {
                     sync_cube();
                 }
-                load::<F, N>(query, &queries, first_query, &mut columns, comptime!(slice as u32), true, plan);
+                load::<F, N>(query, &queries, first_query, &mut columns, comptime!(slice as u32), true, variant);
                 sync_cube();
-                accumulate(&scores_tile, &columns, &mut key_sums, slice, plan);
+                accumulate(&scores_tile, &columns, &mut key_sums, slice, variant);
             }
         }
     }
-    store::<F, N>(d_key, &d_key_place.rows(batch, kv_head, sizes.keys), first, &key_sums, plan);
-    store::<F, N>(d_value, &d_value_place.rows(batch, kv_head, sizes.keys), first, &value_sums, plan);
+    store::<F, N>(d_key, &d_key_place.rows(batch, kv_head, sizes.keys), first, &key_sums, variant);
+    store::<F, N>(d_value, &d_value_place.rows(batch, kv_head, sizes.keys), first, &value_sums, variant);
 }

@@ -8,7 +8,7 @@ use super::super::mask::{Sizes, keys_of, last_key, sees};
 use super::super::parts::{Place, cube_place};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, score_gradient, store, write_tile, zeroed};
-use super::{Plan, Quad};
+use super::{Quad, Variant};
 use crate::cubecl::{array, grid, launch};
 use crate::ops::attention::AttentionOptions;
 use crate::random::cubecl::{Rounds, row_bits};
@@ -21,17 +21,17 @@ pub(in crate::ops::attention::cubecl) fn backward_q<R: CubeRuntime>(
     mask: &CubeMask<R>,
     options: AttentionOptions,
 ) {
-    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let variant = Variant::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
     let width = width(&[query, key, value, grad, d_query], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
-    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
+    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(variant.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
         launch!(
             backward_q_kernel::BackwardQKernel,
             &query.tensor.client,
             grid(cubes),
-            plan.units(),
+            variant.units(),
             [N = width],
             [F = query.tensor.dtype, I = ints.dtype],
             [
@@ -50,7 +50,7 @@ pub(in crate::ops::attention::cubecl) fn backward_q<R: CubeRuntime>(
                 sizes: Sizes = sizes(dims, mask, options),
                 rounds: Rounds = rounds(options),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
 }
@@ -73,15 +73,15 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
     d_query_place: &Place,
     sizes: &Sizes,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(I)] _int: StorageType,
 ) {
-    let side = comptime!(plan.side as u32);
-    let tile = comptime!(plan.tile() as u32);
-    let slices = comptime!(plan.slices());
+    let side = comptime!(variant.side as u32);
+    let tile = comptime!(variant.tile() as u32);
+    let slices = comptime!(variant.slices());
     let count = comptime!(slices as u32);
-    let mask = comptime!(plan.mask);
+    let mask = comptime!(variant.mask);
     let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
     if batch >= sizes.batch_size {
         terminate!();
@@ -94,9 +94,9 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
     let values = value_place.rows(batch, kv_head, sizes.keys);
     let line = (batch * sizes.n_heads + head) * sizes.queries;
 
-    let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut columns = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(plan.tile() * plan.side));
+    let mut rows = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut columns = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(variant.tile() * variant.side));
 
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
@@ -111,7 +111,7 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
         log[i] = statistics[((line + row) * 2) as usize];
         delta[i] = statistics[((line + row) * 2 + 1) as usize];
         bits[i] = 0u32;
-        if comptime!(plan.drops) {
+        if comptime!(variant.drops) {
             bits[i] = row_bits(line + row, rounds);
         }
     }
@@ -126,17 +126,17 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
         clear(&mut d_scores);
         for slice in 0..count {
             sync_cube();
-            load::<F, N>(grad, &grads, first, &mut rows, slice, false, plan);
-            load::<F, N>(value, &values, first_key, &mut columns, slice, true, plan);
+            load::<F, N>(grad, &grads, first, &mut rows, slice, false, variant);
+            load::<F, N>(value, &values, first_key, &mut columns, slice, true, variant);
             sync_cube();
-            dots(&rows, &columns, &mut d_scores, slice, plan);
+            dots(&rows, &columns, &mut d_scores, slice, variant);
         }
         for slice in 0..count {
             sync_cube();
-            load::<F, N>(query, &queries, first, &mut rows, slice, false, plan);
-            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, plan);
+            load::<F, N>(query, &queries, first, &mut rows, slice, false, variant);
+            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, variant);
             sync_cube();
-            dots(&rows, &columns, &mut scores, slice, plan);
+            dots(&rows, &columns, &mut scores, slice, variant);
         }
 
         #[unroll]
@@ -155,21 +155,21 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
                     key,
                     sizes,
                     rounds,
-                    comptime!(plan.drops),
+                    comptime!(variant.drops),
                 );
                 d_scores[i * 4 + j] = d_score;
             }
         }
-        write_tile(&d_scores, &mut scores_tile, plan);
+        write_tile(&d_scores, &mut scores_tile, variant);
         #[unroll]
         for slice in 0..slices {
             if comptime!(slices > 1) {
                 sync_cube();
-                load::<F, N>(key, &keys, first_key, &mut columns, comptime!(slice as u32), true, plan);
+                load::<F, N>(key, &keys, first_key, &mut columns, comptime!(slice as u32), true, variant);
             }
             sync_cube();
-            accumulate(&scores_tile, &columns, &mut sums, slice, plan);
+            accumulate(&scores_tile, &columns, &mut sums, slice, variant);
         }
     }
-    store::<F, N>(d_query, &d_query_place.rows(batch, head, sizes.queries), first, &sums, plan);
+    store::<F, N>(d_query, &d_query_place.rows(batch, head, sizes.queries), first, &sums, variant);
 }

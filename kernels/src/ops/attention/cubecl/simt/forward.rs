@@ -4,12 +4,13 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{HIDDEN, Sizes, keys_of, last_key, sees};
+use super::super::mask::{Sizes, keys_of, last_key, sees};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept_pair};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, store, zeroed};
-use super::{Plan, Quad};
+use super::{Quad, Variant};
 use crate::cubecl::{array, grid, launch};
+use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
 use crate::random::cubecl::{Rounds, row_bits};
 
@@ -21,17 +22,17 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
     mask: &CubeMask<R>,
     options: AttentionOptions,
 ) {
-    let plan = Plan::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
+    let variant = Variant::choose(&query.tensor.client, dims.head_dim, mask.kind(), options.dropout.is_some());
     let width = width(&[query, key, value, output], dims.head_dim, 4);
     let ints = mask.ints(&query.tensor);
-    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.tile());
+    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(variant.tile());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
         launch!(
             forward_kernel::ForwardKernel,
             &query.tensor.client,
             grid(cubes),
-            plan.units(),
+            variant.units(),
             [N = width],
             [F = query.tensor.dtype, I = ints.dtype],
             [
@@ -48,7 +49,7 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
                 sizes: Sizes = sizes(dims, mask, options),
                 rounds: Rounds = rounds(options),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
 }
@@ -68,15 +69,15 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     output_place: &Place,
     sizes: &Sizes,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(I)] _int: StorageType,
 ) {
-    let side = comptime!(plan.side as u32);
-    let tile = comptime!(plan.tile() as u32);
-    let slices = comptime!(plan.slices());
+    let side = comptime!(variant.side as u32);
+    let tile = comptime!(variant.tile() as u32);
+    let slices = comptime!(variant.slices());
     let count = comptime!(slices as u32);
-    let mask = comptime!(plan.mask);
+    let mask = comptime!(variant.mask);
     let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
     if batch >= sizes.batch_size {
         terminate!();
@@ -89,10 +90,10 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     let values = value_place.rows(batch, kv_head, sizes.keys);
     let line = (batch * sizes.n_heads + head) * sizes.queries;
 
-    let mut rows = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut columns = SharedMemory::<Quad>::new(comptime!(plan.tile() * (plan.side + 1)));
-    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(plan.tile() * plan.side));
-    let mut partial = SharedMemory::<Quad>::new(comptime!(plan.side * plan.side));
+    let mut rows = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut columns = SharedMemory::<Quad>::new(comptime!(variant.tile() * (variant.side + 1)));
+    let mut scores_tile = SharedMemory::<Quad>::new(comptime!(variant.tile() * variant.side));
+    let mut partial = SharedMemory::<Quad>::new(comptime!(variant.side * variant.side));
 
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
@@ -102,7 +103,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     for i in 0..4usize {
         let row = min(first + y * 4 + i as u32, sizes.queries - 1);
         last[i] = last_key::<I>(ints, batch, row, sizes, mask);
-        if comptime!(plan.drops) {
+        if comptime!(variant.drops) {
             bits[i] = row_bits(line + row, rounds);
         }
     }
@@ -112,7 +113,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
     let mut maximum = Quad::new(OUTSIDE);
     let mut total = Quad::new(0.0f32);
     if comptime!(slices == 1) {
-        load::<F, N>(query, &queries, first, &mut rows, 0u32, false, plan);
+        load::<F, N>(query, &queries, first, &mut rows, 0u32, false, variant);
     }
     let (start, end) = keys_of::<I>(ints, batch, first, sizes, tile, mask);
     for at in start / tile..end.div_ceil(tile) {
@@ -121,11 +122,11 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
         for slice in 0..count {
             sync_cube();
             if comptime!(slices > 1) {
-                load::<F, N>(query, &queries, first, &mut rows, slice, false, plan);
+                load::<F, N>(query, &queries, first, &mut rows, slice, false, variant);
             }
-            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, plan);
+            load::<F, N>(key, &keys, first_key, &mut columns, slice, true, variant);
             sync_cube();
-            dots(&rows, &columns, &mut scores, slice, plan);
+            dots(&rows, &columns, &mut scores, slice, variant);
         }
 
         let mut highest = Quad::new(OUTSIDE);
@@ -135,7 +136,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             #[unroll]
             for j in 0..4usize {
                 let key = first_key + x * 4 + j as u32;
-                let score = select(sees(key, last[i], sizes), scores[i * 4 + j] * sizes.scale, HIDDEN);
+                let score = select(sees(key, last[i], sizes), scores[i * 4 + j] * sizes.scale, MASKED);
                 let score = select(key < sizes.keys, score, OUTSIDE);
                 scores[i * 4 + j] = score;
                 row_highest = max(row_highest, score);
@@ -161,7 +162,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
                 row_total += probability;
                 probabilities[j] = probability;
             }
-            if comptime!(plan.drops) {
+            if comptime!(variant.drops) {
                 #[unroll]
                 for pair in 0..2usize {
                     let factors = kept_pair(bits[i], (first_key + x * 4) / 2 + pair as u32, sizes, rounds);
@@ -181,9 +182,9 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             if comptime!(slice > 0) {
                 sync_cube();
             }
-            load::<F, N>(value, &values, first_key, &mut columns, comptime!(slice as u32), true, plan);
+            load::<F, N>(value, &values, first_key, &mut columns, comptime!(slice as u32), true, variant);
             sync_cube();
-            accumulate(&scores_tile, &columns, &mut sums, slice, plan);
+            accumulate(&scores_tile, &columns, &mut sums, slice, variant);
         }
     }
 
@@ -208,5 +209,5 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             }
         }
     }
-    store::<F, N>(output, &output_place.rows(batch, head, sizes.queries), first, &sums, plan);
+    store::<F, N>(output, &output_place.rows(batch, head, sizes.queries), first, &sums, variant);
 }

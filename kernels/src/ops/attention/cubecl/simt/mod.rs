@@ -34,7 +34,7 @@ type Quad = Vector<f32, Const<4>>;
 
 /// What the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Plan {
+pub(super) struct Variant {
     /// A tile has four times this many rows and columns, a cube the square of it of units.
     pub(super) side: usize,
     pub(super) head_dim: usize,
@@ -42,7 +42,7 @@ pub(super) struct Plan {
     pub(super) drops: bool,
 }
 
-impl Plan {
+impl Variant {
     /// Rows and columns of a tile.
     pub(super) const fn tile(&self) -> usize {
         4 * self.side
@@ -64,11 +64,11 @@ impl Plan {
         mask: MaskKind,
         drops: bool,
     ) -> Self {
-        let plan = |side| Self { side, head_dim, mask, drops };
+        let variant = |side| Self { side, head_dim, mask, drops };
         let hardware = &client.properties().hardware;
-        let large = plan(16);
+        let large = variant(16);
         let fits = large.shared_bytes() <= hardware.max_shared_memory_size;
-        if fits && head_dim > 32 { large } else { plan(8) }
+        if fits && head_dim > 32 { large } else { variant(8) }
     }
 
     /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial sums of rows.

@@ -2,9 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::super::mask::{HIDDEN, Sizes};
+use super::super::mask::Sizes;
 use super::super::parts::{Rows, kept};
-use super::{Plan, Quad};
+use super::{Quad, Variant};
+use crate::masked::MASKED;
 use crate::random::cubecl::Rounds;
 
 /// From a score and the gradient of its dropped probability: the dropped probability, and the score's gradient.
@@ -23,7 +24,7 @@ pub(super) fn score_gradient(
     rounds: &Rounds,
     #[comptime] drops: bool,
 ) -> (f32, f32) {
-    let score = select(visible, score * sizes.scale, HIDDEN);
+    let score = select(visible, score * sizes.scale, MASKED);
     let probability = select(inside, (score - log_sum_exp).exp(), 0.0f32);
     let mut dropped = probability;
     let mut d_probability = d_dropped;
@@ -57,8 +58,8 @@ pub(super) fn zeroed(#[comptime] slices: usize) -> Array<Quad> {
 /// Where a row of a slice lies in shared memory. Columns of a unit's block come from four rows of a slice: spread, so
 /// that neighbouring units read neighbouring rows, whose padding sends them to different banks.
 #[cube]
-pub(super) fn slot(row: u32, #[comptime] spread: bool, #[comptime] plan: Plan) -> u32 {
-    let side = comptime!(plan.side as u32);
+pub(super) fn slot(row: u32, #[comptime] spread: bool, #[comptime] variant: Variant) -> u32 {
+    let side = comptime!(variant.side as u32);
     if spread { (row % 4 * side + row / 4) * (side + 1) } else { row * (side + 1) }
 }
 
@@ -72,10 +73,10 @@ pub(super) fn load<F: Float, N: Size>(
     to: &mut SharedMemory<Quad>,
     slice: u32,
     #[comptime] spread: bool,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let side = comptime!(plan.side as u32);
-    let head_dim = comptime!(plan.head_dim as u32);
+    let side = comptime!(variant.side as u32);
+    let head_dim = comptime!(variant.head_dim as u32);
     let lanes = N::value();
     let width = comptime!(lanes as u32);
     let x = UNIT_POS % side;
@@ -98,7 +99,7 @@ pub(super) fn load<F: Float, N: Size>(
                 }
             }
         }
-        to[(slot(row, spread, plan) + x) as usize] = quad;
+        to[(slot(row, spread, variant) + x) as usize] = quad;
     }
 }
 
@@ -109,10 +110,10 @@ pub(super) fn store<F: Float, N: Size>(
     rows: &Rows,
     first: u32,
     sums: &Array<Quad>,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let side = comptime!(plan.side as u32);
-    let head_dim = comptime!(plan.head_dim as u32);
+    let side = comptime!(variant.side as u32);
+    let head_dim = comptime!(variant.head_dim as u32);
     let lanes = N::value();
     let width = comptime!(lanes as u32);
     let x = UNIT_POS % side;
@@ -122,7 +123,7 @@ pub(super) fn store<F: Float, N: Size>(
         let row = first + y * 4 + i;
         if row < rows.end {
             #[unroll]
-            for slice in 0..comptime!(plan.slices() as u32) {
+            for slice in 0..comptime!(variant.slices() as u32) {
                 let column = slice * comptime!(4 * side) + x * 4;
                 let at = rows.at + row * rows.stride + column / width;
                 let quad = sums[comptime!((slice * 4 + i) as usize)];
@@ -149,21 +150,21 @@ pub(super) fn dots(
     columns: &SharedMemory<Quad>,
     scores: &mut Array<f32>,
     slice: u32,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let side = comptime!(plan.side as u32);
-    let depth = min(comptime!(plan.head_dim.div_ceil(4) as u32) - slice * side, side);
+    let side = comptime!(variant.side as u32);
+    let depth = min(comptime!(variant.head_dim.div_ceil(4) as u32) - slice * side, side);
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
     let mut right = Array::<Quad>::new(4usize);
     for at in 0..depth {
         #[unroll]
         for j in 0..4usize {
-            right[j] = columns[(slot(x * 4 + j as u32, true, plan) + at) as usize];
+            right[j] = columns[(slot(x * 4 + j as u32, true, variant) + at) as usize];
         }
         #[unroll]
         for i in 0..4usize {
-            let left = rows[(slot(y * 4 + i as u32, false, plan) + at) as usize];
+            let left = rows[(slot(y * 4 + i as u32, false, variant) + at) as usize];
             #[unroll]
             for j in 0..4usize {
                 let other = right[j];
@@ -180,8 +181,8 @@ pub(super) fn dots(
 
 /// Writes a unit's block to the tile that all units read.
 #[cube]
-pub(super) fn write_tile(block: &Array<f32>, tile: &mut SharedMemory<Quad>, #[comptime] plan: Plan) {
-    let side = comptime!(plan.side as u32);
+pub(super) fn write_tile(block: &Array<f32>, tile: &mut SharedMemory<Quad>, #[comptime] variant: Variant) {
+    let side = comptime!(variant.side as u32);
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
     #[unroll]
@@ -202,9 +203,9 @@ pub(super) fn accumulate(
     columns: &SharedMemory<Quad>,
     sums: &mut Array<Quad>,
     #[comptime] slice: usize,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let side = comptime!(plan.side as u32);
+    let side = comptime!(variant.side as u32);
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
     let mut left = Array::<Quad>::new(4usize);
@@ -215,7 +216,7 @@ pub(super) fn accumulate(
         }
         #[unroll]
         for j in 0..4usize {
-            let right = columns[(slot(at * 4 + j as u32, true, plan) + x) as usize];
+            let right = columns[(slot(at * 4 + j as u32, true, variant) + x) as usize];
             #[unroll]
             for i in 0..4usize {
                 let factors = left[i];

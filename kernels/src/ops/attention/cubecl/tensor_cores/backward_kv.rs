@@ -4,13 +4,14 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{HIDDEN, Sizes, all_seen, last_key, queries_of, sees};
+use super::super::mask::{Sizes, all_seen, last_key, queries_of, sees};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes};
 use super::tile::{accumulate, dots, fetch, hold, load, put, store};
-use super::{Plan, UNITS};
+use super::{UNITS, Variant};
 use crate::cubecl::tensor_cores::{Half, Pair, Wide, clear, zeroed};
 use crate::cubecl::{array, grid, launch};
+use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
 use crate::random::cubecl::{Rounds, row_bits};
 
@@ -22,9 +23,9 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
     mask: &CubeMask<R>,
     options: AttentionOptions,
 ) {
-    let plan = Plan::backward_kv(dims.head_dim, mask.kind(), options.dropout.is_some());
+    let variant = Variant::backward_kv(dims.head_dim, mask.kind(), options.dropout.is_some());
     let ints = mask.ints(&query.tensor);
-    let cubes = dims.batch_size * dims.n_kv_heads * plan.slices * dims.keys.div_ceil(plan.rows());
+    let cubes = dims.batch_size * dims.n_kv_heads * variant.slices * dims.keys.div_ceil(variant.rows());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
         launch!(
@@ -52,7 +53,7 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
                 sizes: Sizes = sizes(dims, mask, options),
                 rounds: Rounds = rounds(options),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
 }
@@ -77,97 +78,97 @@ fn backward_kv_kernel<F: Float, I: Int>(
     d_value_place: &Place,
     sizes: &Sizes,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(I)] _int: StorageType,
 ) {
-    let tile = comptime!(plan.rows() as u32);
-    let columns = comptime!(plan.columns as u32);
-    let blocks = comptime!(plan.columns / 8);
-    let lines = comptime!(2 * plan.bands);
-    let slices = comptime!(plan.slices as u32);
-    let mask = comptime!(plan.mask);
+    let tile = comptime!(variant.rows() as u32);
+    let columns = comptime!(variant.columns as u32);
+    let blocks = comptime!(variant.columns / 8);
+    let lines = comptime!(2 * variant.bands);
+    let slices = comptime!(variant.slices as u32);
+    let mask = comptime!(variant.mask);
     let (number, sliced_head, batch) = cube_place(sizes.keys, sizes.n_kv_heads * slices, sizes, tile);
     if batch >= sizes.batch_size {
         terminate!();
     }
     let first = number * tile;
     let kv_head = sliced_head / slices;
-    let first_block = sliced_head % slices * comptime!(plan.width() as u32);
+    let first_block = sliced_head % slices * comptime!(variant.width() as u32);
     let group = sizes.n_heads / sizes.n_kv_heads;
     let keys = key_place.rows(batch, kv_head, sizes.keys);
     let values = value_place.rows(batch, kv_head, sizes.keys);
 
-    let mut key_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.rows() * plan.stride()));
-    let mut value_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.rows() * plan.stride()));
-    let mut query_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
-    let mut grad_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
-    let mut row_statistics = SharedMemory::<Pair>::new(comptime!(plan.columns));
-    let mut bits = SharedMemory::<u32>::new(comptime!(plan.columns));
+    let mut key_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.rows() * variant.stride()));
+    let mut value_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.rows() * variant.stride()));
+    let mut query_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.columns * variant.stride()));
+    let mut grad_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.columns * variant.stride()));
+    let mut row_statistics = SharedMemory::<Pair>::new(comptime!(variant.columns));
+    let mut bits = SharedMemory::<u32>::new(comptime!(variant.columns));
 
-    let plane_row = UNIT_POS / 32 * comptime!(16 * plan.bands as u32);
+    let plane_row = UNIT_POS / 32 * comptime!(16 * variant.bands as u32);
     let lane_row = UNIT_POS % 32 / 4;
     let lane_column = UNIT_POS % 4 * 2;
 
-    load::<F>(key, &keys, first, &mut key_tile, comptime!(plan.rows()), plan);
-    load::<F>(value, &values, first, &mut value_tile, comptime!(plan.rows()), plan);
+    load::<F>(key, &keys, first, &mut key_tile, comptime!(variant.rows()), variant);
+    load::<F>(value, &values, first, &mut value_tile, comptime!(variant.rows()), variant);
     sync_cube();
-    let held_keys = hold::<F>(&key_tile, plane_row, plan);
-    let held_values = hold::<F>(&value_tile, plane_row, plan);
+    let held_keys = hold::<F>(&key_tile, plane_row, variant);
+    let held_values = hold::<F>(&value_tile, plane_row, variant);
 
-    let mut scores = Array::<Pair>::new(comptime!(plan.bands * blocks * 2));
-    let mut d_scores = Array::<Pair>::new(comptime!(plan.bands * blocks * 2));
-    let mut key_sums = zeroed(comptime!(plan.bands * plan.width() * 4));
-    let mut value_sums = zeroed(comptime!(plan.bands * plan.width() * 4));
+    let mut scores = Array::<Pair>::new(comptime!(variant.bands * blocks * 2));
+    let mut d_scores = Array::<Pair>::new(comptime!(variant.bands * blocks * 2));
+    let mut key_sums = zeroed(comptime!(variant.bands * variant.width() * 4));
+    let mut value_sums = zeroed(comptime!(variant.bands * variant.width() * 4));
     let (start, end) = queries_of::<I>(ints, batch, first, sizes, tile, mask);
     let start = start / columns;
     let steps = end.div_ceil(columns) - start;
-    let mut query_part = Array::<Wide<F>>::new(comptime!(plan.share(plan.columns)));
-    let mut grad_part = Array::<Wide<F>>::new(comptime!(plan.share(plan.columns)));
-    if comptime!(plan.ahead) {
+    let mut query_part = Array::<Wide<F>>::new(comptime!(variant.share(variant.columns)));
+    let mut grad_part = Array::<Wide<F>>::new(comptime!(variant.share(variant.columns)));
+    if comptime!(variant.ahead) {
         let queries = query_place.rows(batch, kv_head * group, sizes.queries);
         let grads = grad_place.rows(batch, kv_head * group, sizes.queries);
-        fetch::<F>(query, &queries, start * columns, &mut query_part, comptime!(plan.columns), plan);
-        fetch::<F>(grad, &grads, start * columns, &mut grad_part, comptime!(plan.columns), plan);
+        fetch::<F>(query, &queries, start * columns, &mut query_part, comptime!(variant.columns), variant);
+        fetch::<F>(grad, &grads, start * columns, &mut grad_part, comptime!(variant.columns), variant);
     }
     for step in 0..group * steps {
         let head = kv_head * group + step / steps;
         let first_query = (start + step % steps) * columns;
         let line = (batch * sizes.n_heads + head) * sizes.queries;
-        if comptime!(!plan.ahead) {
+        if comptime!(!variant.ahead) {
             let queries = query_place.rows(batch, head, sizes.queries);
             let grads = grad_place.rows(batch, head, sizes.queries);
-            fetch::<F>(query, &queries, first_query, &mut query_part, comptime!(plan.columns), plan);
-            fetch::<F>(grad, &grads, first_query, &mut grad_part, comptime!(plan.columns), plan);
+            fetch::<F>(query, &queries, first_query, &mut query_part, comptime!(variant.columns), variant);
+            fetch::<F>(grad, &grads, first_query, &mut grad_part, comptime!(variant.columns), variant);
         }
         sync_cube();
-        put::<F>(&query_part, &mut query_tile, comptime!(plan.columns), plan);
-        put::<F>(&grad_part, &mut grad_tile, comptime!(plan.columns), plan);
-        if comptime!(plan.ahead) {
+        put::<F>(&query_part, &mut query_tile, comptime!(variant.columns), variant);
+        put::<F>(&grad_part, &mut grad_tile, comptime!(variant.columns), variant);
+        if comptime!(variant.ahead) {
             let next = min(step + 1, group * steps - 1);
             let next_head = kv_head * group + next / steps;
             let next_query = (start + next % steps) * columns;
             let queries = query_place.rows(batch, next_head, sizes.queries);
             let grads = grad_place.rows(batch, next_head, sizes.queries);
-            fetch::<F>(query, &queries, next_query, &mut query_part, comptime!(plan.columns), plan);
-            fetch::<F>(grad, &grads, next_query, &mut grad_part, comptime!(plan.columns), plan);
+            fetch::<F>(query, &queries, next_query, &mut query_part, comptime!(variant.columns), variant);
+            fetch::<F>(grad, &grads, next_query, &mut grad_part, comptime!(variant.columns), variant);
         }
         if UNIT_POS < columns {
             let row = line + min(first_query + UNIT_POS, sizes.queries - 1);
             row_statistics[UNIT_POS as usize] = statistics[row as usize];
-            if comptime!(plan.drops) {
+            if comptime!(variant.drops) {
                 bits[UNIT_POS as usize] = row_bits(row, rounds);
             }
         }
         sync_cube();
 
-        clear(&mut scores, comptime!(plan.bands * blocks * 2));
-        clear(&mut d_scores, comptime!(plan.bands * blocks * 2));
-        dots::<F>(&held_keys, &key_tile, plane_row, &query_tile, &mut scores, plan);
-        dots::<F>(&held_values, &value_tile, plane_row, &grad_tile, &mut d_scores, plan);
+        clear(&mut scores, comptime!(variant.bands * blocks * 2));
+        clear(&mut d_scores, comptime!(variant.bands * blocks * 2));
+        dots::<F>(&held_keys, &key_tile, plane_row, &query_tile, &mut scores, variant);
+        dots::<F>(&held_values, &value_tile, plane_row, &grad_tile, &mut d_scores, variant);
         let scale = Pair::new(sizes.scale);
         #[unroll]
-        for i in 0..comptime!(plan.bands * blocks * 2) {
+        for i in 0..comptime!(variant.bands * blocks * 2) {
             scores[i] *= scale;
         }
         if !all_seen::<I>(ints, batch, first_query, columns, first, tile, sizes, mask) {
@@ -182,7 +183,7 @@ fn backward_kv_kernel<F: Float, I: Int>(
                         let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
                         let key = first + plane_row + lane_row + comptime!(i as u32 * 8);
                         let mut pair = scores[index];
-                        let score = select(sees(key, last, sizes), pair[j], HIDDEN);
+                        let score = select(sees(key, last, sizes), pair[j], MASKED);
                         pair[j] = select(query < sizes.queries, score, OUTSIDE);
                         scores[index] = pair;
                     }
@@ -202,7 +203,7 @@ fn backward_kv_kernel<F: Float, I: Int>(
                     let mut d_pair = d_scores[index];
                     let probability = (pair[j] - row[0usize]).exp();
                     let mut d_probability = d_pair[j];
-                    if comptime!(plan.drops) {
+                    if comptime!(variant.drops) {
                         let key = first + plane_row + lane_row + comptime!(i as u32 * 8);
                         let factor = kept(bits[column as usize], key, sizes, rounds);
                         pair[j] = probability * factor;
@@ -216,8 +217,8 @@ fn backward_kv_kernel<F: Float, I: Int>(
                 }
             }
         }
-        accumulate::<F>(&scores, &grad_tile, &mut value_sums, first_block, plan);
-        accumulate::<F>(&d_scores, &query_tile, &mut key_sums, first_block, plan);
+        accumulate::<F>(&scores, &grad_tile, &mut value_sums, first_block, variant);
+        accumulate::<F>(&d_scores, &query_tile, &mut key_sums, first_block, variant);
     }
 
     let mut factors = Array::<f32>::new(lines);
@@ -226,11 +227,11 @@ fn backward_kv_kernel<F: Float, I: Int>(
         factors[i] = 1.0f32;
     }
     let d_values = d_value_place.rows(batch, kv_head, sizes.keys);
-    store::<F>(d_value, &d_values, first + plane_row, &value_sums, &factors, first_block, plan);
+    store::<F>(d_value, &d_values, first + plane_row, &value_sums, &factors, first_block, variant);
     #[unroll]
     for i in 0..lines {
         factors[i] = sizes.scale;
     }
     let d_keys = d_key_place.rows(batch, kv_head, sizes.keys);
-    store::<F>(d_key, &d_keys, first + plane_row, &key_sums, &factors, first_block, plan);
+    store::<F>(d_key, &d_keys, first + plane_row, &key_sums, &factors, first_block, variant);
 }

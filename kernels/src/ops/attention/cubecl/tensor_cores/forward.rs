@@ -8,7 +8,7 @@ use super::super::mask::{Sizes, all_seen, keys_of, last_key};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept_pair};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes};
 use super::tile::{accumulate, dots, fetch, hide, hold, load, put, store};
-use super::{Plan, UNITS};
+use super::{UNITS, Variant};
 use crate::cubecl::tensor_cores::{Half, Pair, Wide, clear, zeroed};
 use crate::cubecl::{array, grid, launch};
 use crate::ops::attention::AttentionOptions;
@@ -22,9 +22,9 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
     mask: &CubeMask<R>,
     options: AttentionOptions,
 ) {
-    let plan = Plan::forward(dims.head_dim, mask.kind(), options.dropout.is_some());
+    let variant = Variant::forward(dims.head_dim, mask.kind(), options.dropout.is_some());
     let ints = mask.ints(&query.tensor);
-    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(plan.rows());
+    let cubes = dims.batch_size * dims.n_heads * dims.seq_length.div_ceil(variant.rows());
     // SAFETY: all indices are below the sizes that `dims` gives, and each cube writes rows of its own.
     unsafe {
         launch!(
@@ -48,7 +48,7 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
                 sizes: Sizes = sizes(dims, mask, options),
                 rounds: Rounds = rounds(options),
             ],
-            [plan: Plan = plan]
+            [variant: Variant = variant]
         );
     }
 }
@@ -68,15 +68,15 @@ fn forward_kernel<F: Float, I: Int>(
     output_place: &Place,
     sizes: &Sizes,
     rounds: &Rounds,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
     #[define(I)] _int: StorageType,
 ) {
-    let tile = comptime!(plan.rows() as u32);
-    let columns = comptime!(plan.columns as u32);
-    let blocks = comptime!(plan.columns / 8);
-    let lines = comptime!(2 * plan.bands);
-    let mask = comptime!(plan.mask);
+    let tile = comptime!(variant.rows() as u32);
+    let columns = comptime!(variant.columns as u32);
+    let blocks = comptime!(variant.columns / 8);
+    let lines = comptime!(2 * variant.bands);
+    let mask = comptime!(variant.mask);
     let (number, head, batch) = cube_place(sizes.queries, sizes.n_heads, sizes, tile);
     if batch >= sizes.batch_size {
         terminate!();
@@ -89,12 +89,12 @@ fn forward_kernel<F: Float, I: Int>(
     let values = value_place.rows(batch, kv_head, sizes.keys);
     let line = (batch * sizes.n_heads + head) * sizes.queries;
 
-    let mut query_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.rows() * plan.stride()));
-    let mut key_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
-    let mut value_tile = SharedMemory::<Wide<F>>::new(comptime!(plan.columns * plan.stride()));
+    let mut query_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.rows() * variant.stride()));
+    let mut key_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.columns * variant.stride()));
+    let mut value_tile = SharedMemory::<Wide<F>>::new(comptime!(variant.columns * variant.stride()));
 
     // The plane's first row in the tile, and the lane's among the plane's.
-    let plane_row = UNIT_POS / 32 * comptime!(16 * plan.bands as u32);
+    let plane_row = UNIT_POS / 32 * comptime!(16 * variant.bands as u32);
     let lane_row = UNIT_POS % 32 / 4;
     let lane_column = UNIT_POS % 4 * 2;
     let mut last = Array::<i32>::new(lines);
@@ -105,7 +105,7 @@ fn forward_kernel<F: Float, I: Int>(
     for i in 0..lines {
         let row = min(first + plane_row + lane_row + comptime!(i as u32 * 8), sizes.queries - 1);
         last[i] = last_key::<I>(ints, batch, row, sizes, mask);
-        if comptime!(plan.drops) {
+        if comptime!(variant.drops) {
             bits[i] = row_bits(line + row, rounds);
         }
         maximum[i] = OUTSIDE;
@@ -115,38 +115,38 @@ fn forward_kernel<F: Float, I: Int>(
     let (start, end) = keys_of::<I>(ints, batch, first, sizes, tile, mask);
     let start = start / columns;
     let end = end.div_ceil(columns);
-    load::<F>(query, &queries, first, &mut query_tile, comptime!(plan.rows()), plan);
-    load::<F>(key, &keys, start * columns, &mut key_tile, comptime!(plan.columns), plan);
+    load::<F>(query, &queries, first, &mut query_tile, comptime!(variant.rows()), variant);
+    load::<F>(key, &keys, start * columns, &mut key_tile, comptime!(variant.columns), variant);
     sync_cube();
-    let held = hold::<F>(&query_tile, plane_row, plan);
+    let held = hold::<F>(&query_tile, plane_row, variant);
 
-    let mut scores = Array::<Pair>::new(comptime!(plan.bands * blocks * 2));
-    let mut sums = zeroed(comptime!(plan.bands * plan.depth() * 4));
-    let mut part = Array::<Wide<F>>::new(comptime!(plan.share(plan.columns)));
+    let mut scores = Array::<Pair>::new(comptime!(variant.bands * blocks * 2));
+    let mut sums = zeroed(comptime!(variant.bands * variant.depth() * 4));
+    let mut part = Array::<Wide<F>>::new(comptime!(variant.share(variant.columns)));
     for at in start..end {
         let first_key = at * columns;
-        if comptime!(plan.ahead) {
-            fetch::<F>(value, &values, first_key, &mut part, comptime!(plan.columns), plan);
+        if comptime!(variant.ahead) {
+            fetch::<F>(value, &values, first_key, &mut part, comptime!(variant.columns), variant);
         }
-        clear(&mut scores, comptime!(plan.bands * blocks * 2));
-        dots::<F>(&held, &query_tile, plane_row, &key_tile, &mut scores, plan);
-        if comptime!(!plan.ahead) {
-            fetch::<F>(value, &values, first_key, &mut part, comptime!(plan.columns), plan);
+        clear(&mut scores, comptime!(variant.bands * blocks * 2));
+        dots::<F>(&held, &query_tile, plane_row, &key_tile, &mut scores, variant);
+        if comptime!(!variant.ahead) {
+            fetch::<F>(value, &values, first_key, &mut part, comptime!(variant.columns), variant);
         }
-        put::<F>(&part, &mut value_tile, comptime!(plan.columns), plan);
+        put::<F>(&part, &mut value_tile, comptime!(variant.columns), variant);
         sync_cube();
         // The tile after the last is none that anyone needs, but rows of it may be there.
-        if comptime!(plan.ahead) {
-            fetch::<F>(key, &keys, first_key + columns, &mut part, comptime!(plan.columns), plan);
+        if comptime!(variant.ahead) {
+            fetch::<F>(key, &keys, first_key + columns, &mut part, comptime!(variant.columns), variant);
         }
 
         let scale = Pair::new(sizes.scale);
         #[unroll]
-        for i in 0..comptime!(plan.bands * blocks * 2) {
+        for i in 0..comptime!(variant.bands * blocks * 2) {
             scores[i] *= scale;
         }
         if !all_seen::<I>(ints, batch, first, tile, first_key, columns, sizes, mask) {
-            hide(&mut scores, &last, first_key + lane_column, sizes, plan);
+            hide(&mut scores, &last, first_key + lane_column, sizes, variant);
         }
 
         #[unroll]
@@ -168,7 +168,7 @@ fn forward_kernel<F: Float, I: Int>(
                 let index = comptime!((band * blocks + block) * 2 + side);
                 let mut pair = (scores[index] - Pair::new(highest)).exp();
                 row_total += pair[0usize] + pair[1usize];
-                if comptime!(plan.drops) {
+                if comptime!(variant.drops) {
                     let key = first_key + comptime!(block as u32 * 8) + lane_column;
                     pair *= kept_pair(bits[i], key / 2, sizes, rounds);
                 }
@@ -177,15 +177,15 @@ fn forward_kernel<F: Float, I: Int>(
             total[i] = row_total;
             let shrink = Pair::new(shrink);
             #[unroll]
-            for block in 0..comptime!(2 * plan.depth()) {
-                sums[comptime!((band * 2 * plan.depth() + block) * 2 + side)] *= shrink;
+            for block in 0..comptime!(2 * variant.depth()) {
+                sums[comptime!((band * 2 * variant.depth() + block) * 2 + side)] *= shrink;
             }
         }
-        accumulate::<F>(&scores, &value_tile, &mut sums, 0u32, plan);
-        if comptime!(!plan.ahead) {
-            fetch::<F>(key, &keys, first_key + columns, &mut part, comptime!(plan.columns), plan);
+        accumulate::<F>(&scores, &value_tile, &mut sums, 0u32, variant);
+        if comptime!(!variant.ahead) {
+            fetch::<F>(key, &keys, first_key + columns, &mut part, comptime!(variant.columns), variant);
         }
-        put::<F>(&part, &mut key_tile, comptime!(plan.columns), plan);
+        put::<F>(&part, &mut key_tile, comptime!(variant.columns), variant);
         sync_cube();
     }
 
@@ -202,5 +202,5 @@ fn forward_kernel<F: Float, I: Int>(
         }
     }
     let outputs = output_place.rows(batch, head, sizes.queries);
-    store::<F>(output, &outputs, first + plane_row, &sums, &factors, 0u32, plan);
+    store::<F>(output, &outputs, first + plane_row, &sums, &factors, 0u32, variant);
 }

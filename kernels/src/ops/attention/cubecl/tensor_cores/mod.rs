@@ -37,7 +37,7 @@ const UNITS: usize = 32 * PLANES;
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Plan {
+pub(super) struct Variant {
     pub(super) head_dim: usize,
     /// How many times 16 rows a plane has.
     pub(super) bands: usize,
@@ -53,7 +53,7 @@ pub(super) struct Plan {
     pub(super) drops: bool,
 }
 
-impl Plan {
+impl Variant {
     pub(super) const fn forward(head_dim: usize, mask: MaskKind, drops: bool) -> Self {
         let bands = if head_dim <= 64 { 2 } else { 1 };
         let small = head_dim <= 128;

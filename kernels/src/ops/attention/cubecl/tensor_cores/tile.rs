@@ -2,18 +2,25 @@
 
 use cubecl::prelude::*;
 
-use super::super::mask::{HIDDEN, Sizes, sees};
+use super::super::mask::{Sizes, sees};
 use super::super::parts::{OUTSIDE, Rows};
-use super::{Plan, UNITS};
+use super::{UNITS, Variant};
 use crate::cubecl::tensor_cores::{Half, Pair, Wide, left_rows, multiply, right_columns, right_rows};
+use crate::masked::MASKED;
 
 /// Hides scores of a plane's queries: those of keys that a row, of which `last` holds the last keys, does not see, and
 /// those of keys past the last one. `first_key` is that of the lane's first column.
 #[cube]
-pub(super) fn hide(scores: &mut Array<Pair>, last: &Array<i32>, first_key: u32, sizes: &Sizes, #[comptime] plan: Plan) {
-    let blocks = comptime!(plan.columns / 8);
+pub(super) fn hide(
+    scores: &mut Array<Pair>,
+    last: &Array<i32>,
+    first_key: u32,
+    sizes: &Sizes,
+    #[comptime] variant: Variant,
+) {
+    let blocks = comptime!(variant.columns / 8);
     #[unroll]
-    for i in 0..comptime!(2 * plan.bands) {
+    for i in 0..comptime!(2 * variant.bands) {
         #[unroll]
         for block in 0..blocks {
             let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
@@ -21,7 +28,7 @@ pub(super) fn hide(scores: &mut Array<Pair>, last: &Array<i32>, first_key: u32, 
             #[unroll]
             for j in 0..2usize {
                 let key = first_key + comptime!((block * 8 + j) as u32);
-                let score = select(sees(key, last[i], sizes), pair[j], HIDDEN);
+                let score = select(sees(key, last[i], sizes), pair[j], MASKED);
                 pair[j] = select(key < sizes.keys, score, OUTSIDE);
             }
             scores[index] = pair;
@@ -37,11 +44,11 @@ pub(super) fn fetch<F: Float>(
     first: u32,
     part: &mut Array<Wide<F>>,
     #[comptime] count: usize,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let wide = comptime!(plan.wide() as u32);
+    let wide = comptime!(variant.wide() as u32);
     #[unroll]
-    for step in 0..comptime!(plan.share(count)) {
+    for step in 0..comptime!(variant.share(count)) {
         let at = UNIT_POS + comptime!((step * UNITS) as u32);
         let row = first + at / wide;
         part[step] = Wide::<F>::cast_from(0.0f32);
@@ -59,11 +66,11 @@ pub(super) fn load<F: Float>(
     first: u32,
     tile: &mut SharedMemory<Wide<F>>,
     #[comptime] count: usize,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let mut part = Array::<Wide<F>>::new(comptime!(plan.share(count)));
-    fetch::<F>(from, rows, first, &mut part, count, plan);
-    put::<F>(&part, tile, count, plan);
+    let mut part = Array::<Wide<F>>::new(comptime!(variant.share(count)));
+    fetch::<F>(from, rows, first, &mut part, count, variant);
+    put::<F>(&part, tile, count, variant);
 }
 
 /// Writes a unit's share of a tile to shared memory.
@@ -72,14 +79,14 @@ pub(super) fn put<F: Float>(
     part: &Array<Wide<F>>,
     tile: &mut SharedMemory<Wide<F>>,
     #[comptime] count: usize,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let wide = comptime!(plan.wide() as u32);
-    let vectors = comptime!((count * plan.wide()) as u32);
+    let wide = comptime!(variant.wide() as u32);
+    let vectors = comptime!((count * variant.wide()) as u32);
     #[unroll]
-    for step in 0..comptime!(plan.share(count)) {
+    for step in 0..comptime!(variant.share(count)) {
         let at = UNIT_POS + comptime!((step * UNITS) as u32);
-        let index = (at / wide * comptime!(plan.stride() as u32) + at % wide) as usize;
+        let index = (at / wide * comptime!(variant.stride() as u32) + at % wide) as usize;
         // Every unit has its share but in the last round.
         if comptime!((step + 1) * UNITS <= vectors as usize) || at < vectors {
             tile[index] = part[step];
@@ -89,13 +96,17 @@ pub(super) fn put<F: Float>(
 
 /// A plane's rows of a tile in registers, where they are kept there.
 #[cube]
-pub(super) fn hold<F: Float>(tile: &SharedMemory<Wide<F>>, plane_row: u32, #[comptime] plan: Plan) -> Array<Half<F>> {
-    let blocks = comptime!(if plan.holds { plan.bands * plan.depth() } else { 0 });
+pub(super) fn hold<F: Float>(
+    tile: &SharedMemory<Wide<F>>,
+    plane_row: u32,
+    #[comptime] variant: Variant,
+) -> Array<Half<F>> {
+    let blocks = comptime!(if variant.holds { variant.bands * variant.depth() } else { 0 });
     let mut held = Array::<Half<F>>::new(comptime!((4 * blocks).max(1)));
     #[unroll]
     for block in 0..blocks {
-        let (band, column) = comptime!((block / plan.depth(), block % plan.depth()));
-        let side = left_rows::<F>(tile, plane_row + comptime!(16 * band as u32), column, comptime!(plan.stride()));
+        let (band, column) = comptime!((block / variant.depth(), block % variant.depth()));
+        let side = left_rows::<F>(tile, plane_row + comptime!(16 * band as u32), column, comptime!(variant.stride()));
         #[unroll]
         for i in 0..4usize {
             held[comptime!(4 * block + i)] = side[i];
@@ -112,21 +123,21 @@ pub(super) fn dots<F: Float>(
     plane_row: u32,
     right: &SharedMemory<Wide<F>>,
     scores: &mut Array<Pair>,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let mut sides = Array::<Half<F>>::new(comptime!(4 * plan.bands));
+    let mut sides = Array::<Half<F>>::new(comptime!(4 * variant.bands));
     #[unroll]
-    for block in 0..comptime!(plan.depth()) {
+    for block in 0..comptime!(variant.depth()) {
         #[unroll]
-        for band in 0..comptime!(plan.bands) {
-            if comptime!(plan.holds) {
+        for band in 0..comptime!(variant.bands) {
+            if comptime!(variant.holds) {
                 #[unroll]
                 for i in 0..4usize {
-                    sides[comptime!(4 * band + i)] = held[comptime!(4 * (band * plan.depth() + block) + i)];
+                    sides[comptime!(4 * band + i)] = held[comptime!(4 * (band * variant.depth() + block) + i)];
                 }
             } else {
                 let side =
-                    left_rows::<F>(left, plane_row + comptime!(16 * band as u32), block, comptime!(plan.stride()));
+                    left_rows::<F>(left, plane_row + comptime!(16 * band as u32), block, comptime!(variant.stride()));
                 #[unroll]
                 for i in 0..4usize {
                     sides[comptime!(4 * band + i)] = side[i];
@@ -134,11 +145,11 @@ pub(super) fn dots<F: Float>(
             }
         }
         #[unroll]
-        for row in 0..comptime!(plan.columns / 16) {
-            let rows = right_rows::<F>(right, comptime!(16 * row), block, comptime!(plan.stride()));
+        for row in 0..comptime!(variant.columns / 16) {
+            let rows = right_rows::<F>(right, comptime!(16 * row), block, comptime!(variant.stride()));
             #[unroll]
-            for band in 0..comptime!(plan.bands) {
-                multiply::<F>(&sides, &rows, scores, band, comptime!((band * plan.columns / 8 + 2 * row) * 2));
+            for band in 0..comptime!(variant.bands) {
+                multiply::<F>(&sides, &rows, scores, band, comptime!((band * variant.columns / 8 + 2 * row) * 2));
             }
         }
     }
@@ -152,25 +163,27 @@ pub(super) fn accumulate<F: Float>(
     right: &SharedMemory<Wide<F>>,
     sums: &mut Array<Pair>,
     first_block: u32,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
-    let mut sides = Array::<Half<F>>::new(comptime!(4 * plan.bands));
+    let mut sides = Array::<Half<F>>::new(comptime!(4 * variant.bands));
     #[unroll]
-    for row in 0..comptime!(plan.columns / 16) {
+    for row in 0..comptime!(variant.columns / 16) {
         #[unroll]
-        for i in 0..comptime!(4 * plan.bands) {
-            let pair = scores[comptime!((i / 4 * plan.columns / 8 + 2 * row) * 2 + i % 4)];
+        for i in 0..comptime!(4 * variant.bands) {
+            let pair = scores[comptime!((i / 4 * variant.columns / 8 + 2 * row) * 2 + i % 4)];
             sides[i] = Half::<F>::cast_from(pair);
         }
         #[unroll]
-        for column in 0..comptime!(plan.width()) {
+        for column in 0..comptime!(variant.width()) {
             let block = first_block + comptime!(column as u32);
             // The last cube of a tile may have fewer columns.
-            if comptime!(plan.width() * plan.slices == plan.depth()) || block < comptime!(plan.depth() as u32) {
-                let columns = right_columns::<F>(right, comptime!(16 * row), block, comptime!(plan.stride()));
+            if comptime!(variant.width() * variant.slices == variant.depth())
+                || block < comptime!(variant.depth() as u32)
+            {
+                let columns = right_columns::<F>(right, comptime!(16 * row), block, comptime!(variant.stride()));
                 #[unroll]
-                for band in 0..comptime!(plan.bands) {
-                    multiply::<F>(&sides, &columns, sums, band, comptime!((band * plan.width() + column) * 4));
+                for band in 0..comptime!(variant.bands) {
+                    multiply::<F>(&sides, &columns, sums, band, comptime!((band * variant.width() + column) * 4));
                 }
             }
         }
@@ -187,20 +200,20 @@ pub(super) fn store<F: Float>(
     sums: &Array<Pair>,
     factors: &Array<f32>,
     first_block: u32,
-    #[comptime] plan: Plan,
+    #[comptime] variant: Variant,
 ) {
     let lane = UNIT_POS % 32;
     #[unroll]
-    for i in 0..comptime!(2 * plan.bands) {
+    for i in 0..comptime!(2 * variant.bands) {
         let (band, side) = comptime!((i / 2, i % 2));
         let row = first + lane / 4 + comptime!(i as u32 * 8);
         let factor = Pair::new(factors[i]);
         if row < rows.end {
             #[unroll]
-            for block in 0..comptime!(2 * plan.width()) {
-                let sum = sums[comptime!((band * 2 * plan.width() + block) * 2 + side)];
+            for block in 0..comptime!(2 * variant.width()) {
+                let sum = sums[comptime!((band * 2 * variant.width() + block) * 2 + side)];
                 let column = first_block * 8 + comptime!(4 * block as u32) + lane % 4;
-                if column < comptime!(plan.head_dim as u32 / 2) {
+                if column < comptime!(variant.head_dim as u32 / 2) {
                     to[(rows.at + row * rows.stride + column) as usize] = Half::<F>::cast_from(sum * factor);
                 }
             }

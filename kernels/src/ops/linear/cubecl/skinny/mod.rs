@@ -1,6 +1,6 @@
-//! Projections of few rows in CubeCL, as decoding has them: all time goes into reading the weight, so it is read once,
-//! and what stands before and after the product is done in the same pass. On NVIDIA's matrix units where they take the
-//! dtypes; elsewhere teams of units have an output each.
+//! Skinny products in CubeCL (GEMV, and up to some 32 rows), as decoding has them: their time is that of reading the weight, so
+//! it is read once, and the norm before the product and its epilogue run in the same launch. On NVIDIA's tensor cores where
+//! they take the dtypes; elsewhere groups of units have an output each.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use self::simt::by_simt;
 use self::tensor_cores::by_tensor_cores;
 pub(crate) use self::tensor_cores::on_tensor_cores;
-use crate::cubecl::{array, contiguous, rows, spare};
+use crate::cubecl::{array, contiguous, rows, scratch};
 use crate::ops::activation::cubecl::value;
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::norm::cubecl::CubeNorm;
@@ -191,7 +191,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
     };
     let free = epilogue.residual.as_ref().filter(free).cloned();
     let in_place = free.is_some();
-    let out = free.unwrap_or_else(|| spare(x, [n_rows, outputs], epilogue.dtype));
+    let out = free.unwrap_or_else(|| scratch(x, [n_rows, outputs], epilogue.dtype));
     let (residual, residual_stride) = match epilogue.residual.map(rows) {
         Some((residual, stride)) => (Some(residual), stride),
         None => (None, outputs),

@@ -1,11 +1,17 @@
-//! Projections of few rows by teams of units, one for each output.
+//! Skinny products by groups of units, one for each output.
+//!
+//! ```text
+//! weight row (an output)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, in turn over the group's units; each multiplies
+//! x, a block of rows      |u0|u1|u2|..|u0|u1|u2|..|   them with its vectors of every row of the block
+//!                         -> a sum over the group's units for each row, then the epilogue
+//! ```
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{CubeWeight, Epilogue, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
-use crate::cubecl::reduce::{Team, lanes_sum, team_sum};
+use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum};
 use crate::cubecl::{array, dtype_of, grid, optional, vector_width};
 use crate::ops::weight::PACKED;
 
@@ -27,15 +33,15 @@ pub(super) fn by_simt<R: CubeRuntime>(
         Some(floats) => vector_width(&[&x, floats], &[d_input, x_stride, weight.stride]),
     };
     let vectors = d_input / vector;
-    let team = Team::new(&x.client, vectors, usize::MAX, 32);
+    let row_units = RowUnits::new(&x.client, vectors, usize::MAX, 32);
     let block = n_rows.next_power_of_two().min(BLOCK);
-    // SAFETY: a team reads its own rows of the weight and a block's of `x`, below `outputs` and `n_rows`, and writes
+    // SAFETY: a group of units reads its own rows of the weight and a block's of `x`, below `outputs` and `n_rows`, and writes
     // what no other does.
     unsafe {
         simt_kernel::launch_unchecked(
             &x.client,
-            grid(outputs.div_ceil(team.rows as usize) * n_rows.div_ceil(block)),
-            team.cube_dim(),
+            grid(outputs.div_ceil(row_units.rows as usize) * n_rows.div_ceil(block)),
+            row_units.cube_dim(),
             vector,
             array(&x),
             optional(&weight.floats),
@@ -55,7 +61,7 @@ pub(super) fn by_simt<R: CubeRuntime>(
                 0.0,
             ),
             block,
-            team,
+            row_units,
             parts,
             x.dtype.into(),
             dtype_of(&weight.floats, &x),
@@ -80,7 +86,7 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     out: &mut Array<O>,
     sizes: &Sizes,
     #[comptime] block: usize,
-    #[comptime] team: Team,
+    #[comptime] row_units: RowUnits,
     #[comptime] parts: Parts,
     #[define(F)] _dtype: StorageType,
     #[define(W)] _weight_dtype: StorageType,
@@ -88,13 +94,13 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     #[define(S)] _residual_dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
 ) {
-    let cubes = sizes.outputs.div_ceil(team.rows);
+    let cubes = sizes.outputs.div_ceil(row_units.rows);
     let first = CUBE_POS as u32 / cubes * comptime!(block as u32);
     if first >= sizes.rows {
         terminate!();
     }
-    let own = CUBE_POS as u32 % cubes * team.rows + UNIT_POS_Y;
-    // Teams beyond the end do the last output again without writing it: all units of a cube exchange values together.
+    let own = CUBE_POS as u32 % cubes * row_units.rows + UNIT_POS_Y;
+    // Groups beyond the end do the last output again without writing it: all units of a cube exchange values together.
     let output = min(own, sizes.outputs - 1);
     let sides = comptime!(1 + parts.gated as usize);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(sides * block));
@@ -103,7 +109,7 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
         sums[i] = Vector::new(0.0);
     }
     let other = (output + sizes.outputs) * sizes.weight_stride;
-    for column in range_stepped(UNIT_POS_X, sizes.d_input, team.units) {
+    for column in range_stepped(UNIT_POS_X, sizes.d_input, row_units.units) {
         let weights = stored::<W, N>(weight, packed, output * sizes.weight_stride + column, parts);
         let mut others = Vector::<f32, N>::new(0.0);
         if comptime!(parts.gated) {
@@ -121,10 +127,10 @@ fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     }
     #[unroll]
     for i in 0..block {
-        let gate = team_sum(lanes_sum::<N>(sums[i]), team);
+        let gate = row_sum(lanes_sum::<N>(sums[i]), row_units);
         let mut other = 0.0f32;
         if comptime!(parts.gated) {
-            other = team_sum(lanes_sum::<N>(sums[comptime!(block + i)]), team);
+            other = row_sum(lanes_sum::<N>(sums[comptime!(block + i)]), row_units);
         }
         let row = first + comptime!(i as u32);
         if UNIT_POS_X == 0 && row < sizes.rows && own < sizes.outputs {

@@ -1,8 +1,13 @@
-//! Products of several rows with very many outputs, as heads have them, on NVIDIA's matrix units.
+//! Skinny products with very many outputs, as the head's, on NVIDIA's tensor cores: persistent cubes, one for each
+//! multiprocessor.
 //!
-//! Were each cube to read all of `x` for a few outputs, as the matrix kernel does, more of `x` would go through the
-//! cache than of the weight through memory. So there is one cube for each multiprocessor, which keeps `x` in shared
-//! memory and goes over many tiles of outputs; the weights of the next tile are read while one is worked on.
+//! ```text
+//! x [rows, K]      in shared memory, read once by each cube; planes split K as in the kernel beside
+//! weight [N, K]    cube c has the tiles of outputs c, c + cubes, c + 2 cubes, ..
+//!                  the weights of the next tile are read while one is multiplied
+//! ```
+//!
+//! With a cube for each tile, as in the kernel beside, more of `x` would go through the cache than of the weight through memory.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

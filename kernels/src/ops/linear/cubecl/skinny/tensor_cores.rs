@@ -1,12 +1,20 @@
-//! Projections of few rows on NVIDIA's matrix units.
+//! Skinny products on NVIDIA's tensor cores.
 //!
-//! A cube has 8 outputs or a few times as many, and its planes share the inner dimension among them. Both sides of `mma`
-//! come from memory as they lie: a lane reads sixteen bytes of a row, and takes them for the columns that the instruction
-//! wants of it. Which columns these are does not matter to a sum, as long as both sides agree.
+//! ```text
+//! a cube: 8 outputs or a few times as many; its planes split K (`d_input`) among them
 //!
-//! A step of decoding is a chain of such products, each too short to hide what it waits for. So everything that does not
-//! depend on anything is read at once, before the first wait, and the deviation of an RMS norm divides the sums at the end
-//! instead of holding up their beginning.
+//! K:       | plane 0 | plane 1 | .. | plane 7 | plane 0 | ..     chunks of 32 columns, `ahead` of them read at once
+//! weight   8 outputs x 32 columns: lane = 4 * output + i reads 16 bytes, columns 8 i .. 8 i + 7
+//! x        8 rows    x 32 columns: the same                      `mma` m16n8k16 twice a chunk, sums in registers
+//!          -> sums of all planes through shared memory -> epilogue
+//! ```
+//!
+//! Which columns a lane's registers hold does not matter to a sum over K, as long as both sides agree: so both come from memory
+//! as they are, without `ldmatrix`.
+//!
+//! A step of decoding is a chain of such products, each too short to hide what it waits for. So everything that does not depend
+//! on anything is read at once, before the first wait, and the deviation of an RMS norm divides the sums at the end instead of
+//! holding up their beginning.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

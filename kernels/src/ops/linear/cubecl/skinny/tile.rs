@@ -1,4 +1,4 @@
-//! Operands of `mma` as they are read from memory, for products of few rows.
+//! Operands of `mma` as they are read from memory, for skinny products.
 
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
