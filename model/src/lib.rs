@@ -47,4 +47,4 @@ pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters};
 pub use rotary::RotaryScaling;
 pub use transformer::{Tokens, Transformer};
-pub use weights::{MatrixDtype, ModelFolder};
+pub use weights::{MatrixDtype, ModelFolder, f32_chunks};

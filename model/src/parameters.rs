@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
-use fireclay_kernels::{Backend, Norm, NormKind, RandomKey};
+use fireclay_kernels::{Backend, Norm, NormKind, RandomKey, reshape};
 use rayon::prelude::*;
 
 use crate::config::TransformerConfig;
@@ -102,17 +102,13 @@ impl<B: Backend> LayerNorm<B> {
 /// Every parameter of a module by its path, in the order of its fields, flattened: `(path, id, shape, values)`.
 ///
 /// Paths read `blocks.0.attention.qkv`.
-pub fn named_parameters<B: burn::tensor::backend::Backend, M: Module<B>>(
-    module: &M,
-) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
+pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
     let found = collect(module, true).into_iter();
     found.filter_map(|Found { path, id, shape, values }| Some((path, id, shape, values?))).collect()
 }
 
 /// Path and shape of every parameter of a module, in the order of [`named_parameters`]; values are not touched.
-pub(crate) fn parameter_shapes<B: burn::tensor::backend::Backend, M: Module<B>>(
-    module: &M,
-) -> Vec<(String, Vec<usize>)> {
+pub(crate) fn parameter_shapes<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, Vec<usize>)> {
     collect(module, false).into_iter().map(|found| (found.path, found.shape)).collect()
 }
 
@@ -128,23 +124,23 @@ pub(crate) fn path_of(segments: &[String]) -> String {
     named.join(".")
 }
 
-struct Found<B: burn::tensor::backend::Backend> {
+struct Found<B: Backend> {
     path: String,
     id: ParamId,
     shape: Vec<usize>,
     values: Option<Tensor<B, 1>>,
 }
 
-fn collect<B: burn::tensor::backend::Backend, M: Module<B>>(module: &M, values: bool) -> Vec<Found<B>> {
-    struct Collector<B: burn::tensor::backend::Backend> {
+fn collect<B: Backend, M: Module<B>>(module: &M, values: bool) -> Vec<Found<B>> {
+    struct Collector<B: Backend> {
         path: Vec<String>,
         values: bool,
         found: Vec<Found<B>>,
     }
-    impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Collector<B> {
+    impl<B: Backend> ModuleVisitor<B> for Collector<B> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             let shape = param.lazy_shape().to_vec();
-            let values = self.values.then(|| param.val().reshape([shape.iter().product::<usize>()]));
+            let values = self.values.then(|| reshape(param.val(), [shape.iter().product::<usize>()]));
             self.found.push(Found { path: path_of(&self.path), id: param.id, shape, values });
         }
         fn enter_module(&mut self, name: &str, container: &str) {

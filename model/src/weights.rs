@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, ModuleMapper, Param};
@@ -394,25 +395,35 @@ impl<B: Backend> View for SavedTensor<'_, B> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let mut value = self.value.clone();
-        if let Some(rows) = &self.tensor.rows {
-            let row = self.own[1..].iter().product::<usize>();
-            value = value.narrow(0, rows.start * row, rows.len() * row);
-        }
-        let values = value.cast(DType::F32).into_data().bytes;
-        if !self.tensor.transposed {
-            return Cow::Owned(values.to_vec());
-        }
-        let [rows, columns] = [self.shape[1], self.shape[0]];
-        let mut bytes = Vec::with_capacity(values.len());
-        for at in (0..columns).flat_map(|column| (0..rows).map(move |row| row * columns + column)) {
-            bytes.extend_from_slice(&values[4 * at..][..4]);
-        }
+        let row = self.own[1..].iter().product::<usize>();
+        let rows = self.tensor.rows.clone().unwrap_or(0..self.own[0]);
+        let mut bytes = vec![0; self.data_len()];
+        let transposed = self.tensor.transposed.then(|| [self.shape[1], self.shape[0]]);
+        f32_chunks(self.value, rows.start * row..rows.end * row, |begin, chunk| match transposed {
+            None => bytes[4 * begin..][..chunk.len()].copy_from_slice(chunk),
+            Some([rows, columns]) => {
+                for (at, value) in (begin..).zip(chunk.chunks_exact(4)) {
+                    bytes[4 * (at % columns * rows + at / columns)..][..4].copy_from_slice(value);
+                }
+            }
+        });
         Cow::Owned(bytes)
     }
 
     fn data_len(&self) -> usize {
         4 * self.shape.iter().product::<usize>()
+    }
+}
+
+/// Values that are read from a device at a time.
+const CHUNK: usize = 1 << 18;
+
+/// Hands a range of the values to `take` as f32, in the bytes of a file, some at a time, with how many came before: the host
+/// then holds no second copy of a large tensor.
+pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut take: impl FnMut(usize, &[u8])) {
+    for begin in range.clone().step_by(CHUNK) {
+        let chunk = values.clone().narrow(0, begin, CHUNK.min(range.end - begin)).cast(DType::F32);
+        take(begin - range.start, &chunk.into_data().bytes);
     }
 }
 

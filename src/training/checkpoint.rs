@@ -7,7 +7,7 @@ use std::path::Path;
 use burn::module::AutodiffModule;
 use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::Backend;
-use fireclay_model::ModelFolder;
+use fireclay_model::{ModelFolder, f32_chunks};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
@@ -106,7 +106,9 @@ impl<B: Backend> View for Moment<'_, B> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Owned(self.tensor.to_data().bytes.to_vec())
+        let mut bytes = Vec::with_capacity(self.data_len());
+        f32_chunks(self.tensor, 0..self.shape[0], |_, chunk| bytes.extend_from_slice(chunk));
+        Cow::Owned(bytes)
     }
 
     fn data_len(&self) -> usize {

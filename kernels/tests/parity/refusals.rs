@@ -300,7 +300,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
                 prompt: make.float([rows, 6]),
                 written: make.float([count, vocabulary]),
             };
-            refused("head_sample", &["counts of written words"], || {
+            refused("head_sample", &["counts of written tokens"], || {
                 drawn(weight(), sampled(rows).with_counts(Some(counts())))
             });
             let swapped = || TokenCounts { prompt: counts().written, written: counts().prompt };
@@ -309,7 +309,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
             });
         }
     }
-    refused("head_sample", &["token 6", "6 words"], || TokenCounts::<B>::of_prompts(&[&[1, 6]], 6, &make.0));
+    refused("head_sample", &["token 6", "6 tokens"], || TokenCounts::<B>::of_prompts(&[&[1, 6]], 6, &make.0));
 });
 
 backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
