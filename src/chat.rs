@@ -17,7 +17,7 @@ use crate::precision::Precision;
 
 const SETTINGS: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
-/// What a template may take: its instructions, and how deep its macros and loops lie in each other.
+/// The most instructions of a template, and how deep its macros and loops may nest. Memory is not bounded.
 const TEMPLATE_FUEL: u64 = 10_000_000;
 const TEMPLATE_DEPTH: usize = 100;
 /// Tokens of a conversation where nothing else is asked for.
@@ -100,22 +100,31 @@ impl ChatTemplate {
         template.render(values).map_err(|error| told(&error))
     }
 
-    /// The tokens of a conversation. Control tokens come from the template alone: where a message spells one, it is text.
+    /// The tokens of a conversation. Control tokens (those that are `special` in `tokenizer.json`) come from the template
+    /// alone: where a message spells one, it is text. Other added tokens, such as Qwen3's `<tool_call>`, are what a message
+    /// spells, as in `transformers`.
     ///
     /// # Errors
-    /// As [`render`](Self::render), or if the vocabulary lacks a part of the text.
+    /// As [`render`](Self::render), if the vocabulary lacks a part of the text, or a message spells a control token in a
+    /// way that cannot be told from one.
     pub fn tokens(&self, messages: &[Message], tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
-        let spelled = |message: &Message| tokenizer.has_control_tokens(&message.content);
-        if !messages.iter().map(spelled).collect::<Result<Vec<_>, _>>()?.contains(&true) {
+        let spells = |message: &Message| tokenizer.spells_control_token(&message.content);
+        if !messages.iter().map(spells).collect::<Result<Vec<_>, _>>()?.contains(&true) {
             return Ok(tokenizer.encode(&self.render(messages)?)?);
         }
-        // A character for private use that nobody used.
-        let used = |mark: &char| messages.iter().any(|message| message.content.contains(*mark));
+        // A character for private use that neither a message nor the template has.
+        let plain = self.render(messages)?;
+        let used = |mark: &char| plain.contains(*mark) || messages.iter().any(|said| said.content.contains(*mark));
         let mark = ('\u{E000}'..='\u{F8FF}').find(|mark| !used(mark));
         let mark = mark.ok_or_else(|| Failure::new("the conversation uses all of Unicode's private characters"))?;
-        let escape =
-            |message: &Message| Message { content: tokenizer.escape(&message.content, mark), ..message.clone() };
-        let escaped: Vec<Message> = messages.iter().map(escape).collect();
+        let escape = |message: &Message| {
+            let content = tokenizer.escape(&message.content, mark);
+            if tokenizer.spells_control_token(&content)? {
+                return Err(Failure::new("a message spells one of the model's control tokens: leave it out"));
+            }
+            Ok(Message { content, ..message.clone() })
+        };
+        let escaped = messages.iter().map(escape).collect::<Result<Vec<_>, Failure>>()?;
         Ok(tokenizer.encode_escaped(&self.render(&escaped)?, mark)?)
     }
 }

@@ -180,64 +180,49 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Whether a text has a control token in it, such as the end of a turn.
+    /// Whether a text spells a control token (one that is `special` in `tokenizer.json`), such as the end of a turn, as it
+    /// is or once it is normalized.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
-    pub fn has_control_tokens(&self, text: &str) -> Result<bool, DataError> {
-        let added = self.0.get_added_tokens_decoder();
-        let control = |token: &u32| added.get(token).is_some_and(|token| token.special);
-        Ok(self.encode(text)?.iter().any(control))
+    pub fn spells_control_token(&self, text: &str) -> Result<bool, DataError> {
+        let control = self.control_tokens();
+        if control.iter().any(|(_, token)| text.contains(&token.content)) {
+            return Ok(true);
+        }
+        // Only one that is looked for in normalized text can be there unseen; others stand for unknown words.
+        let hidden: Vec<u32> = control.into_iter().filter(|(_, token)| token.normalized).map(|(id, _)| id).collect();
+        Ok(!hidden.is_empty() && self.encode(text)?.iter().any(|token| hidden.contains(token)))
     }
 
-    /// A text with `mark` before each name of a control token, as [`encode_escaped`](Self::encode_escaped) reads it.
+    /// A text with `mark` behind the first character of each control token that it spells.
     pub fn escape(&self, text: &str, mark: char) -> String {
-        let names = self.control_tokens();
+        let control = self.control_tokens();
         let mut escaped = String::new();
         for (at, character) in text.char_indices() {
-            if names.iter().any(|(name, _)| text[at..].starts_with(name.as_str())) {
+            escaped.push(character);
+            if control.iter().any(|(_, token)| text[at..].starts_with(&token.content)) {
                 escaped.push(mark);
             }
-            escaped.push(character);
         }
         escaped
     }
 
-    /// The tokens of a text in which the name of a control token with `mark` before it is text like any other.
+    /// The tokens of a text from which each `mark` is then left out, so that none is made across one.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
     pub fn encode_escaped(&self, text: &str, mark: char) -> Result<Vec<u32>, DataError> {
-        let names = self.control_tokens();
-        let mut plain = self.0.clone();
-        plain.set_encode_special_tokens(true);
-        let plain = Self(plain);
-        let (mut tokens, mut piece) = (Vec::new(), String::new());
-        let mut rest = text;
-        while let Some(character) = rest.chars().next() {
-            if let Some((name, id)) = names.iter().find(|(name, _)| rest.starts_with(name.as_str())) {
-                tokens.extend(plain.encode(&std::mem::take(&mut piece))?);
-                tokens.push(*id);
-                rest = &rest[name.len()..];
-                continue;
-            }
-            let marked = rest.strip_prefix(mark);
-            let character = marked.map_or(Some(character), |rest| rest.chars().next());
-            rest = marked.unwrap_or(rest);
-            piece.extend(character);
-            rest = &rest[character.map_or(0, char::len_utf8)..];
-        }
-        tokens.extend(plain.encode(&piece)?);
-        Ok(tokens)
+        let mut marked = self.0.clone();
+        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+        let marked = Self(marked);
+        let id = marked.token_id(&mark.to_string());
+        Ok(marked.encode(text)?.into_iter().filter(|token| Some(*token) != id).collect())
     }
 
-    /// Names and ids of the control tokens, longer names first.
-    fn control_tokens(&self) -> Vec<(String, u32)> {
+    fn control_tokens(&self) -> Vec<(u32, AddedToken)> {
         let added = self.0.get_added_tokens_decoder().into_iter();
-        let control = added.filter(|(_, token)| token.special && !token.content.is_empty());
-        let mut names: Vec<_> = control.map(|(id, token)| (token.content, id)).collect();
-        names.sort_by_key(|(name, id)| (std::cmp::Reverse(name.len()), *id));
-        names
+        added.filter(|(_, token)| token.special && !token.content.is_empty()).collect()
     }
 
     /// Whether a text may be cut behind a line break between two words, and encoded in parts, by all cores. It may not
@@ -400,20 +385,21 @@ mod tests {
     }
 
     #[test]
-    fn an_escaped_name_of_a_control_token_is_text() {
+    fn an_escaped_control_token_is_text() {
         let tokenizer = Tokenizer::train(TokenizerKind::Bpe(260), TEXT).expect("a tokenizer");
         let end = tokenizer.token_id(END_OF_TEXT).expect("a special token");
         let said = format!("a {END_OF_TEXT}b<|end");
-        assert!(tokenizer.has_control_tokens(&said).expect("any text"));
-        assert!(!tokenizer.has_control_tokens("a <|endof b").expect("any text"));
+        assert!(tokenizer.spells_control_token(&said).expect("any text"));
+        assert!(!tokenizer.spells_control_token("a <|endof b").expect("any text"));
         let mark = '\u{E000}';
         let escaped = tokenizer.escape(&said, mark);
-        assert_eq!(escaped, format!("a {mark}{END_OF_TEXT}b<|end"));
+        assert_eq!(escaped, format!("a <{mark}|endoftext|>b<|end"));
+        assert!(!tokenizer.spells_control_token(&escaped).expect("any text"));
         let tokens = tokenizer.encode_escaped(&format!("{escaped}{END_OF_TEXT}{escaped}"), mark).expect("any text");
-        let ends: Vec<_> = tokens.iter().filter(|token| **token == end).collect();
-        assert_eq!(ends.len(), 1, "{tokens:?}");
+        assert_eq!(tokens.iter().filter(|token| **token == end).count(), 1, "{tokens:?}");
         let turns: Vec<_> = tokens.split(|token| *token == end).collect();
         assert!(turns.iter().all(|turn| tokenizer.decode(turn).expect("known tokens") == said), "{tokens:?}");
+        assert_eq!(tokenizer.encode_escaped(TEXT, mark).expect("any"), tokenizer.encode(TEXT).expect("any"));
     }
 
     #[test]

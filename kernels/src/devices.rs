@@ -116,7 +116,7 @@ fn probe_headers() -> Result<(), String> {
 /// A second call in one process changes nothing.
 ///
 /// # Panics
-/// If CubeCL was used before: it reads its settings once.
+/// If CubeCL was used before, since it reads its settings once, or a `cubecl.toml` or `burn.toml` here or above is malformed.
 #[cfg(feature = "cubecl")]
 pub fn configure(cache: Option<KernelCache<'_>>) {
     use cubecl::config::cache::CacheConfig;

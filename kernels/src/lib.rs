@@ -2,10 +2,11 @@
 //!
 //! Every operation lives in a folder of its own:
 //!
+//! - `mod.rs` holds the public function on tensors, with shapes, dtypes and the paper, and the operation's trait;
 //! - `reference.rs` composes it from Burn's small operations: readable, and right on every backend;
-//! - `backward.rs`, where the operation has a hand-written backward, ties `op_forward` and `op_backward` together for
-//!   [`Autodiff`](burn::backend::Autodiff), once, so that a fused backward is used wherever the fused forward is;
-//! - `mod.rs` holds the public function on tensors, with shapes, dtypes and the paper.
+//! - `autodiff.rs` ties `op_forward` and `op_backward` together for [`Autodiff`](burn::backend::Autodiff), once, so that a
+//!   fused backward is used wherever the fused forward is;
+//! - `cpu.rs` and `cubecl.rs` (or a folder) hold the fused bodies.
 //!
 //! A model calls the public functions only. A backend that has a faster kernel overrides the trait's methods, and the
 //! model never knows.

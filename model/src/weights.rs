@@ -36,7 +36,7 @@ pub struct ModelFolder {
 pub enum MatrixDtype {
     /// Floats.
     Float(FloatDType),
-    /// Bytes with a scale for each output, where rows have whole words of them: projections, the head, and the embedding
+    /// Bytes with a scale for each output, where a row's length is a multiple of four, since four bytes are packed into a 32-bit word: projections, the head, and the embedding
     /// table. Other matrices are f32.
     Int8,
 }
@@ -283,7 +283,7 @@ impl<B: Backend> Reader<'_, B> {
         Ok(model)
     }
 
-    /// The matrix as bytes, or as floats where its rows are no whole words of them.
+    /// The matrix as bytes, or as floats where a row's length is no multiple of four.
     fn read_bytes(
         &mut self,
         parts: &[Part],
@@ -418,8 +418,8 @@ impl<B: Backend> View for SavedTensor<'_, B> {
 /// Values that are read from a device at a time.
 const CHUNK: usize = 1 << 18;
 
-/// Hands a range of the values to `take` as f32, in the bytes of a file, some at a time, with how many came before: the host
-/// then holds no second copy of a large tensor.
+/// Reads a range of a tensor as f32 in chunks and hands each chunk's little-endian bytes to `take`, with the offset of its first
+/// value in the range, so that the host holds no second copy of a large tensor.
 pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut take: impl FnMut(usize, &[u8])) {
     for begin in range.clone().step_by(CHUNK) {
         let chunk = values.clone().narrow(0, begin, CHUNK.min(range.end - begin)).cast(DType::F32);

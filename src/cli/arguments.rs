@@ -63,13 +63,13 @@ pub(super) struct DrawArgs {
     /// Draw among tokens at least this likely, as a share of the likeliest one's probability
     #[arg(long, value_name = "P")]
     pub(super) min_p: Option<f64>,
-    /// Divide the positive logits of words that the text has, and multiply the negative ones
+    /// Divide the positive logits of tokens that the text has, and multiply the negative ones
     #[arg(long, value_name = "R", default_value_t = 1.0)]
     pub(super) repetition_penalty: f64,
-    /// Take this from the logit of each word written so far
+    /// Take this from the logit of each token written so far
     #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
     pub(super) presence_penalty: f64,
-    /// Take this from the logit of a word for each time it was written so far
+    /// Take this from the logit of a token for each time it was written so far
     #[arg(long, value_name = "R", default_value_t = 0.0, allow_hyphen_values = true)]
     pub(super) frequency_penalty: f64,
 }

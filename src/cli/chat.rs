@@ -89,7 +89,7 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         system: args.system,
         context: args.context,
         lines: spoken_lines(typed)?,
-        interrupt: interrupt_on_signals()?,
+        interrupt: interrupt_on_signals(true)?,
         show,
     };
     args.run.backend().run(run)?;

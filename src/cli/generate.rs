@@ -86,7 +86,7 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     };
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
-    let interrupt = interrupt_on_signals()?;
+    let interrupt = interrupt_on_signals(false)?;
     let run = GenerationRun { model, prompts, options, precision: args.precision, interrupt: interrupt.clone(), show };
     backend.run(run)?;
     Ok(exit_code(&interrupt))

@@ -13,7 +13,7 @@ pub(super) const INTERRUPTED: u8 = 130;
 /// And of one that SIGTERM ended.
 const TERMINATED: u8 = 143;
 
-/// The signal that came first; zero for none.
+/// The last signal; zero for none.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
 
 /// The exit code of a run that a signal ended.
@@ -41,12 +41,12 @@ pub(super) fn stop_on_signals(interrupter: Interrupter) -> Result<(), Failure> {
     })
 }
 
-/// Set by a signal; a second one in a row ends the program.
-pub(super) fn interrupt_on_signals() -> Result<Interrupt, Failure> {
+/// Set by a signal; a second one in a row ends the program, and so does SIGTERM at once where `term_ends`.
+pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure> {
     let interrupt = Interrupt::default();
     let set = Arc::clone(&interrupt);
     on_signals(move || {
-        if set.swap(true, Ordering::Relaxed) {
+        if set.swap(true, Ordering::Relaxed) || (term_ends && code() == TERMINATED) {
             std::process::exit(code().into());
         }
     })?;
@@ -71,7 +71,7 @@ mod signal {
         let mut signals = Signals::new([SIGINT, SIGTERM])?;
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             for signal in signals.forever() {
-                let _ = super::SIGNAL.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
+                super::SIGNAL.store(signal, Ordering::Relaxed);
                 handler();
             }
         })?;

@@ -6,8 +6,8 @@ use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ureq::http::header::{AUTHORIZATION, CONTENT_RANGE, ETAG, LOCATION, RANGE};
-use ureq::http::{HeaderMap, Response, Uri};
+use ureq::http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_RANGE, ETAG, LOCATION, RANGE};
+use ureq::http::{HeaderMap, Response, StatusCode, Uri};
 use ureq::{Agent, Body};
 
 /// Redirects that are followed for one request.
@@ -32,7 +32,7 @@ pub(super) enum FetchError {
     /// What came is not what the hub described.
     #[error("its sha256 is {found}, and not {expected} as the hub says; the same command fetches it anew")]
     Hash { expected: String, found: String },
-    #[error("another program has locked {}", .0.display())]
+    #[error("another fireclay is fetching it (it holds {}): wait for it, then run this again", .0.display())]
     Locked(PathBuf),
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -54,7 +54,10 @@ impl FetchError {
     pub(super) fn is_passing(&self) -> bool {
         use ErrorKind::{ConnectionAborted, ConnectionReset, InvalidData, Other, TimedOut, UnexpectedEof};
         match self {
-            Self::Network(_) => true,
+            Self::Network(error) => {
+                use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
+                matches!(error, ConnectionFailed | HostNotFound | Io(_) | Timeout(_))
+            }
             Self::Status(status) => matches!(status, 408 | 429 | 500..),
             Self::Io(error) => {
                 let kind = error.kind();
@@ -75,11 +78,26 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// All bytes of the file of which a range was asked for.
+    /// Bytes of the whole file, whether a range of it came or, from a host that knows no ranges, all of it.
     pub(super) fn total_size(&self) -> Result<u64, FetchError> {
-        let range = text(self.response.headers(), CONTENT_RANGE.as_str());
-        let total = range.as_deref().and_then(|range| range.rsplit('/').next()?.parse().ok());
+        let header = if self.is_partial() { CONTENT_RANGE } else { CONTENT_LENGTH };
+        let said = text(self.response.headers(), header.as_str());
+        let total = said.as_deref().and_then(|said| said.rsplit('/').next()?.parse().ok());
         total.ok_or(FetchError::Header("content-range"))
+    }
+
+    /// The file's byte that the body begins with.
+    pub(super) fn begin(&self) -> Result<u64, FetchError> {
+        if !self.is_partial() {
+            return Ok(0);
+        }
+        let said = text(self.response.headers(), CONTENT_RANGE.as_str());
+        let begin = said.as_deref().and_then(|said| said.strip_prefix("bytes ")?.split('-').next()?.parse().ok());
+        begin.ok_or(FetchError::Header("content-range"))
+    }
+
+    fn is_partial(&self) -> bool {
+        self.response.status() == StatusCode::PARTIAL_CONTENT
     }
 }
 

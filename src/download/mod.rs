@@ -29,12 +29,12 @@ const INDEX: &str = "model.safetensors.index.json";
 const RETRIES: u32 = 5;
 /// Time without a byte after which a transfer counts as broken off.
 const STALL: Duration = Duration::from_secs(60);
-/// How often, a second apart, a file that another program fetches is asked for.
+/// How often, a second apart, a file that another process fetches is waited for.
 const LOCK_TRIES: usize = 5;
 /// Bytes of a file from which on its download is shown.
 const LARGE: u64 = 1 << 20;
 
-/// Is told a file, the bytes of it that are there, and all of its bytes.
+/// Called with a file's name, the bytes that are there, and its size.
 pub type FileProgress<'a> = &'a mut dyn FnMut(&str, u64, u64);
 
 /// Why a model could not be fetched.
@@ -248,9 +248,8 @@ impl Hub {
     /// The commit that the revision is now, and its files.
     fn listing(&self) -> Result<Listing, DownloadError> {
         let path = format!("/api/models/{}/revision/{}", self.model.id, self.model.revision.replace('/', "%2F"));
-        let text =
-            self.client.get(&path, None).and_then(|mut answer| Ok(answer.response.body_mut().read_to_string()?));
-        let text = text.map_err(|error| self.explain(None, error))?;
+        let ask = || Ok(self.client.get(&path, None)?.response.body_mut().read_to_string()?);
+        let text = self.patiently(ask).map_err(|error| self.explain(None, error))?;
         let listing = |json: Value| {
             let commit = json["sha"].as_str().filter(|commit| is_plain(commit))?.to_string();
             let name = |file: &Value| file["rfilename"].as_str().map(String::from);
@@ -262,11 +261,17 @@ impl Hub {
 
     /// Fetches a file of a commit unless it is there.
     fn file(&self, commit: &str, file: &str, progress: FileProgress<'_>) -> Result<(), DownloadError> {
+        let fetched = self.patiently(|| self.attempt(commit, file, progress));
+        fetched.map_err(|error| self.explain(Some(file), error))
+    }
+
+    /// Does it again, and again later, where the network or the hub failed and may not the next time.
+    fn patiently<T>(&self, mut work: impl FnMut() -> Result<T, FetchError>) -> Result<T, FetchError> {
         let mut tries = 0;
         loop {
-            match self.attempt(commit, file, progress) {
+            match work() {
                 Err(error) if tries < RETRIES && error.is_passing() => thread::sleep(self.pause * (1 << tries)),
-                done => return done.map_err(|error| self.explain(Some(file), error)),
+                done => return done,
             }
             tries += 1;
         }
@@ -289,9 +294,9 @@ impl Hub {
         let blob = blobs.join(&etag);
         fs::create_dir_all(&blobs)?;
         fs::create_dir_all(self.snapshot(commit))?;
-        let _lock = lock(blob.with_extension("lock"))?;
+        let _lock = lock(blobs.join(format!("{etag}.lock")))?;
         if length(&blob) != Some(size) {
-            let part = blob.with_extension("part");
+            let part = blobs.join(format!("{etag}.part"));
             self.transfer(&path, Described { file, size, sha256: sha256(&etag) }, &part, progress)?;
             fs::rename(&part, &blob)?;
         }
@@ -316,18 +321,26 @@ impl Hub {
             io::copy(&mut output, &mut hash)?;
         }
         if done < size {
-            let mut response = self.client.get(path, Some(&format!("bytes={done}-")))?.response;
-            // Who sends all of it, whatever part was asked for, starts anew.
-            if response.status() != 206 && done > 0 {
-                output.set_len(0)?;
-                (done, hash) = (0, Sha256::new());
+            let mut answer = self.client.get(path, Some(&format!("bytes={done}-")))?;
+            match answer.begin()? {
+                begin if begin == done => {}
+                // A host that knows no ranges sends the whole file: begin again.
+                0 => {
+                    output.set_len(0)?;
+                    (done, hash) = (0, Sha256::new());
+                }
+                _ => return Err(FetchError::Header("content-range")),
             }
-            let (mut input, mut buffer) = (response.body_mut().as_reader(), vec![0; 1 << 16]);
+            let (mut input, mut buffer) = (answer.response.body_mut().as_reader(), vec![0; 1 << 16]);
             progress(file, done, size);
             loop {
                 let read = input.read(&mut buffer)?;
                 if read == 0 {
                     break;
+                }
+                if done + read as u64 > size {
+                    output.set_len(0)?;
+                    return Err(io::Error::new(ErrorKind::InvalidInput, format!("more than {size} bytes came")).into());
                 }
                 output.write_all(&buffer[..read])?;
                 hash.update(&buffer[..read]);
@@ -360,7 +373,7 @@ impl Hub {
             }
             (Some(401), None) => format!("{endpoint} does not know the token: {mend} that is valid"),
             (Some(401 | 403), _) => format!("not for everyone: ask for access at {endpoint}/{id}, then {mend}"),
-            (Some(404), None) => format!("no such folder, and {endpoint} has no such model"),
+            (Some(404), None) => format!("no such folder, and {endpoint} has no such model or revision"),
             (None, None) if matches!(error, FetchError::Network(_)) => {
                 let (endpoint, model) = (endpoint.clone(), self.model.asked.clone());
                 return DownloadError::Unreachable { endpoint, model, cause, folder };
@@ -368,9 +381,8 @@ impl Hub {
             (_, Some(file)) if error.is_passing() => {
                 format!("fetching {file} broke off: {cause}; the same command goes on from there")
             }
-            (_, file) => {
-                format!("cannot fetch {} from {endpoint} to {}: {cause}", file.unwrap_or("it"), folder.display())
-            }
+            (_, Some(file)) => format!("cannot fetch {file} from {endpoint} to {}: {cause}", folder.display()),
+            (_, None) => format!("cannot ask {endpoint} for {id}: {cause}"),
         })
     }
 }
@@ -408,8 +420,11 @@ fn link(etag: &str, blob: &Path, pointer: &Path) -> Result<(), FetchError> {
     #[cfg(not(unix))]
     let linked = Err(io::Error::from(ErrorKind::Unsupported));
     // Not every file system has links.
-    linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| fs::copy(blob, pointer).map(drop))?;
-    Ok(())
+    let copy = || {
+        let beside = pointer.with_extension("partial");
+        fs::copy(blob, &beside).and_then(|_| fs::rename(&beside, pointer))
+    };
+    Ok(linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| copy())?)
 }
 
 fn length(path: &Path) -> Option<u64> {

@@ -74,8 +74,9 @@ impl Scene {
             true => String::new(),
             false => format!("Content-Length: {}\r\n", sent.len()),
         };
-        if self.whole && sent.len() > 1 {
-            return (format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n", body.len()), body.clone());
+        if self.whole {
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nETag: \"{etag}\"\r\n", body.len());
+            return (format!("{head}X-Repo-Commit: {COMMIT}\r\n"), body.clone());
         }
         let (most, times) = self.cut;
         if sent.len() > most && times > 0 {
@@ -363,8 +364,8 @@ fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
     assert!(message.starts_with("owner/model-0.1B: fetching model.safetensors broke off: "), "{message}");
     assert!(message.ends_with("; the same command goes on from there"), "{message}");
     assert!(!served.snapshot().join(SINGLE).exists());
-    assert_eq!(length(&served.blob("etag-of-model.safetensors.part")), None);
-    assert_eq!(length(&served.blob("etag-of-model.part")), Some(60_000));
+    assert_eq!(length(&served.blob("etag-of-model.safetensors")), None);
+    assert_eq!(length(&served.blob("etag-of-model.safetensors.part")), Some(60_000));
     served.change(|scene| scene.cut = (0, 0));
     served.asked();
     assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
@@ -379,7 +380,7 @@ fn a_run_that_ended_just_before_the_last_step_or_left_too_much_does_no_harm() {
     long.extend(b"more");
     for left in [weights(), long] {
         let served = Served::new(small_model());
-        let part = served.blob("etag-of-model.part");
+        let part = served.blob("etag-of-model.safetensors.part");
         fs::create_dir_all(part.parent().unwrap()).unwrap();
         fs::write(&part, left).unwrap();
         assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
@@ -456,13 +457,13 @@ fn a_large_file_is_checked_by_the_hash_that_is_its_name() {
     assert!(message.contains(&expected), "{message}");
     assert!(!wrong.snapshot().join(SINGLE).exists());
     assert_eq!(length(&wrong.blob(hash(b"other"))), None);
-    assert_eq!(length(&wrong.blob(hash(b"other")).with_extension("part")), None);
+    assert_eq!(length(&wrong.blob(&format!("{}.part", hash(b"other")))), None);
 }
 
 #[test]
 fn a_host_that_sends_all_of_a_file_again_does_no_harm() {
     let served = Served::new(Scene { whole: true, ..small_model() });
-    let part = served.blob("etag-of-model.part");
+    let part = served.blob("etag-of-model.safetensors.part");
     fs::create_dir_all(part.parent().unwrap()).unwrap();
     fs::write(&part, &weights()[..40_000]).unwrap();
     assert_eq!(fs::read(served.fetch().unwrap().join(SINGLE)).unwrap(), weights());
@@ -515,7 +516,7 @@ fn each_refusal_of_the_hub_says_what_helps() {
     let unknown =
         format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}");
     assert_eq!(refusal("/api/", 401), unknown);
-    assert_eq!(refusal("/api/", 404), format!("no such folder, and {endpoint} has no such model"));
+    assert_eq!(refusal("/api/", 404), format!("no such folder, and {endpoint} has no such model or revision"));
     let gated = format!("not for everyone: ask for access at {endpoint}/{ID}, then {mend}");
     assert_eq!(refusal("/api/", 403), gated);
     assert_eq!(refusal("config.json", 401), gated);

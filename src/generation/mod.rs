@@ -386,8 +386,8 @@ impl<'a> Text<'a> {
         }
         let token = u32::try_from(token).map_err(|_| {
             Failure::new(format!(
-                "the model's logits are NaN after {} tokens: its weights are damaged, or overflow in this precision; \
-                 try --precision f32",
+                "the model's logits are NaN after {} tokens: its weights are damaged, or its values overflow in bf16 or f16 \
+                 (then --precision f32 helps)",
                 self.prompt.len() + self.tokens.len()
             ))
         })?;
@@ -422,7 +422,7 @@ fn ends_in(file: &Path) -> Result<Vec<u32>, Failure> {
         serde_json::Value::Array(ends) => ends.clone(),
         end => vec![end.clone()],
     };
-    Ok(ends.iter().filter_map(|end| end.as_u64().map(|end| end as u32)).collect())
+    Ok(ends.iter().filter_map(|end| u32::try_from(end.as_u64()?).ok()).collect())
 }
 
 /// Turns tokens into text, holding back what may yet become a stop text.

@@ -73,7 +73,6 @@ impl TrainingRun {
         change: impl FnOnce(Recipe) -> Result<Recipe, Failure>,
     ) -> Result<Self, Failure> {
         let (folder, mut state) = checkpoint::resume(out)?;
-        state.recipe = change(state.recipe)?;
         if let Some(Origin { data, tokenizer }) = &state.origin {
             // By their full paths: the run may go on from another folder than it began in.
             let path = |source: &origin::Source| source.path.display().to_string();
@@ -84,7 +83,13 @@ impl TrainingRun {
                 state.recipe.data.tokenizer = path(tokenizer);
             }
         }
-        let origin = Origin::of(&state.recipe)?;
+        state.recipe = change(state.recipe)?;
+        let moved = |failure: Failure| {
+            Failure::new(format!(
+                "{failure}; if it was moved, say so: --resume --set source=PATH or --set tokenizer=PATH"
+            ))
+        };
+        let origin = Origin::of(&state.recipe).map_err(moved)?;
         let changes = state.origin.as_ref().map_or_else(Vec::new, |then| then.changes(&origin));
         if !changes.is_empty() && !allow_changed_data {
             let (shown, changes) = (out.display(), changes.join("; "));

@@ -84,11 +84,15 @@ impl Source {
     }
 }
 
-/// All files below a folder, in the order of their paths.
+/// The files below a folder that training may read, in the order of their paths: none whose name begins with a dot.
 fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(Failure::io(folder))? {
-        let path = entry.map_err(Failure::io(folder))?.path();
+        let entry = entry.map_err(Failure::io(folder))?;
+        if entry.file_name().to_string_lossy().starts_with('.') {
+            continue;
+        }
+        let path = entry.path();
         match path.is_dir() {
             true => found.extend(files(&path)?),
             false => found.push(path),

@@ -166,28 +166,34 @@ fn one_process_at_a_time_trains_in_a_folder() {
 }
 
 #[test]
-fn a_run_whose_data_changed_goes_on_only_when_told_to() {
+fn a_run_whose_data_moved_or_changed_goes_on_only_when_told_to() {
     let folder = tempfile::tempdir().expect("a folder");
     let (data, out) = (folder.path().join("owl.txt"), folder.path().join("run"));
     let mut child = long_run(&data, &out);
     child.kill().expect("it can be killed");
     child.wait().expect("it ends");
-    std::fs::write(&data, "Once upon a time there was a nice owl.\n".repeat(400)).expect("a text");
     let entries = std::fs::read_dir(out.join("training")).expect("checkpoints").flatten().map(|entry| entry.path());
     let names = entries.filter(|path| is_checkpoint(path)).map(|path| path.to_string_lossy().into_owned());
     let last = names.filter_map(|name| name.rsplit('-').next()?.parse::<u64>().ok()).max().expect("a checkpoint");
-    let go_on = |more: &[&str]| {
+    let go_on = |steps: u64, more: &[&str]| {
         let mut command = fireclay();
         command.args(["train", "--resume", "--plain", "--backend", crate::backend().as_str()]);
-        command.args(["--steps", &(last + 4).to_string()]).args(more).arg("--out").arg(&out);
-        command.stderr(Stdio::piped()).stdout(Stdio::null()).output().expect("the program starts")
+        command.args(["--steps", &(last + steps).to_string()]).args(more).arg("--out").arg(&out);
+        let output = command.stderr(Stdio::piped()).stdout(Stdio::null()).output().expect("the program starts");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let refused = go_on(&[]);
-    let told = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(1), "{told}");
+    let moved = folder.path().join("moved.txt");
+    std::fs::rename(&data, &moved).expect("renamed");
+    let (code, told) = go_on(4, &[]);
+    assert!(code == Some(1) && told.contains("if it was moved, say so"), "{code:?}: {told}");
+    let (code, told) = go_on(4, &["--set", &format!("source={}", moved.display())]);
+    assert_eq!(code, Some(0), "{told}");
+    std::fs::write(&moved, "Once upon a time there was a nice owl.\n".repeat(400)).expect("a text");
+    let (code, told) = go_on(8, &[]);
+    assert_eq!(code, Some(1), "{told}");
     assert!(told.contains("is not what it was") && told.contains("--allow-changed-data"), "{told}");
-    let allowed = go_on(&["--allow-changed-data"]);
-    assert!(allowed.status.success(), "{}", String::from_utf8_lossy(&allowed.stderr));
+    let (code, told) = go_on(8, &["--allow-changed-data"]);
+    assert_eq!(code, Some(0), "{told}");
 }
 
 #[test]

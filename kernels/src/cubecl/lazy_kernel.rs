@@ -77,7 +77,7 @@ impl<H: Hasher> BufferedHasher<'_, H> {
     }
 }
 
-/// Launches a kernel as its `launch_unchecked` does, and is as unsafe, but [`LazyKernel`]. It names the kernel's generic sizes
+/// Launches a kernel as its generated `launch_unchecked` does, and is as unsafe, but through a [`LazyKernel`]. It names the kernel's generic sizes
 /// and types, its arguments, and its parameters of compilation, each in the kernel's order; these have to stand before
 /// the parameters that define types.
 macro_rules! launch {

@@ -1,4 +1,4 @@
-//! What the CubeCL kernels share: how tensors become launch arguments.
+//! What the CubeCL kernels share: launch arguments, grids, vector widths, casts and sums.
 //!
 //! Kernels take arrays and scalars only. A kernel that takes tensors uploads their shapes and strides at every launch.
 

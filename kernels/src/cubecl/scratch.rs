@@ -23,7 +23,7 @@ const MOST: usize = 4 << 20;
 type Size = (TypeId, DeviceId, usize);
 
 thread_local! {
-    /// What this thread keeps. What another keeps may be free by its own count alone.
+    /// Kept per thread: a reference count cannot tell that another thread is about to take the same buffer.
     static SCRATCH: RefCell<HashMap<Size, Vec<Handle>>> = RefCell::new(HashMap::new());
 }
 

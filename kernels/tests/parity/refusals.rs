@@ -265,8 +265,8 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(2, 6, heads)));
         let half = Placement { key_norm: None, ..normed(8, 8) };
         refused(op, &["or none"], || call(half, here(), new(2, 6, heads)));
-        let turned = Placement { rotary: Some(make.table(10, 3)), ..bare() };
-        refused(op, &["cosines [10, 3]"], || call(turned, here(), new(2, 6, heads)));
+        let rotated = Placement { rotary: Some(make.table(10, 3)), ..bare() };
+        refused(op, &["cosines [10, 3]"], || call(rotated, here(), new(2, 6, heads)));
         if let Some(dtype) = make.half() {
             let mut cache = LayerCache::<B>::new(2, 6, heads, FloatDType::from(dtype), &make.0);
             refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));

@@ -24,9 +24,9 @@ use super::cubecl::{gemm_simt, gemm_tensor_cores};
 use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
 
-/// Up to so many rows a projection is skinny: all its time goes into reading the weight, so that it is read once, and
-/// whatever stands around the product is done in the same launch. More rows are two tiles of `mma`'s rows, and then the
-/// GEMM's reuse of the weight is worth more.
+/// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
+/// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the
+/// weight in a GEMM is worth more.
 pub(crate) const SKINNY_ROWS: usize = 32;
 
 /// Edge of the tile that a cube computes in `cubek`'s kernels without TMA.

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! row (d_model)  |u0|u1|u2|..|u0|u1|u2|..|   vectors, in turn over the row's units (`RowUnits`)
-//! forward        mean (layer norm), mean square -> one exchange each -> scaled and shifted, written
-//! backward       sums of gradient * gamma and of that times x, one exchange; a cube's rows add up d_gamma and
-//!                d_beta in registers, and `sum_over_rows` joins the cubes
+//! forward        layer norm: mean, then mean square around it; RMS norm: mean square; one exchange each -> written
+//! backward       row sums of grad * gamma * normed x and, for a layer norm, of grad * gamma, one exchange each -> d_x;
+//!                a cube adds up d_gamma and d_beta of its rows in registers, `sum_over_row_pairs` adds up the cubes
 //! ```
 
 use burn::tensor::DType;

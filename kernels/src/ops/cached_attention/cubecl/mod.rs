@@ -19,6 +19,7 @@ use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cubecl::{Dims, Heads, attention_forward, cube_mask};
 use crate::packed_heads::PackedHeads;
+use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
@@ -38,6 +39,7 @@ where
     fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
         let PackedHeads { n_heads, n_kv_heads, head_dim } = operands.heads;
         if head_dim > MOST_COLUMNS {
+            fell_back("cached_attention", &Self::name(&operands.qkv.device()), "its heads are wider than 256");
             return reference::cached_attention(operands.into_inner());
         }
         let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();

@@ -1,7 +1,7 @@
 //! Attention of one token a row (flash decoding) where planes exchange values among their units.
 //!
 //! ```text
-//! a cube: one row's heads that share a key, and a piece of the keys (split-KV)
+//! a cube: one to eight query heads of a row that share a KV head, and a piece of the keys (split-KV)
 //!
 //! a plane's lanes    | key 0       | key 1       | key 2   ..    `across` lanes a key, each some vectors of it;
 //!                    |l0 l1 .. l7  |l8 .. l15    |               `run` such keys a lane are read together
@@ -83,7 +83,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let cubes = batch_size * (n_heads / together);
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let tensors = [&bound.qkv, keys, values, query_gamma, key_gamma, cos, sin];
-    // What turns together lies half a head apart.
+    // The two elements of a rotated pair lie half a head apart.
     let vector = row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }]);
     let run = if cubes <= busy { RUN } else { SHORT_RUN };
     let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, run);

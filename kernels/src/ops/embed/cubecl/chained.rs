@@ -1,11 +1,11 @@
-//! The gradient of a table of many tokens, by a linked list of rows for each token.
+//! The gradient of a table of many tokens, by a chain (a linked list) of rows for each token.
 //!
 //! ```text
 //! chain_kernel          first[token] = row + 1, next[row] = what was there before     (one atomic exchange a row)
-//! sum_chained_kernel    a cube: CHAINS tokens; follows each list, sorts it, adds its rows
+//! sum_chained_kernel    a cube: CHAINS tokens; follows each chain, sorts it, adds its rows
 //! ```
 //!
-//! The list's order hangs on which unit came first; sorted, the sum does not. The rows of a list too long to keep are looked for
+//! A chain's order depends on which unit came first; sorted, the sum does not. The rows of a chain too long to keep are looked for
 //! among all.
 
 use burn::tensor::DType;

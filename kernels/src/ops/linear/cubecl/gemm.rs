@@ -74,7 +74,7 @@ pub(crate) fn product_add<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, 
     small_product(a, b, added, 1, a.dtype)
 }
 
-/// A product by that kernel. It is fastest where both sides are K-major (the inner dimension is contiguous in memory), so
+/// A product by `cubek`'s warp-specialised kernel behind TMA. It is fastest where both sides are K-major (the inner dimension is contiguous in memory), so
 /// much that an M-major or N-major one is transposed first; and then two kernels do for all products of whole tiles.
 fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType, dtype: DType) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
@@ -125,7 +125,7 @@ fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole:
     cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
 }
 
-/// How that kernel does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
+/// How `cubek`'s kernel behind TMA does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
 /// inner dimension at a time.
 fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
     let [rows, columns] = TMA_TILE;

@@ -105,7 +105,7 @@ impl Variant {
     }
 }
 
-/// Whether the matrix kernels can run: on their device, dtype and sizes, with all rows beginning at whole vectors.
+/// Whether the tensor-core kernels can run: on their device, dtype and sizes, with all rows beginning at whole vectors.
 pub(super) fn supported<R: CubeRuntime>(heads: &[&Heads<R>], head_dim: usize) -> bool {
     // Shared memory of the largest kernel: four tiles of 64 rows.
     let shared = 4 * 64 * 2 * (head_dim + 8);

@@ -2,12 +2,12 @@
 //! multiprocessor.
 //!
 //! ```text
-//! x [rows, K]      in shared memory, read once by each cube; planes split K as in the kernel beside
+//! x [rows, K]      in shared memory, read once by each cube; planes split K as in `tensor_cores.rs`
 //! weight [N, K]    cube c has the tiles of outputs c, c + cubes, c + 2 cubes, ..
 //!                  the weights of the next tile are read while one is multiplied
 //! ```
 //!
-//! With a cube for each tile, as in the kernel beside, more of `x` would go through the cache than of the weight through memory.
+//! With a cube for each tile, as in `tensor_cores.rs`, more of `x` would go through the cache than of the weight through memory.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -27,8 +27,8 @@ const READS: usize = 10;
 const MOST_GROUPS: usize = 4;
 /// The fewest tiles of a cube.
 const TILES: usize = 4;
-/// Rows up to which reading `x` for each cube costs little.
-const MANY_ROWS: usize = 8;
+/// Up to so many rows, each cube reading `x` for itself costs little.
+const FEW_ROWS: usize = 8;
 
 /// How a cube goes over the outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,7 +53,7 @@ impl Tiles {
         let blocks = n_rows.div_ceil(8);
         let tiles = Self { chunks, groups, blocks, cubes };
         let fits = groups > 0
-            && n_rows > MANY_ROWS
+            && n_rows > FEW_ROWS
             && outputs >= cubes * TILES * GROUP * groups
             && tiles.shared_bytes() <= hardware.max_shared_memory_size;
         fits.then_some(tiles)

@@ -3,8 +3,9 @@
 //! ```text
 //! a cube: 8 outputs or a few times as many; its planes split K (`d_input`) among them
 //!
-//! K:       | plane 0 | plane 1 | .. | plane 7 | plane 0 | ..     chunks of 32 columns, `ahead` of them read at once
-//! weight   8 outputs x 32 columns: lane = 4 * output + i reads 16 bytes, columns 8 i .. 8 i + 7
+//! K:       | plane 0 | plane 1 | .. | plane P-1 | plane 0 | ..   chunks of 32 columns, `ahead` of them read at once;
+//!                                                              P is 8, or 16 where cubes are few and rows up to eight
+//! weight   8 outputs x 32 columns: lane = 4 * output + i reads 16 bytes (8 of INT8), columns 8 i .. 8 i + 7
 //! x        8 rows    x 32 columns: the same                      `mma` m16n8k16 twice a chunk, sums in registers
 //!          -> sums of all planes through shared memory -> epilogue
 //! ```
@@ -29,7 +30,7 @@ use crate::cubecl::tensor_cores::{Pair, Wide, has_tensor_cores};
 use crate::cubecl::{array, contiguous, dtype_of, grid, launch, multiprocessors, optional, rows, vector_width};
 use crate::ops::norm::cubecl::CubeNorm;
 
-/// Planes of a cube of the matrix kernel where there are many cubes, and where there are few.
+/// Planes of a cube of the tensor-core kernel where there are many cubes, and where there are few.
 const PLANES: usize = 8;
 const MORE_PLANES: usize = 16;
 /// Cubes that are few.
@@ -43,10 +44,10 @@ const MORE_READS: usize = 12;
 const X_READS: usize = 16;
 /// Columns of `x` that a lane reads at a time for the statistics of a row, in vectors.
 const TOGETHER: usize = 4;
-/// Blocks of 16 rows times groups that the planes' sums have room for in shared memory.
+/// The most bands (of 16 rows) times groups of weights (a gate's included) whose sums fit in shared memory.
 const MOST: usize = 8;
 
-/// The shape of a cube of the matrix kernel.
+/// The shape of a cube of the tensor-core kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     planes: usize,
@@ -66,7 +67,7 @@ impl Shape {
     }
 }
 
-/// Whether the matrix kernel takes `x` and `weight`.
+/// Whether the tensor-core kernel takes `x` and `weight`.
 pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWeight<R>) -> bool {
     match weight {
         CubeWeight::Float(weight) => floats_on_tensor_cores(x, weight),
@@ -79,7 +80,7 @@ pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWe
     }
 }
 
-/// Whether the matrix kernel takes `x` and a weight of floats.
+/// Whether the tensor-core kernel takes `x` and a weight of floats.
 fn floats_on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeTensor<R>) -> bool {
     let lengths = [stride(x), stride(weight), x.meta.shape()[1], 8];
     is_taken(x) && weight.dtype == x.dtype && weight.meta.strides()[1] == 1 && vector_width(&[x, weight], &lengths) == 8
