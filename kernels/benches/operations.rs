@@ -310,7 +310,7 @@ fn vocabulary<B: Backend>(bench: &mut Bench<'_, B>, scale: &Scale) {
     bench.measure("head_loss", bytes, flops, || loss(false));
     bench.measure("head_loss with gradients", 2 * bytes, 3.0 * flops, || loss(true));
 
-    // A head 2,560 wide over GPT-2's words, as decoders have them.
+    // A head 2,560 wide over GPT-2's vocabulary, as decoders have them.
     let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3));
     let sampling = sampling.with_top_k(Some(50)).with_top_p(Some(0.9));
     let weight = bench.random([50_257, 2560]);

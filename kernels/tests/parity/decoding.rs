@@ -99,7 +99,7 @@ backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) 
             let weight = random::<B, 2>(2, [d_output, d_input], &device);
             let values: Vec<f32> = weight.clone().into_data().iter::<f32>().collect();
             let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
-            let bytes = Weight::Int8(bytes.expect("the device works").expect("whole words"));
+            let bytes = Weight::Int8(bytes.expect("the device works").expect("rows of multiples of four"));
             for weight in [Weight::from(weight.cast(dtype)), bytes] {
                 let wide = weight.clone().into_float(FloatDType::F32).cast(DType::F32);
                 let wanted = plain::linear(x.clone().cast(DType::F32), wide, None);
@@ -133,7 +133,7 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
         for [rows, d_input, d_output] in [[1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64]] {
             let values: Vec<f32> = random::<B, 2>(2, [d_output, d_input], &device).into_data().iter::<f32>().collect();
             let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
-            let bytes = bytes.expect("the device works").expect("whole words");
+            let bytes = bytes.expect("the device works").expect("rows of multiples of four");
             let wide = plain::int8_to_float(&bytes, FloatDType::F32);
             let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
             // No byte is off by more than half a step.
@@ -166,7 +166,7 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
         }
     }
     let bytes = Int8Weight::<B>::quantize(&[1.0; 6], [2, 3], &device).expect("the device works");
-    assert!(bytes.is_none(), "rows are whole words");
+    assert!(bytes.is_none(), "rows are multiples of four");
 });
 
 backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
@@ -251,7 +251,7 @@ backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {
 });
 
 backend_test!(draws_are_those_of_the_reference::<B>(device) {
-    // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many words lie above.
+    // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many tokens lie above.
     for (vocabulary, spread) in [(6, 2.0), (300, 1.0), (5003, 6.0), (5003, 0.1), (20_011, 3.0)] {
         let rows = 24;
         let hidden = random::<B, 2>(1, [rows, 8], &device) * spread;
@@ -291,9 +291,9 @@ backend_test!(draws_are_those_of_the_reference::<B>(device) {
                 greedy.clone_from(&b);
             }
             if sampling.top_k == Some(1) {
-                assert_eq!(b, greedy, "one word is the likeliest, by the reference");
+                assert_eq!(b, greedy, "one token is the likeliest, by the reference");
             }
-            // Products and logarithms differ in the last bits, and a word may stand right at a cut.
+            // Products and logarithms differ in the last bits, and a token may stand right at a cut.
             let differ = a.iter().zip(&b).filter(|(a, b)| a != b).count();
             let allowed = if B::name(&device).contains("cuda") { 2 } else { 1 };
             assert!(differ <= allowed, "{vocabulary} {spread} {sampling:?}: {a:?} {b:?}, greedy {greedy:?}");

@@ -840,7 +840,7 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
         assert!(own[token as usize] == 1.0 && own.iter().sum::<f32>() == 1.0, "row {row} counts what it drew: {own:?}");
     }
     tokens.iter::<i64>().for_each(|token| drawn[token as usize] += 1);
-    // Words of the prompt are only repeated; the one behind it is there, and was twice.
+    // Tokens of the prompt are only repeated; the one behind it is there, and was twice.
     let exact: [f64; 6] = [2.0 / 1.5, 1.0 / 1.5 - 0.3 - 2.0 * 0.2, 0.5, 0.0, -1.0, -3.0 * 1.5];
     let exact = exact.map(|logit| (logit / 0.7).exp());
     let total: f64 = exact.iter().sum();
@@ -854,7 +854,7 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
     let strong = Penalties { repetition: 1.0, presence: 0.0, frequency: -2.0 };
     let greedy = Sampling::greedy().with_penalties(strong);
     let tokens = head_sample(hidden, weight, &greedy, &mut drawn_by()).into_data();
-    assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest word, too");
+    assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest token, too");
 });
 
 backend_test!(fused_projections_match_the_reference::<B>(device) {

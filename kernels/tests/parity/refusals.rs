@@ -70,7 +70,9 @@ impl<B: Backend> Make<B> {
 
     fn bytes(&self, [rows, columns]: [usize; 2]) -> Int8Weight<B> {
         let values = vec![1.0; rows * columns];
-        Int8Weight::quantize(&values, [rows, columns], &self.0).expect("the device works").expect("whole words")
+        Int8Weight::quantize(&values, [rows, columns], &self.0)
+            .expect("the device works")
+            .expect("rows of multiples of four")
     }
 }
 
@@ -349,7 +351,7 @@ backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
 backend_test!(ids_out_of_range_count_as_the_last::<B>(device) {
     let table = Tensor::<B, 2>::from_data(TensorData::new((0..15).map(|x| x as f32).collect::<Vec<_>>(), [5, 3]), &device);
     let bytes: Vec<f32> = (0..20).map(|x| x as f32).collect();
-    let bytes = Int8Weight::<B>::quantize(&bytes, [5, 4], &device).expect("the device works").expect("whole words");
+    let bytes = Int8Weight::<B>::quantize(&bytes, [5, 4], &device).expect("the device works").expect("rows of multiples of four");
     let ids = |values: [i32; 4]| Tensor::<B, 2, Int>::from_data([values], &device);
     let (outside, last) = (ids([-1, 5, i32::MIN, i32::MAX]), ids([4, 4, 4, 4]));
     for table in [Weight::from(table), Weight::Int8(bytes)] {
