@@ -258,7 +258,6 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn add_up_kernel<F: Float, O: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     first: &mut Array<Vector<O, N>>,

@@ -46,7 +46,6 @@ pub(crate) fn transpose<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: 
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn transpose_kernel<F: Float, O: Float, N: Size, M: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<Vector<O, M>>,

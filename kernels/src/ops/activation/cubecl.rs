@@ -118,7 +118,6 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn activate_kernel<F: Float, W: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     bias: &Array<Vector<W, N>>,
@@ -147,7 +146,6 @@ fn activate_kernel<F: Float, W: Float, N: Size>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn activate_backward_kernel<F: Float, W: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
     x: &Array<Vector<F, N>>,

@@ -64,7 +64,6 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
 
 /// A row's units have a piece of it, so that the row's bits are made once for several vectors.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn dropout_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<Vector<F, N>>,

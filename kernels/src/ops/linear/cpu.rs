@@ -13,7 +13,7 @@ use crate::ops::weight::cpu::Words;
 use crate::ops::weight::{Int8Weight, Weight};
 
 /// Products of so few rows are a dot product for each of their elements.
-const SKINNY_ROWS: usize = 16;
+const DOT_PRODUCT_ROWS: usize = 16;
 
 impl LinearOps for NdArray {
     /// What is saved is what the gradient is multiplied by, so that the activation is computed once.
@@ -21,7 +21,7 @@ impl LinearOps for NdArray {
         let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
         let shape = [x.dims()[0], weight.dims()[0]];
         let weight = match weight {
-            Weight::Int8(weight) if shape[0] <= SKINNY_ROWS => {
+            Weight::Int8(weight) if shape[0] <= DOT_PRODUCT_ROWS => {
                 let product = int8_linear(x, weight, bias, residual);
                 let output = match activation {
                     Some(activation) => activate_rows(product, activation),
@@ -116,7 +116,7 @@ fn project(
         }
         then(row, column, out);
     };
-    if rows <= SKINNY_ROWS {
+    if rows <= DOT_PRODUCT_ROWS {
         // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
         return new_columns(rows, d_output, rows * d_input, |columns, out| {
             for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {

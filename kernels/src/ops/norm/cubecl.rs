@@ -229,7 +229,6 @@ fn row_units<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize, most: usize) -> 
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     gamma: &Array<Vector<W, N>>,
@@ -301,7 +300,6 @@ fn norm_kernel<F: Float, W: Float, V: Float, N: Size>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn norm_backward_kernel<F: Float, W: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
     x: &Array<Vector<F, N>>,

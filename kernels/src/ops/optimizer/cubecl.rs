@@ -337,7 +337,6 @@ fn norm_kernel(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn update_kernel<C: Float, N: Size>(
     gradients: &Sequence<Array<Vector<f32, N>>>,
     clip: &Array<f32>,

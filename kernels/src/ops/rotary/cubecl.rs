@@ -143,7 +143,6 @@ fn dims<R: CubeRuntime, const D: usize>(x: &CubeTensor<R>) -> [usize; D] {
 }
 
 /// Rotates the first `rotated` of a token's heads and copies the others. Strides are of batch, head and token.
-#[allow(clippy::too_many_arguments)]
 fn launch<R: CubeRuntime>(
     x: &CubeTensor<R>,
     out: &CubeTensor<R>,
@@ -204,7 +203,6 @@ fn launch<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn rotary_kernel<F: Float, T: Float, I: Int, N: Size>(
     x: &Array<Vector<F, N>>,
     cos: &Array<Vector<T, N>>,

@@ -91,7 +91,6 @@ fn spread<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn spread_kernel<I: Int, O: Float>(
     packed: &Array<u32>,
     scales: &Array<f32>,

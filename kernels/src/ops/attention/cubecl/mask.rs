@@ -69,7 +69,6 @@ pub(super) fn sees(key: u32, last: i32, sizes: &Sizes) -> bool {
 /// Whether each of the queries `first_query .. first_query + queries` sees each of the keys
 /// `first_key .. first_key + keys`, and all of them are there. Where this would take long to say, the answer is no.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn all_seen<I: Int>(
     ints: &Array<I>,
     batch: u32,

@@ -302,7 +302,6 @@ const SUMMERS: u32 = 16;
 
 /// Reads heads into shared memory, normalised and rotated: queries, and keys behind them.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn place<F: Float, G: Float, T: Float>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,
@@ -375,7 +374,6 @@ fn place<F: Float, G: Float, T: Float>(
 
 /// A cube places some of one token's heads.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,

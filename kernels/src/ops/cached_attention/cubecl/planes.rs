@@ -131,7 +131,6 @@ pub(super) fn attend<R: CubeRuntime>(
 
 /// A cube attends with query heads that share a key head, over one piece of the keys.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,
@@ -394,7 +393,6 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
 
 /// Reads a lane's vectors of a run of keys or values, the first of them `first`; those beyond the end again.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn read<F: Float, N: Size>(
     from: &Array<Vector<F, N>>,
     to: &mut Array<Vector<F, N>>,
@@ -419,7 +417,6 @@ fn read<F: Float, N: Size>(
 /// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head
 /// `own`. A lane has vectors of the first half, and those that are as far in the second.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn place<F: Float, G: Float, T: Float, N: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,

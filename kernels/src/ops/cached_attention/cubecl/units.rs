@@ -64,7 +64,6 @@ pub(super) fn attend<R: CubeRuntime>(
 
 /// A cube attends with query heads that share a key head, over one piece of the keys.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,

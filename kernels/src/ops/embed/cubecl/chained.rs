@@ -92,7 +92,6 @@ fn chain_kernel<I: Int>(
 /// A cube sees to [`CHAINS`] tokens and `across` vectors of columns, its units `across` columns wide and as many deep as
 /// there are left.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     grad: &Array<Vector<F, N>>,
     tokens: &Array<I>,

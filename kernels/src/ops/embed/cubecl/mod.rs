@@ -127,7 +127,6 @@ struct Sizes {
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn embed_kernel<F: Float, O: Float, I: Int, N: Size>(
     table: &Array<Vector<F, N>>,
     tokens: &Array<I>,

@@ -109,7 +109,6 @@ fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn rank_kernel<I: Int>(
     keys: &Array<I>,
     ranks: &mut Array<u32>,
@@ -185,7 +184,6 @@ fn same(digits: &SharedMemory<u32>, digit: u32, first: u32, end: u32) -> u32 {
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn place_kernel<I: Int>(
     keys: &Array<I>,
     order: &Array<u32>,
@@ -253,7 +251,6 @@ fn place_kernel<I: Int>(
 /// A cube sees to one token and `across` vectors of columns, its units `across` columns wide and as many deep as there
 /// are left.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
     sorted: &Array<u32>,

@@ -206,7 +206,6 @@ fn counts<I: Int>(target: I, vocabulary: u32) -> bool {
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn head_loss_kernel<F: Float, I: Int, N: Size>(
     logits: &mut Array<Vector<F, N>>,
     targets: &Array<I>,

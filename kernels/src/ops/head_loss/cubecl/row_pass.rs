@@ -87,7 +87,7 @@ pub(super) struct Weights {
 /// The first pass over the row of `length` elements, in `columns` vectors, that begins at `start`. A row of one block is in
 /// `held` afterwards, the first blocks of a longer one in `kept`. Lanes beyond a row's end have to be zeros.
 #[cube]
-#[allow(clippy::collapsible_if, clippy::too_many_arguments)]
+#[allow(clippy::collapsible_if)]
 pub(super) fn first_pass<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,
@@ -158,7 +158,6 @@ pub(super) fn first_pass<F: Float, N: Size>(
 
 /// A vector of the row once more, after [`first_pass`].
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn read_again<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     start: u32,

@@ -49,7 +49,6 @@ pub(super) fn bound(best: f32, top: f32, numbers: &Numbers, #[comptime] variant:
 
 /// The least logit that is kept, by halving over all tokens.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn halved_cut(
     logits: &Array<f32>,
     prompt: &Array<f32>,
@@ -84,7 +83,6 @@ pub(super) fn halved_cut(
 
 /// The largest bound, no lower than `floor`, above which tokens weigh `wanted`: one each, or by probability.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn halved(
     logits: &Array<f32>,
     prompt: &Array<f32>,

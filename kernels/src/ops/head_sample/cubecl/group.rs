@@ -8,7 +8,6 @@ use crate::random::cubecl::{Rounds, row_bits};
 
 /// The largest token of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn group_kernel<I: Int>(
     logits: &Array<f32>,
     streams: &Array<I>,

@@ -10,7 +10,6 @@ use crate::random::cubecl::{Rounds, row_bits};
 
 /// A cube chooses a row's token.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn draw_kernel<I: Int>(
     logits: &Array<f32>,
     streams: &Array<I>,

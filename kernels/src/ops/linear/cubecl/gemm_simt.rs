@@ -235,7 +235,6 @@ fn slot(depth: u32, quad: u32) -> u32 {
 /// begins, `begin` where the step does, on a dimension of which what is behind `end` counts as zero. Behind the last output
 /// the last is read again, for sums that nobody asks for.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn fetch<N: Size>(
     from: &Array<Vector<f32, N>>,
     part: &mut Array<Quad>,

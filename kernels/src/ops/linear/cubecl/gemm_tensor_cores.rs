@@ -162,7 +162,6 @@ fn side<R: CubeRuntime>(x: &CubeTensor<R>, inner: usize) -> Option<Side> {
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
     a: &Array<Wide<F>>,
     b: &Array<Wide<F>>,
@@ -252,7 +251,6 @@ fn small_product_kernel<F: Float, V: Float, S: Float, O: Float>(
 /// Reads a unit's share of a side's tile: outputs from `first` of `outputs` on, and the inner dimension from `begin` to `end`.
 /// Zeros stand for what lies outside.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn fetch<F: Float>(
     from: &Array<Wide<F>>,
     part: &mut Array<Wide<F>>,

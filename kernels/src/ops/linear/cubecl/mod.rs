@@ -194,7 +194,6 @@ fn bias_add<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn bias_add_kernel<F: Float, W: Float, V: Float, N: Size>(
     product: &Array<Vector<F, N>>,
     bias: &Array<Vector<W, N>>,

@@ -59,7 +59,6 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
 
 /// Gradients of the keys and values of a tile, from all queries that see any of them.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn backward_kv_kernel<F: Float, I: Int, N: Size>(
     query: &Array<Vector<F, N>>,
     key: &Array<Vector<F, N>>,

@@ -57,7 +57,6 @@ pub(in crate::ops::attention::cubecl) fn backward_q<R: CubeRuntime>(
 
 /// Gradients of the queries of a tile, from all keys that any of them sees.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn backward_q_kernel<F: Float, I: Int, N: Size>(
     query: &Array<Vector<F, N>>,
     key: &Array<Vector<F, N>>,

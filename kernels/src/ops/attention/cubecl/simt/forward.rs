@@ -55,7 +55,6 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn forward_kernel<F: Float, I: Int, N: Size>(
     query: &Array<Vector<F, N>>,
     key: &Array<Vector<F, N>>,

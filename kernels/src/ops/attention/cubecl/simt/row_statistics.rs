@@ -52,7 +52,6 @@ pub(in crate::ops::attention::cubecl) fn row_statistics<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn row_statistics_kernel<F: Float, O: Float, N: Size>(
     grad: &Array<Vector<F, N>>,
     output: &Array<Vector<O, N>>,

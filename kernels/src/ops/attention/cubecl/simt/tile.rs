@@ -10,7 +10,6 @@ use crate::random::cubecl::Rounds;
 
 /// From a score and the gradient of its dropped probability: the dropped probability, and the score's gradient.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn score_gradient(
     score: f32,
     d_dropped: f32,
@@ -65,7 +64,6 @@ pub(super) fn slot(row: u32, #[comptime] spread: bool, #[comptime] variant: Vari
 
 /// Loads a slice of a tile's rows, from row `first` on, with zeros after the last row and the head's last element.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn load<F: Float, N: Size>(
     from: &Array<Vector<F, N>>,
     rows: &Rows,

@@ -60,7 +60,6 @@ pub(in crate::ops::attention::cubecl) fn backward_kv<R: CubeRuntime>(
 
 /// Gradients of the keys and values of a tile, from all queries that see any of them.
 #[cube(launch_unchecked, fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-#[allow(clippy::too_many_arguments)]
 fn backward_kv_kernel<F: Float, I: Int>(
     query: &Array<Wide<F>>,
     key: &Array<Wide<F>>,

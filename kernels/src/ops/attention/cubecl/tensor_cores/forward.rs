@@ -54,7 +54,6 @@ pub(in crate::ops::attention::cubecl) fn forward<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked, fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-#[allow(clippy::too_many_arguments)]
 fn forward_kernel<F: Float, I: Int>(
     query: &Array<Wide<F>>,
     key: &Array<Wide<F>>,

@@ -201,7 +201,6 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
 
 /// Scale, bias and activation of a product, and what is added to that.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn finished<V: Float>(
     gate: f32,
     other: f32,

@@ -75,7 +75,6 @@ pub(super) fn by_simt<R: CubeRuntime>(
 
 /// Here `d_input` and the strides count vectors.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn simt_kernel<F: Float, W: Float, V: Float, S: Float, O: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     weight: &ComptimeOption<Array<Vector<W, N>>>,

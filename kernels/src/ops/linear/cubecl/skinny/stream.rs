@@ -28,7 +28,7 @@ const MOST_GROUPS: usize = 4;
 /// The fewest tiles of a cube.
 const TILES: usize = 4;
 /// Up to so many rows, each cube reading `x` for itself costs little.
-const FEW_ROWS: usize = 8;
+const REREAD_ROWS: usize = 8;
 
 /// How a cube goes over the outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,7 +53,7 @@ impl Tiles {
         let blocks = n_rows.div_ceil(8);
         let tiles = Self { chunks, groups, blocks, cubes };
         let fits = groups > 0
-            && n_rows > FEW_ROWS
+            && n_rows > REREAD_ROWS
             && outputs >= cubes * TILES * GROUP * groups
             && tiles.shared_bytes() <= hardware.max_shared_memory_size;
         fits.then_some(tiles)
@@ -115,7 +115,6 @@ pub(super) fn stream<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn stream_kernel<F: Float, O: Float>(
     x: &Array<Wide<F>>,
     weight: &ComptimeOption<Array<Wide<F>>>,
@@ -223,7 +222,6 @@ fn stream_kernel<F: Float, O: Float>(
 /// Reads a lane's share of a tile's weights, of which it has the rows `output`, `output + 8` and so on; zeros beyond the
 /// outputs and columns that there are.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn read_tile<F: Float>(
     weight: &ComptimeOption<Array<Wide<F>>>,
     packed: &ComptimeOption<Array<Vector<u32, Const<2>>>>,

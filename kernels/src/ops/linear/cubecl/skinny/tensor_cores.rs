@@ -185,7 +185,6 @@ pub(super) fn by_tensor_cores<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
 fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float>(
     x: &Array<Wide<F>>,
     gamma: &ComptimeOption<Array<Wide<G>>>,
@@ -387,7 +386,6 @@ fn tensor_core_kernel<F: Float, G: Float, H: Float, V: Float, S: Float, O: Float
 /// Reads a lane's share of the weight, of `x` and of a late norm's gamma for some chunks, the first of which has its
 /// columns from `column` on; zeros beyond the rows, outputs and columns that there are.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn fetch<F: Float, G: Float>(
     x: &Array<Wide<F>>,
     gamma: &ComptimeOption<Array<Wide<G>>>,
@@ -444,7 +442,6 @@ fn fetch<F: Float, G: Float>(
 
 /// Eight elements of a row of `x`, normalised where there is a norm; zeros beyond its rows and columns.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn normalised<F: Float, G: Float, H: Float>(
     value: Wide<F>,
     gamma: &ComptimeOption<Array<Wide<G>>>,
