@@ -27,6 +27,7 @@ pub mod evaluation;
 mod failure;
 pub mod generation;
 pub mod language_model;
+pub mod plots;
 pub mod precision;
 pub mod prediction;
 pub mod run_folder;

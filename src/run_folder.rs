@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json, done.json where there are such
-//! metrics.jsonl  loss.svg                            how it went
+//! metrics.jsonl  loss.svg  confusion.svg             how it went; the last for utterances
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else
 //! training/run.lock                                  held by the process that trains
@@ -25,6 +25,7 @@ pub(crate) const GENERATION: &str = "generation_config.json";
 pub(crate) const LABELS: &str = "labels.json";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 pub(crate) const CHART: &str = "loss.svg";
+pub(crate) const CONFUSION: &str = "confusion.svg";
 pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const STATE: &str = "state.json";
 /// Where a finished run keeps the figures of its `done` line.

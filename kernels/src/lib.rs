@@ -43,7 +43,7 @@ mod tensor;
 pub use backend::Backend;
 pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
-    AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, qkv_attention,
+    AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::dropout::{Dropout, dropout};

@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, attention, cached_attention, norm,
-    norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
+    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, attention, attention_weights,
+    cached_attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::config::TransformerConfig;
@@ -59,18 +59,34 @@ impl<B: Backend> Attention<B> {
         layer: usize,
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
-        let bias = self.qkv_bias.as_ref().map(Param::val);
-        let qkv = norm_linear(x, pre_norm, self.qkv.weight(), bias);
-        let [batch_size, seq_length] = pass.positions.dims();
-        let [rows, width] = qkv.dims();
-        let qkv = reshape(qkv, [batch_size, seq_length, width]);
-        let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
-        let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
+        let [rows, _] = x.dims();
+        let (qkv, heads) = self.qkv(x, pre_norm, pass);
         let output = match (cache, &pass.cached) {
             (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), at, cache),
             _ => self.attend(qkv, heads, pass, layer),
         };
-        reshape(output, [rows, self.n_heads * head_dim])
+        reshape(output, [rows, self.n_heads * heads.head_dim])
+    }
+
+    /// The weights of a pass without a cache, f32 `[batch_size, n_heads, seq_length, seq_length]`; operands as in
+    /// [`heads`](Self::heads).
+    pub(crate) fn weights(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
+        let (qkv, heads) = self.qkv(x, pre_norm, pass);
+        let [query, key, _] = heads.split(qkv);
+        let query = self.place(query, self.query_norm.as_ref(), pass);
+        let key = self.place(key, self.key_norm.as_ref(), pass);
+        attention_weights(query, key, &pass.mask, AttentionOptions::new(heads.head_dim))
+    }
+
+    /// Queries, keys and values of a pass's tokens in one tensor, and how they lie in it.
+    fn qkv(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> (Tensor<B, 3>, PackedHeads) {
+        let bias = self.qkv_bias.as_ref().map(Param::val);
+        let qkv = norm_linear(x, pre_norm, self.qkv.weight(), bias);
+        let [batch_size, seq_length] = pass.positions.dims();
+        let [_, width] = qkv.dims();
+        let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
+        let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
+        (reshape(qkv, [batch_size, seq_length, width]), heads)
     }
 
     /// Attention of a row's tokens over each other, `[batch_size, seq_length, n_heads * head_dim]`.

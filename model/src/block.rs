@@ -59,6 +59,12 @@ impl<B: Backend> Block<B> {
         }
     }
 
+    /// The weights of this block's attention over `x`, f32 `[batch_size, n_heads, seq_length, seq_length]`.
+    pub(crate) fn attention_weights(&self, x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 4> {
+        let norm = (pass.norm_placement == NormPlacement::Pre).then(|| self.attention_norm.weights());
+        self.attention.weights(x, norm.as_ref(), pass)
+    }
+
     fn add_attention(&self, heads: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
         let Attention { output, output_bias, .. } = &self.attention;
         let dropout = pass.dropout(layer, Site::AttentionOutput);

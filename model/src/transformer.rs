@@ -52,7 +52,7 @@ pub struct Transformer<B: Backend> {
 /// What a forward pass reads.
 #[derive(Clone, Debug)]
 pub struct Tokens<B: Backend> {
-    ids: Tensor<B, 2, Int>,
+    pub(crate) ids: Tensor<B, 2, Int>,
     types: Option<Tensor<B, 2, Int>>,
     lengths: Option<Tensor<B, 1, Int>>,
 }
@@ -261,8 +261,7 @@ impl<B: Backend> Transformer<B> {
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
     /// the tokens then, but does not count them yet.
     fn residual_stream(&self, tokens: Tokens<B>, mut cache: Option<&mut Cache<B>>) -> Tensor<B, 2> {
-        let Tokens { ids, types, lengths } = tokens;
-        let [batch_size, seq_length] = ids.dims();
+        let [batch_size, seq_length] = tokens.ids.dims();
         let end = match &cache {
             Some(cache) => {
                 assert_eq!(cache.lengths().len(), batch_size, "as many rows as the cache has");
@@ -271,8 +270,19 @@ impl<B: Backend> Transformer<B> {
             None => seq_length,
         };
         assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
-        let pass = self.pass([batch_size, seq_length], cache.as_ref().map(|cache| cache.next(seq_length)), lengths);
+        let (mut x, pass) = self.begin(tokens, cache.as_ref().map(|cache| cache.next(seq_length)));
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
+            x = block.forward(x, &pass, layer, cache);
+        }
+        x
+    }
 
+    /// What enters the first block, `[batch_size * seq_length, d_model]`, and what all blocks of the pass share.
+    pub(crate) fn begin(&self, tokens: Tokens<B>, cached: Option<CachedTokens<B>>) -> (Tensor<B, 2>, Pass<B>) {
+        let Tokens { ids, types, lengths } = tokens;
+        let [batch_size, seq_length] = ids.dims();
+        let pass = self.pass([batch_size, seq_length], cached, lengths);
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
@@ -288,16 +298,11 @@ impl<B: Backend> Transformer<B> {
             x = dropout(x, Dropout { probability, key });
         }
         // From here on a row for each token, the same in all operations that work on tokens alone.
-        let mut x = reshape(x, [batch_size * seq_length, self.config.d_model]);
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
-            x = block.forward(x, &pass, layer, cache);
-        }
-        x
+        (reshape(x, [batch_size * seq_length, self.config.d_model]), pass)
     }
 
     /// `x` after the last norm, where there is one.
-    fn normalised(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+    pub(crate) fn normalised(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
         match &self.final_norm {
             Some(weights) => norm(x, &weights.weights()),
             None => x,

@@ -1,6 +1,6 @@
 //! How well utterances are predicted, counted as the field does (Tjong Kim Sang and Buchholz, 2000, "conlleval").
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 
 use fireclay_datasets::{Span, Utterance, spans};
@@ -114,6 +114,24 @@ impl ClassificationReport {
         report.confusions.sort_by_key(|(.., count)| std::cmp::Reverse(*count));
         report
     }
+
+    /// Which intents were predicted as which: the labels, and a row of counts for each expected one.
+    pub fn confusion_matrix(&self) -> (Vec<String>, Vec<usize>) {
+        let mistaken = self.confusions.iter().flat_map(|(expected, predicted, _)| [expected, predicted]);
+        let names: BTreeSet<&String> = self.intents.keys().chain(mistaken).collect();
+        let at: HashMap<&String, usize> = names.iter().enumerate().map(|(at, name)| (*name, at)).collect();
+        let mut counts = vec![0; names.len() * names.len()];
+        let mut count = |expected: &String, predicted: &String, times: usize| {
+            counts[at[expected] * names.len() + at[predicted]] += times;
+        };
+        for (intent, (_, right)) in &self.intents {
+            count(intent, intent, *right);
+        }
+        for (expected, predicted, times) in &self.confusions {
+            count(expected, predicted, *times);
+        }
+        (names.into_iter().cloned().collect(), counts)
+    }
 }
 
 /// Confusions shown in a report.
@@ -182,6 +200,9 @@ mod tests {
         );
         assert_eq!(report.confusions, [("b".into(), "a".into(), 2), ("a".into(), "c".into(), 1)]);
         assert_eq!(report.scores.sentence_accuracy, 25.0);
+        let (labels, counts) = report.confusion_matrix();
+        assert_eq!(labels, ["a", "b", "c"]);
+        assert_eq!(counts, [0, 0, 1, 2, 0, 0, 0, 0, 1], "a row for each that was expected");
         let shown = report.to_string();
         assert!(shown.contains("2 x b predicted as a"), "{shown}");
     }

@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::fs::{self, File};
 use std::path::Path;
 
-use burn::module::AutodiffModule;
 use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, f32_chunks};
@@ -71,8 +70,7 @@ pub fn save<B: Backend>(folder: &RunFolder, trainer: &Trainer<B>, state: &RunSta
 }
 
 fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
-    ModelFolder::new(folder).save(&trainer.model().valid())?;
-    trainer.task().save(folder)?;
+    trainer.save(folder)?;
     let moments = trainer.optimizer().moments();
     let views = moments.flat_map(|(name, first, second)| {
         [("first", first), ("second", second)]

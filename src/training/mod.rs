@@ -158,6 +158,9 @@ impl OnBackend for TrainingRun {
         let (session, outcome) = views::run(session, view, interrupter);
         let finished = outcome?;
         chart::draw(folder.path())?;
+        if let Some(report) = session.test_report() {
+            chart::draw_confusions(folder.path(), report)?;
+        }
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
             eprintln!("\non the test data, read once:\n\n{report}\n");
         }

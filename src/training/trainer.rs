@@ -1,10 +1,12 @@
 //! A model, its optimizer and its data: one step, one validation.
 
+use std::path::Path;
+
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use fireclay_kernels::{AdamW, Backend, RandomKey};
-use fireclay_model::Transformer;
+use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
@@ -179,6 +181,16 @@ impl<B: Backend> Trainer<B> {
     /// If the device failed.
     pub fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
         self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device)
+    }
+
+    /// Writes the model as it is into a folder laid out as on the hub, with its tokenizer and, for utterances, its labels.
+    ///
+    /// # Errors
+    /// If the file system refuses.
+    pub fn save(&self, folder: &Path) -> Result<(), Failure> {
+        std::fs::create_dir_all(folder).map_err(Failure::io(folder))?;
+        ModelFolder::new(folder).save(&self.model.valid())?;
+        self.task.save(folder)
     }
 
     /// The model without gradients.

@@ -8,8 +8,8 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
     HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts, Weight,
-    activate, attention, dropout, embed, embed_add, head_loss, head_sample, linear, linear_add, norm, norm_gate_up,
-    optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    activate, attention, attention_weights, dropout, embed, embed_add, head_loss, head_sample, linear, linear_add,
+    norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -506,6 +506,21 @@ backend_test!(attention_matches_the_reference::<B>(device) {
             attention_parity(&format!("{name} strided"), &swapped, mask, false);
             attention_parity(&format!("{name} with dropout"), &inputs, mask, true);
         }
+    }
+});
+
+backend_test!(attention_weights_times_the_values_are_attention::<B>(device) {
+    let query = random::<B, 4>(1, [2, 4, 7, 8], &device) * 2.0;
+    let (key, value) = (random::<B, 4>(2, [2, 2, 7, 8], &device) * 2.0, random::<B, 4>(3, [2, 2, 7, 8], &device));
+    let lengths = Tensor::<B, 1, Int>::from_data([7, 3], &device);
+    for mask in [AttentionMask::None, AttentionMask::Causal { window: Some(4) }, AttentionMask::Lengths(lengths)] {
+        let options = AttentionOptions::new(8);
+        let weights = attention_weights(query.clone(), key.clone(), &mask, options);
+        // Key head j serves two query heads.
+        let values = value.clone().reshape([2, 2, 1, 7, 8]).expand([2, 2, 2, 7, 8]).reshape([2, 4, 7, 8]);
+        let ours = weights.matmul(values).swap_dims(1, 2).reshape([2, 7, 32]);
+        let fused = attention(query.clone(), key.clone(), value.clone(), &mask, options);
+        assert_close("attention weights", &ours, &fused, 1e-5);
     }
 });
 

@@ -308,6 +308,25 @@ pub fn attention<B: AttentionOps>(
     B::reshape(output, [batch_size, seq_length, n_heads * head_dim])
 }
 
+/// The weights that [`attention`] gives each key, without dropout: f32 `[batch_size, n_heads, seq_length, keys]`, whose
+/// rows sum to one. For looking at: attention itself never writes them out.
+///
+/// Operands are as in [`attention`], on every backend by the reference.
+///
+/// # Panics
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+pub fn attention_weights<B: AttentionOps>(
+    query: Tensor<B, 4>,
+    key: Tensor<B, 4>,
+    mask: &AttentionMask<B>,
+    options: AttentionOptions,
+) -> Tensor<B, 4> {
+    let _op = recorder::op("attention_weights", || vec![recorder::operand(&query), recorder::operand(&key)]);
+    let value = key.clone();
+    let operands = Checked::new(AttentionForward { query, key, value, mask: mask.clone(), options });
+    reference::attention_weights(operands.into_inner())
+}
+
 /// [`attention`] with its heads apart, as a part of another operation.
 pub(crate) fn attention_heads<B: AttentionOps>(operands: AttentionForward<B>) -> Tensor<B, 4> {
     <B as AttentionOps>::attention(Checked::new(operands))

@@ -29,6 +29,15 @@ pub fn attention_forward<B: Backend>(operands: AttentionForward<B>) -> Attention
     }
 }
 
+/// The weights that [`attention`](crate::attention()) gives each key, before dropout: f32
+/// `[batch_size, n_heads, seq_length, keys]`.
+pub(super) fn attention_weights<B: Backend>(operands: AttentionForward<B>) -> Tensor<B, 4> {
+    let AttentionForward { query, key, mask, options, .. } = operands;
+    let scores = scores(query, key, &mask, options);
+    let exponentials = (scores.clone() - scores.max_dim(3)).exp();
+    exponentials.clone() / exponentials.sum_dim(3)
+}
+
 /// Reference backward of [`attention`](crate::attention()): the probabilities are computed again from the log-sum-exp.
 pub fn attention_backward<B: Backend>(operands: AttentionBackward<B>) -> AttentionGradients<B> {
     let AttentionBackward { grad, query, key, value, saved, mask, options } = operands;
