@@ -30,7 +30,10 @@ macro_rules! dispatch {
     ($backend:ident: $ops:ident::$method:ident($operands:expr)) => {{
         let operands: $crate::checked::Checked<_> = $operands;
         match $crate::selection::reference_only() {
-            true => reference::$method::<$backend>(operands.into_inner()),
+            true => {
+                $crate::recorder::asked_for_reference();
+                reference::$method::<$backend>(operands.into_inner())
+            }
             false => <$backend as $ops>::$method(operands),
         }
     }};

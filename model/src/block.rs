@@ -3,6 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
+use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, LayerCache, linear_add, norm};
 
 use crate::attention::Attention;
@@ -43,16 +44,21 @@ impl<B: Backend> Block<B> {
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
         let norms = (self.attention_norm.weights(), self.feed_forward_norm.weights());
+        let in_attention = part("attention");
         match pass.norm_placement {
             NormPlacement::Pre => {
                 let heads = self.attention.heads(x.clone(), Some(&norms.0), pass, layer, cache);
                 let x = self.add_attention(heads, x, pass, layer);
+                drop(in_attention);
+                let _in_feed_forward = part("feed_forward");
                 let inner = self.feed_forward.inner(x.clone(), Some(&norms.1), pass.activation);
                 self.add_feed_forward(inner, x, pass, layer)
             }
             NormPlacement::Post => {
                 let heads = self.attention.heads(x.clone(), None, pass, layer, cache);
                 let x = norm(self.add_attention(heads, x, pass, layer), &norms.0);
+                drop(in_attention);
+                let _in_feed_forward = part("feed_forward");
                 let inner = self.feed_forward.inner(x.clone(), None, pass.activation);
                 norm(self.add_feed_forward(inner, x, pass, layer), &norms.1)
             }

@@ -2,6 +2,7 @@
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
+use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, CachedTokens, LayerCache, PackedHeads, next_positions};
 
 use crate::config::TransformerConfig;
@@ -98,6 +99,7 @@ impl<B: Backend> Cache<B> {
     pub(crate) fn advance(&mut self, new: &[usize]) {
         let capacity = self.capacity;
         self.lengths.iter_mut().zip(new).for_each(|(length, new)| *length = capacity.min(*length + new));
+        let _in_cache = part("cache");
         if new.iter().all(|new| *new == 1) {
             // A row that is full stays so, while others go on.
             self.positions = next_positions(self.positions.clone(), capacity - 1);

@@ -3,6 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
 
+use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, HeadLossOptions, head_loss, linear};
 
 use crate::config::TransformerConfig;
@@ -36,6 +37,7 @@ impl<B: Backend> UtteranceHeads<B> {
     /// Logits `[batch_size, intents]` and `[batch_size, seq_length, tags]` of hidden states
     /// `[batch_size, seq_length, d_model]`.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> (Tensor<B, 2>, Tensor<B, 3>) {
+        let _in_heads = part("utterance_heads");
         let intents = linear(hidden.clone().narrow(1, 0, 1), self.intent.val(), None);
         (intents.squeeze_dim(1), linear(hidden, self.tag.val(), None))
     }
@@ -49,6 +51,7 @@ impl<B: Backend> UtteranceHeads<B> {
         (intent_weight, tag_weight): (f64, f64),
         options: HeadLossOptions,
     ) -> Tensor<B, 1> {
+        let _in_heads = part("utterance_heads");
         // Over all tokens, of which the first alone counts: a cut would be a copy forward and two backward.
         let weighted = |weight: f64| options.with_weight(weight * options.weight);
         let intents = head_loss(hidden.clone(), self.intent.val(), targets.intents, weighted(intent_weight));

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
+use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, Sampling,
     Weight, dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
@@ -282,6 +283,7 @@ impl<B: Backend> Transformer<B> {
     pub(crate) fn begin(&self, tokens: Tokens<B>, cached: Option<CachedTokens<B>>) -> (Tensor<B, 2>, Pass<B>) {
         let Tokens { ids, types, lengths } = tokens;
         let [batch_size, seq_length] = ids.dims();
+        let _in_embedding = part("embedding");
         let pass = self.pass([batch_size, seq_length], cached, lengths);
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
@@ -303,6 +305,7 @@ impl<B: Backend> Transformer<B> {
 
     /// `x` after the last norm, where there is one.
     pub(crate) fn normalised(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+        let _in_final_norm = part("final_norm");
         match &self.final_norm {
             Some(weights) => norm(x, &weights.weights()),
             None => x,
@@ -358,17 +361,20 @@ impl<B: Backend> Transformer<B> {
 
     /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+        let _in_head = part("head");
         linear(hidden, self.head_weight(), None)
     }
 
     /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
     /// `[batch_size, seq_length]`, without ever holding all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
+        let _in_head = part("head");
         head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
     }
 
     /// A token for each row, `[batch_size]`, drawn from the prediction of its hidden states `[batch_size, d_model]`.
     pub fn sample(&self, hidden: Tensor<B, 2>, sampling: &Sampling, rows: &mut SampledRows<B>) -> Tensor<B, 1, Int> {
+        let _in_head = part("head");
         head_sample(hidden, self.head_weight(), sampling, rows)
     }
 }

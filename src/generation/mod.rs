@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor, Transaction};
 use fireclay_datasets::Tokenizer;
+use fireclay_kernels::recorder::read_back;
 use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, Transformer};
 
@@ -349,7 +350,7 @@ impl<B: Backend> Generator<B> {
             return Ok(());
         }
         let steps = std::mem::take(on_the_way).into_iter().fold(Transaction::<B>::default(), Transaction::register);
-        let steps = steps.try_execute();
+        let steps = steps.try_execute().inspect(|steps| read_back(steps.iter().map(|step| step.bytes.len()).sum()));
         for step in steps.map_err(|error| Failure::new(format!("the device failed: {error:?}")))? {
             for ((row, text), token) in texts.iter_mut().enumerate().zip(step.iter::<i64>()) {
                 text.push(token, &self.ends, decoding, |text| show(row, text))?;

@@ -14,7 +14,7 @@ use super::counts::TargetCounts;
 use super::name::ModelSizes;
 use super::scores::{ClassificationReport, Prediction};
 use super::validation::Validation;
-use crate::device_read::read_scalars;
+use crate::device_read::{read_scalars, told};
 use crate::failure::Failure;
 use crate::run_folder::{LABELS, TOKENIZER, write_atomic};
 use crate::training::recipe::schema::{Recipe, TrainingRecipe};
@@ -281,7 +281,8 @@ impl Predictions {
     pub(crate) fn read<B: Backend>((intents, tags): (Tensor<B, 2>, Tensor<B, 3>)) -> Result<Self, Failure> {
         let ([_, intent_count], [_, seq_length, tag_count]) = (intents.dims(), tags.dims());
         let values = |logits: Tensor<B, 1>| {
-            let data = logits.try_into_data().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            let data =
+                told(logits.try_into_data()).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             Ok::<Vec<f32>, Failure>(data.iter::<f32>().collect())
         };
         let intents = values(activation::log_softmax(intents.cast(DType::F32), 1).flatten(0, 1))?;

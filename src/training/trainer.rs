@@ -5,6 +5,7 @@ use std::path::Path;
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
+use fireclay_kernels::recorder::part;
 use fireclay_kernels::{AdamW, Backend, RandomKey};
 use fireclay_model::{ModelFolder, Transformer};
 
@@ -165,6 +166,7 @@ impl<B: Backend> Trainer<B> {
             max_grad_norm: (training.max_grad_norm > 0.0).then_some(training.max_grad_norm),
             step: 0,
         };
+        let _in_optimizer = part("optimizer");
         let zero = || Tensor::zeros([1], &self.device);
         let gradient_norm = match gradients {
             Some(gradients) => self.optimizer.update(&mut self.model, gradients, adamw),

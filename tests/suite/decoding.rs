@@ -188,7 +188,7 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
         assert_eq!(report.op("cached_attention").map(|op| op.calls), Some(8 * 4), "{report}");
         assert_eq!(report.op("head_sample").map(|op| op.calls), Some(8), "{report}");
         match report.source {
-            Source::Calls => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
+            Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
             Source::Cupti => {
                 let bytes = |copies: Option<Copies>| copies.map(|copies| copies.bytes);
                 assert_eq!(bytes(report.total.to_device), Some(0), "nothing goes up: {report}");

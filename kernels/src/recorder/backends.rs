@@ -6,13 +6,21 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use super::{Probe, RecorderOps};
 
 impl<B: RecorderOps, C: CheckpointStrategy> RecorderOps for Autodiff<B, C> {
+    fn is_synchronous() -> bool {
+        B::is_synchronous()
+    }
+
     fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
         B::probe(device)
     }
 }
 
 #[cfg(feature = "ndarray")]
-impl RecorderOps for burn_ndarray::NdArray {}
+impl RecorderOps for burn_ndarray::NdArray {
+    fn is_synchronous() -> bool {
+        true
+    }
+}
 
 #[cfg(feature = "cubecl")]
 impl<R, F, I, BT> RecorderOps for burn_cubecl::CubeBackend<R, F, I, BT>

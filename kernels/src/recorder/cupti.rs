@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
-use std::time::Duration;
 
 use cubecl::Runtime;
 use cubecl::device::Device;
@@ -44,6 +43,7 @@ const KINDS: [u32; 4] = [CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY_BETWEEN_DEVIC
 
 const DRIVER_DOMAIN: u32 = 1;
 const ENTRY: u32 = 0;
+const EXIT: u32 = 1;
 const FLUSH_FORCED: u32 = 1;
 const SUCCESS: u32 = 0;
 const OTHER_SUBSCRIBER: u32 = 39;
@@ -72,6 +72,7 @@ struct Cupti {
     dropped_records: unsafe extern "C" fn(*mut c_void, u32, *mut usize) -> u32,
     device_id: unsafe extern "C" fn(*mut c_void, *mut u32) -> u32,
     result_string: unsafe extern "C" fn(u32, *mut *const c_char) -> u32,
+    timestamp: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
 /// `CUpti_CallbackData`.
@@ -228,7 +229,7 @@ impl<R: Runtime> Probe for CuptiProbe<R> {
         }
         *lock(&SESSION) = Some(Session {
             id: self.id,
-            tracer: Tracer::default(),
+            tracer: Tracer::new(cupti.now()),
             device,
             context,
             open: false,
@@ -272,6 +273,14 @@ impl<R: Runtime> Probe for CuptiProbe<R> {
 }
 
 impl Cupti {
+    /// The time by the clock of the records, in nanoseconds.
+    fn now(&self) -> u64 {
+        let mut now = 0;
+        // SAFETY: the time is written to a place of ours, which keeps its zero if that fails.
+        unsafe { (self.timestamp)(&mut now) };
+        now
+    }
+
     fn enable_all(&self, subscriber: Subscriber) -> Result<(), RecorderError> {
         // SAFETY: both functions live as long as the program, and keep to what CUPTI asks of them.
         self.check("cuptiActivityRegisterCallbacks", unsafe { (self.register_callbacks)(requested, completed) })?;
@@ -327,22 +336,25 @@ impl Cupti {
 /// CUPTI calls this at each entry to and each exit from the driver, on the thread that calls the driver.
 unsafe extern "C" fn called(_user: *mut c_void, domain: u32, _function: u32, data: *const CallbackData) {
     // SAFETY: in this domain CUPTI passes its record of the call, valid until this returns.
-    let Some(data) = (unsafe { data.as_ref() }).filter(|data| domain == DRIVER_DOMAIN && data.site == ENTRY) else {
-        return;
-    };
-    if data.function_name.is_null() {
+    let Some(data) = (unsafe { data.as_ref() }) else { return };
+    if domain != DRIVER_DOMAIN || ![ENTRY, EXIT].contains(&data.site) || data.function_name.is_null() {
         return;
     }
     // SAFETY: the name is a constant of CUPTI's.
     let name = unsafe { CStr::from_ptr(data.function_name) };
     // Few functions matter, and the driver has many.
     let Some(call) = name.to_str().ok().and_then(Call::of) else { return };
-    let stream = StreamId::current().value;
+    let Ok(cupti) = cupti() else { return };
+    let (stream, now) = (StreamId::current().value, cupti.now());
     let mut session = lock(&SESSION);
     let Some(session) = session.as_mut().filter(|session| session.open) else { return };
     // A thread that only waits has no context set.
-    if data.context.is_null() || data.context as usize == session.context {
-        session.tracer.call(stream, call, data.correlation);
+    if !data.context.is_null() && data.context as usize != session.context {
+        return;
+    }
+    match data.site {
+        ENTRY => session.tracer.call_begins(stream, call, data.correlation, now),
+        _ => session.tracer.call_ends(data.correlation, now),
     }
 }
 
@@ -407,18 +419,18 @@ impl Session {
                     // SAFETY: CUPTI's name of the kernel, kept while its module is loaded.
                     false => unsafe { CStr::from_ptr(record.name) }.to_string_lossy(),
                 };
-                let (activity, time) = (Activity::Kernel { name: &name }, time(record.start, record.end));
-                self.activity(record.device, record.correlation, activity, time);
+                let activity = Activity::Kernel { name: &name };
+                self.activity(record.device, record.correlation, activity, record.start, record.end);
             }
             MEMCPY | MEMSET => {
                 // SAFETY: as above.
                 let record = unsafe { record.cast::<CopyRecord>().read_unaligned() };
-                let (bytes, time) = (record.bytes, time(record.start, record.end));
+                let bytes = record.bytes;
                 let activity = match kind {
                     MEMCPY => Activity::Copy { direction: direction(record.copy[0]), bytes },
                     _ => Activity::Memset { bytes },
                 };
-                self.activity(record.device, record.correlation, activity, time);
+                self.activity(record.device, record.correlation, activity, record.start, record.end);
             }
             MEMCPY_BETWEEN_DEVICES => {
                 // SAFETY: as above.
@@ -426,22 +438,17 @@ impl Session {
                 let ours = [record.source_device, record.target_device].contains(&self.device);
                 let device = if ours { self.device } else { record.device };
                 let activity = Activity::Copy { direction: Direction::BetweenDevices, bytes: record.bytes };
-                self.activity(device, record.correlation, activity, time(record.start, record.end));
+                self.activity(device, record.correlation, activity, record.start, record.end);
             }
             _ => {}
         }
     }
 
-    fn activity(&mut self, device: u32, correlation: u32, activity: Activity<'_>, time: Option<Duration>) {
+    fn activity(&mut self, device: u32, correlation: u32, activity: Activity<'_>, start: u64, end: u64) {
         if device == self.device {
-            self.tracer.activity(correlation, activity, time);
+            self.tracer.device_did(correlation, activity, start, end);
         }
     }
-}
-
-/// Nanoseconds between two timestamps; zeros stand for none.
-fn time(start: u64, end: u64) -> Option<Duration> {
-    (start > 0).then(|| end.checked_sub(start).map(Duration::from_nanos)).flatten()
 }
 
 /// `CUpti_ActivityMemcpyKind`; what CUDA calls an array lies on the device.
@@ -531,5 +538,6 @@ fn functions(library: libloading::Library, path: &Path) -> Result<Cupti, String>
         dropped_records: function!(b"cuptiActivityGetNumDroppedRecords\0"),
         device_id: function!(b"cuptiGetDeviceId\0"),
         result_string: function!(b"cuptiGetResultString\0"),
+        timestamp: function!(b"cuptiGetTimestamp\0"),
     })
 }

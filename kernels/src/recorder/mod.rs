@@ -21,8 +21,8 @@
 //! let report = recording.stop()?;
 //!
 //! let op = report.op("activate").unwrap();
-//! assert_eq!((op.calls, &op.shapes[0].0[0].dims[..]), (1, &[4, 8][..]));
-//! assert_eq!(report.source, Source::Calls);
+//! assert_eq!((op.calls, &op.inputs[0].dims[..]), (1, &[4, 8][..]));
+//! assert_eq!(report.source, Source::Host);
 //! assert_eq!(report.total.launches, None, "nothing tells of launches on the CPU");
 //! println!("{report}");
 //! # drop(y);
@@ -30,6 +30,7 @@
 //! ```
 
 mod backends;
+mod call;
 #[cfg(feature = "cuda")]
 pub(crate) mod cupti;
 mod report;
@@ -42,12 +43,16 @@ use std::fmt::{self, Display, Formatter};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Tensor};
 
-pub use report::{Copies, Fallback, KernelReport, OpReport, Operand, Report, Source, Work};
+pub(crate) use call::Part;
+pub use call::{Call, PartScope, part};
+pub use report::{
+    Copies, DriverCall, Fallback, KernelReport, OpReport, Operand, Report, Source, Span, Timeline, Transfers, Work,
+};
 
 /// Whether calls are to be recorded.
 static ON: AtomicBool = AtomicBool::new(false);
@@ -56,8 +61,15 @@ static TAKEN: AtomicBool = AtomicBool::new(false);
 static CALLS: Mutex<Option<Calls>> = Mutex::new(None);
 
 thread_local! {
-    static CURRENT: Cell<&'static str> = const { Cell::new("an operation") };
+    static CURRENT: Cell<&'static str> = const { Cell::new(NO_OP) };
+    /// Of this thread's open operation: time in the operations that it called itself.
+    static INNER: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// The operation of this thread that is open and recorded.
+    static OPEN: Cell<Option<usize>> = const { Cell::new(None) };
 }
+
+/// The name of no operation.
+const NO_OP: &str = "an operation";
 
 /// Why there is no recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,6 +96,10 @@ impl std::error::Error for RecorderError {}
 
 /// A backend whose work can be recorded.
 pub trait RecorderOps: Backend {
+    /// Whether an operation is over when its call returns, so that the host's clock tells what it took.
+    fn is_synchronous() -> bool {
+        false
+    }
     /// What shows a [`Recording`] the work of `device`; none where calls are all that is known.
     fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
         None
@@ -123,42 +139,55 @@ pub struct Trace {
     pub total: Work,
     /// Kernels, longest first.
     pub kernels: Option<Vec<KernelReport>>,
+    /// The kernels of each operation, longest first; of none under `None`.
+    pub kernels_of: HashMap<Option<u32>, Vec<KernelReport>>,
+    /// What happened when.
+    pub timeline: Option<Timeline>,
 }
 
 /// What is known from the host's side.
 #[derive(Default)]
 struct Calls {
     ops: Vec<OpCalls>,
-    by_name: HashMap<&'static str, usize>,
+    by_call: HashMap<(&'static str, &'static str, Vec<Operand>), usize>,
     fallbacks: Vec<Fallback>,
-    uploaded: Copies,
-    read_back: Copies,
+    uploads: Vec<Transfers>,
+    reads: Vec<Transfers>,
+    spans: Vec<Span>,
     probe: Option<Arc<dyn Probe>>,
+    /// Waits for the device behind each operation that no other one called, where that is wanted.
+    wait: Option<Wait>,
+    started: Option<Instant>,
 }
 
+/// Waits for a device.
+type Wait = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
 struct OpCalls {
+    part: &'static str,
     name: &'static str,
     calls: u64,
-    shapes: Vec<(Vec<Operand>, u64)>,
-    by_shape: HashMap<Vec<Operand>, usize>,
+    sums: Call,
+    host_time: Duration,
 }
 
 impl Calls {
     /// Counts a call; returns the operation's number.
-    fn count(&mut self, name: &'static str, operands: Vec<Operand>) -> usize {
-        let at = *self.by_name.entry(name).or_insert_with(|| {
-            self.ops.push(OpCalls { name, calls: 0, shapes: Vec::new(), by_shape: HashMap::new() });
-            self.ops.len() - 1
-        });
+    fn count(&mut self, name: &'static str, call: Call) -> usize {
+        let part = Part::current().name();
+        let at = match self.by_call.get(&(part, name, call.inputs.clone())) {
+            Some(at) => *at,
+            None => {
+                self.by_call.insert((part, name, call.inputs.clone()), self.ops.len());
+                let sums = Call { inputs: call.inputs, bytes: 0, flops: 0 };
+                self.ops.push(OpCalls { part, name, calls: 0, sums, host_time: Duration::ZERO });
+                self.ops.len() - 1
+            }
+        };
         let op = &mut self.ops[at];
         op.calls += 1;
-        match op.by_shape.get(&operands) {
-            Some(shape) => op.shapes[*shape].1 += 1,
-            None => {
-                op.by_shape.insert(operands.clone(), op.shapes.len());
-                op.shapes.push((operands, 1));
-            }
-        }
+        op.sums.bytes += call.bytes;
+        op.sums.flops += call.flops;
         at
     }
 }
@@ -167,12 +196,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// How much of a device's work is recorded.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Watch {
+    /// All that it can show.
+    Device,
+    /// None of it.
+    Calls,
+    /// How long each operation is waited for.
+    Waits,
+}
+
 /// A recording that runs. Dropped, it ends without a report.
 #[must_use = "a recording ends where it is dropped"]
 pub struct Recording {
     device: String,
-    sync: Box<dyn Fn() -> Result<(), String> + Send>,
+    sync: Wait,
     probe: Option<Arc<dyn Probe>>,
+    source: Source,
     started: Instant,
 }
 
@@ -184,7 +225,7 @@ impl Recording {
     /// # Errors
     /// If another recording runs, if the device failed, or if it is a CUDA device and CUPTI cannot be used.
     pub fn start<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
-        Self::begin::<B>(device, true)
+        Self::begin::<B>(device, Watch::Device)
     }
 
     /// As [`start`](Self::start), but for calls alone, with no need of CUPTI.
@@ -192,27 +233,48 @@ impl Recording {
     /// # Errors
     /// If another recording runs, or if the device failed.
     pub fn start_calls<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
-        Self::begin::<B>(device, false)
+        Self::begin::<B>(device, Watch::Calls)
     }
 
-    fn begin<B: RecorderOps>(device: &B::Device, watch: bool) -> Result<Self, RecorderError> {
+    /// As [`start_calls`](Self::start_calls), but waits for the device behind each operation, so that the host's clock
+    /// tells what it took: for devices without a clock that can be read. What is recorded runs slower for it.
+    ///
+    /// # Errors
+    /// If another recording runs, or if the device failed.
+    pub fn start_waiting<B: RecorderOps>(device: &B::Device) -> Result<Self, RecorderError> {
+        Self::begin::<B>(device, Watch::Waits)
+    }
+
+    fn begin<B: RecorderOps>(device: &B::Device, watch: Watch) -> Result<Self, RecorderError> {
         if TAKEN.swap(true, Ordering::AcqRel) {
             return Err(RecorderError::Running);
         }
-        let sync = {
+        let sync: Wait = {
             let device = device.clone();
-            move || B::sync(&device).map_err(|error| error.to_string())
+            Arc::new(move || B::sync(&device).map_err(|error| error.to_string()))
+        };
+        let source = match watch {
+            _ if B::is_synchronous() => Source::Host,
+            Watch::Waits => Source::Waits,
+            Watch::Device | Watch::Calls => Source::Calls,
         };
         // From here on an early return drops it, which frees the place.
-        let mut recording =
-            Self { device: format!("{device:?}"), sync: Box::new(sync), probe: None, started: Instant::now() };
+        let mut recording = Self { device: format!("{device:?}"), sync, probe: None, source, started: Instant::now() };
         (recording.sync)().map_err(RecorderError::Device)?;
-        if watch && let Some(probe) = B::probe(device) {
+        if watch == Watch::Device
+            && let Some(probe) = B::probe(device)
+        {
             probe.start()?;
             recording.probe = Some(probe.into());
+            recording.source = Source::Cupti;
         }
-        *lock(&CALLS) = Some(Calls { probe: recording.probe.clone(), ..Calls::default() });
         recording.started = Instant::now();
+        *lock(&CALLS) = Some(Calls {
+            probe: recording.probe.clone(),
+            wait: (recording.source == Source::Waits).then(|| recording.sync.clone()),
+            started: Some(recording.started),
+            ..Calls::default()
+        });
         ON.store(true, Ordering::Release);
         Ok(recording)
     }
@@ -228,23 +290,30 @@ impl Recording {
         let trace = self.probe.take().map(|probe| probe.finish()).transpose();
         synced?;
         let trace = trace?;
-        let source = if trace.is_some() { Source::Cupti } else { Source::Calls };
-        let trace = trace.unwrap_or_default();
+        let mut trace = trace.unwrap_or_default();
         let op = |(at, op): (usize, OpCalls)| {
             let work = trace.ops.get(&(at as u32)).copied().unwrap_or(trace.idle);
-            OpReport { name: op.name, calls: op.calls, shapes: op.shapes, work }
+            let OpCalls { part, name, calls, sums: Call { inputs, bytes, flops }, host_time } = op;
+            let kernels = trace.kernels_of.remove(&Some(at as u32)).unwrap_or_default();
+            // The host's clock says nothing of work that goes on when a call is over.
+            let host_time = (self.source != Source::Calls).then_some(host_time);
+            OpReport { part, name, inputs, calls, bytes, flops, host_time, work, kernels }
         };
+        let ops = calls.ops.into_iter().enumerate().map(op).collect();
         Ok(Report {
-            source,
+            source: self.source,
             device: std::mem::take(&mut self.device),
             elapsed,
-            ops: calls.ops.into_iter().enumerate().map(op).collect(),
+            ops,
             outside: trace.outside,
+            kernels_outside: trace.kernels_of.remove(&None).unwrap_or_default(),
             total: trace.total,
             kernels: trace.kernels,
             fallbacks: calls.fallbacks,
-            uploaded: calls.uploaded,
-            read_back: calls.read_back,
+            uploads: calls.uploads,
+            reads: calls.reads,
+            spans: calls.spans,
+            timeline: trace.timeline,
         })
     }
 
@@ -276,46 +345,96 @@ impl Drop for Recording {
 /// The span of an operation's call: what this thread asks of the device meanwhile is the operation's.
 #[must_use = "the span ends when this is dropped"]
 pub struct Scope {
-    probe: Option<Arc<dyn Probe>>,
+    entered: Option<Entered>,
     /// The operation around this one.
     around: &'static str,
     // It must end on the thread that it began on.
     _thread: PhantomData<*const ()>,
 }
 
+/// A call that is recorded.
+struct Entered {
+    op: usize,
+    /// The operation around it, where that is recorded.
+    op_around: Option<usize>,
+    began: Instant,
+    /// [`INNER`] of the operation around this one.
+    inner_around: Duration,
+    probe: Option<Arc<dyn Probe>>,
+    wait: Option<Wait>,
+}
+
 impl Drop for Scope {
     fn drop(&mut self) {
         CURRENT.set(self.around);
-        if let Some(probe) = &self.probe {
-            probe.leave();
+        if let Some(entered) = self.entered.take() {
+            leave(entered);
         }
     }
 }
 
-/// Counts a call of the operation `name`, with the inputs that `describe` names, until the scope ends. For operations of
-/// your own; those of this crate count themselves. Without a recording it costs one load of a flag.
-pub fn op(name: &'static str, describe: impl FnOnce() -> Vec<Operand>) -> Scope {
+/// Counts a call of the operation `name`, as `describe` tells of it, until the scope ends. For operations of your own;
+/// those of this crate count themselves. Without a recording it costs one load of a flag.
+///
+/// `describe` gives a [`Call`], or the inputs alone where nothing is known of what has to be moved and computed.
+pub fn op<C: Into<Call>>(name: &'static str, describe: impl FnOnce() -> C) -> Scope {
     // What the flag guards lies behind a lock of its own.
-    let probe = if ON.load(Ordering::Relaxed) { enter(name, describe()) } else { None };
-    Scope { probe, around: CURRENT.replace(name), _thread: PhantomData }
+    let entered = if ON.load(Ordering::Relaxed) { enter(name, describe().into()) } else { None };
+    Scope { entered, around: CURRENT.replace(name), _thread: PhantomData }
+}
+
+/// What the open operation of this thread moves and computes beside what it told at its beginning.
+pub(crate) fn also(describe: impl FnOnce() -> Call) {
+    told(|calls| {
+        if let Some(op) = OPEN.get().and_then(|op| calls.ops.get_mut(op)) {
+            let more = describe();
+            op.sums.bytes += more.bytes;
+            op.sums.flops += more.flops;
+        }
+    });
 }
 
 /// The innermost operation that this thread is in, for what it has to say.
-#[cfg(feature = "cubecl")]
 pub(crate) fn current() -> &'static str {
     CURRENT.get()
 }
 
 #[cold]
-fn enter(name: &'static str, operands: Vec<Operand>) -> Option<Arc<dyn Probe>> {
-    let (at, probe) = {
+fn enter(name: &'static str, call: Call) -> Option<Entered> {
+    let (op, probe, wait) = {
         let mut calls = lock(&CALLS);
         let calls = calls.as_mut()?;
-        (calls.count(name, operands), calls.probe.clone()?)
+        (calls.count(name, call), calls.probe.clone(), calls.wait.clone())
     };
-    // May wait for the device's thread, and so not under the lock.
-    probe.enter(at as u32);
-    Some(probe)
+    if let Some(probe) = &probe {
+        // May wait for the device's thread, and so not under the lock.
+        probe.enter(op as u32);
+    }
+    let (op_around, inner_around) = (OPEN.replace(Some(op)), INNER.replace(Duration::ZERO));
+    Some(Entered { op, op_around, began: Instant::now(), inner_around, probe, wait })
+}
+
+#[cold]
+fn leave(Entered { op, op_around, began, inner_around, probe, wait }: Entered) {
+    OPEN.set(op_around);
+    if let Some(wait) = wait.filter(|_| op_around.is_none()) {
+        // A device that failed says so to whoever reads from it.
+        let _ = wait();
+    }
+    let ended = Instant::now();
+    let all = ended - began;
+    let own = all.saturating_sub(INNER.get());
+    INNER.set(inner_around + all);
+    if let Some(probe) = &probe {
+        probe.leave();
+    }
+    if let Some(calls) = lock(&CALLS).as_mut()
+        && let (Some(counted), Some(started)) = (calls.ops.get_mut(op), calls.started)
+    {
+        counted.host_time += own;
+        let (start, end) = (began.saturating_duration_since(started), ended.saturating_duration_since(started));
+        calls.spans.push(Span { op: Some(op), name: String::new(), start, end });
+    }
 }
 
 /// A tensor's shape and dtype.
@@ -334,27 +453,47 @@ pub fn fell_back(op: &'static str, device: &str, reason: &str) {
     if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
         eprintln!("warning: {op} runs its reference on {device}: {reason}");
     }
-    told(|calls| {
-        let same =
-            |fallback: &&mut Fallback| (fallback.op, &*fallback.device, &*fallback.reason) == (op, device, reason);
-        match calls.fallbacks.iter_mut().find(same) {
-            Some(fallback) => fallback.count += 1,
-            None => {
-                let (device, reason) = (device.into(), reason.into());
-                calls.fallbacks.push(Fallback { op, device, reason, count: 1 });
-            }
-        }
-    });
+    told(|calls| count_fallback(calls, op, device, reason));
 }
 
 /// Tells that `bytes` were copied to a device: known on every backend, where the caller says so.
 pub fn uploaded(bytes: usize) {
-    told(|calls| calls.uploaded += Copies { count: 1, bytes: bytes as u64, time: None });
+    told(|calls| count_transfer(&mut calls.uploads, bytes));
 }
 
 /// Tells that `bytes` were copied to the host: known on every backend, where the caller says so.
 pub fn read_back(bytes: usize) {
-    told(|calls| calls.read_back += Copies { count: 1, bytes: bytes as u64, time: None });
+    told(|calls| count_transfer(&mut calls.reads, bytes));
+}
+
+fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {
+    let op = Some(current()).filter(|op| *op != NO_OP).unwrap_or("");
+    let part = Part::current().name();
+    match transfers.iter_mut().find(|transfers| (transfers.part, transfers.op) == (part, op)) {
+        Some(transfers) => {
+            transfers.count += 1;
+            transfers.bytes += bytes as u64;
+        }
+        None => transfers.push(Transfers { part, op, count: 1, bytes: bytes as u64 }),
+    }
+}
+
+/// Counts that the open operation runs its reference because that was asked for.
+pub(crate) fn asked_for_reference() {
+    if ON.load(Ordering::Relaxed) {
+        told(|calls| count_fallback(calls, current(), "", "the references were asked for"));
+    }
+}
+
+fn count_fallback(calls: &mut Calls, op: &'static str, device: &str, reason: &str) {
+    let same = |fallback: &&mut Fallback| (fallback.op, &*fallback.device, &*fallback.reason) == (op, device, reason);
+    match calls.fallbacks.iter_mut().find(same) {
+        Some(fallback) => fallback.count += 1,
+        None => {
+            let (device, reason) = (device.into(), reason.into());
+            calls.fallbacks.push(Fallback { op, device, reason, count: 1 });
+        }
+    }
 }
 
 fn told(tell: impl FnOnce(&mut Calls)) {

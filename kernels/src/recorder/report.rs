@@ -14,6 +14,10 @@ const KERNELS_SHOWN: usize = 12;
 pub enum Source {
     /// Calls alone: what the device did is unknown.
     Calls,
+    /// Calls, and the host's clock: the device is the host, and an operation is over when its call returns.
+    Host,
+    /// Calls, and the host's clock, each operation having been waited for.
+    Waits,
     /// Calls, and what CUPTI recorded of the driver and of the device.
     Cupti,
 }
@@ -65,17 +69,75 @@ pub struct Work {
     pub host_allocations: Option<u64>,
 }
 
-/// The calls of one operation.
+/// The calls of one operation in one part of a model, with inputs of the same shapes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpReport {
+    /// The part of the model, empty outside of any; see [`part`](super::part).
+    pub part: &'static str,
     /// Its name.
     pub name: &'static str,
+    /// Shape and dtype of its inputs.
+    pub inputs: Vec<Operand>,
     /// How often it was called.
     pub calls: u64,
-    /// How often with which inputs, in the order of the first such call.
-    pub shapes: Vec<(Vec<Operand>, u64)>,
+    /// Bytes that all calls together have to move between processor and memory, at least; zero where it does not tell.
+    pub bytes: u64,
+    /// Multiplications and additions of the matrix products of all calls.
+    pub flops: u64,
+    /// Time of the host in it, and not in another operation that it called; `None` with [`Source::Calls`].
+    pub host_time: Option<Duration>,
     /// What was done within it, and not within another operation that it called.
     pub work: Work,
+    /// The kernels of that, longest first, where they are known.
+    pub kernels: Vec<KernelReport>,
+}
+
+/// Copies that their callers told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfers {
+    /// The part of the model, empty outside of any.
+    pub part: &'static str,
+    /// The operation, empty outside of any.
+    pub op: &'static str,
+    /// How many.
+    pub count: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// Something that took its time, counted from the recording's start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The operation that it was for: its place in [`Report::ops`].
+    pub op: Option<usize>,
+    /// What it was, where that is not the operation itself.
+    pub name: String,
+    /// When it began.
+    pub start: Duration,
+    /// When it was over.
+    pub end: Duration,
+}
+
+/// A call of the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverCall {
+    /// What for: launch, copy, wait, allocation, free.
+    pub kind: &'static str,
+    /// The operation that it was for: its place in [`Report::ops`].
+    pub op: Option<usize>,
+    /// When it began.
+    pub start: Duration,
+    /// When it was over.
+    pub end: Duration,
+}
+
+/// What the device and the driver did when.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Timeline {
+    /// Kernels, copies and fills of the device.
+    pub device: Vec<Span>,
+    /// Calls of the driver, by the host.
+    pub driver: Vec<DriverCall>,
 }
 
 /// The launches of one kernel.
@@ -115,6 +177,8 @@ pub struct Report {
     pub ops: Vec<OpReport>,
     /// What was done on the device outside any operation.
     pub outside: Work,
+    /// The kernels of that, longest first, where they are known.
+    pub kernels_outside: Vec<KernelReport>,
     /// All that was done on the device, counted without regard to operations.
     pub total: Work,
     /// Kernels by device time, longest first, where they are known.
@@ -122,15 +186,24 @@ pub struct Report {
     /// References run for want of a kernel.
     pub fallbacks: Vec<Fallback>,
     /// What callers of [`uploaded`](super::uploaded) told; whatever was uploaded elsewhere is not in it.
-    pub uploaded: Copies,
+    pub uploads: Vec<Transfers>,
     /// What callers of [`read_back`](super::read_back) told; whatever was read elsewhere is not in it.
-    pub read_back: Copies,
+    pub reads: Vec<Transfers>,
+    /// Calls of operations by the host's clock, in the order in which they were over.
+    pub spans: Vec<Span>,
+    /// What the device did when, where that is known.
+    pub timeline: Option<Timeline>,
 }
 
 impl Operand {
     /// From dimensions and dtype.
     pub fn new(dims: impl Into<Vec<usize>>, dtype: DType) -> Self {
         Self { dims: dims.into(), dtype }
+    }
+
+    /// Bytes of all its elements.
+    pub fn bytes(&self) -> u64 {
+        (self.dims.iter().product::<usize>() * self.dtype.size()) as u64
     }
 }
 
@@ -192,36 +265,43 @@ impl AddAssign for Work {
 }
 
 impl Report {
-    /// The operation of this name, if it was called.
+    /// The operation of this name, if it was called; the first, where it was with inputs of several shapes.
     pub fn op(&self, name: &str) -> Option<&OpReport> {
         self.ops.iter().find(|op| op.name == name)
+    }
+
+    /// How often the operation of this name was called, whatever its inputs.
+    pub fn calls(&self, name: &str) -> u64 {
+        self.ops.iter().filter(|op| op.name == name).map(|op| op.calls).sum()
     }
 
     /// The report as one JSON object: times in nanoseconds, `null` where unknown.
     pub fn to_json(&self) -> String {
         let source = match self.source {
             Source::Calls => "calls",
+            Source::Host => "host",
+            Source::Waits => "waits",
             Source::Cupti => "cupti",
         };
-        let kernel = |kernel: &KernelReport| {
-            let (name, time) = (text(&kernel.name), optional(kernel.time.map(|time| time.as_nanos())));
-            format!(r#"{{"name":{name},"launches":{},"time_ns":{time}}}"#, kernel.launches)
+        let transfers = |transfers: &Transfers| {
+            let (part, op) = (text(transfers.part), text(transfers.op));
+            format!(r#"{{"part":{part},"op":{op},"count":{},"bytes":{}}}"#, transfers.count, transfers.bytes)
         };
         let fallback = |fallback: &Fallback| {
             let [op, device, reason] = [fallback.op, &fallback.device, &fallback.reason].map(text);
             format!(r#"{{"op":{op},"device":{device},"reason":{reason},"count":{}}}"#, fallback.count)
         };
         format!(
-            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploaded":{},"read_back":{}}}"#,
+            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploads":{},"reads":{}}}"#,
             text(&self.device),
             self.elapsed.as_nanos(),
             list(&self.ops, OpReport::json),
             self.outside.json(),
             self.total.json(),
-            optional(self.kernels.as_ref().map(|kernels| list(kernels, kernel))),
+            optional(self.kernels.as_ref().map(|kernels| list(kernels, KernelReport::json))),
             list(&self.fallbacks, fallback),
-            self.uploaded.json(),
-            self.read_back.json(),
+            list(&self.uploads, transfers),
+            list(&self.reads, transfers),
         )
     }
 }
@@ -231,11 +311,25 @@ impl OpReport {
         let operand = |operand: &Operand| {
             format!(r#"{{"dims":{},"dtype":"{}"}}"#, list(&operand.dims, usize::to_string), operand.dtype.name())
         };
-        let shape = |(operands, calls): &(Vec<Operand>, u64)| {
-            format!(r#"{{"inputs":{},"calls":{calls}}}"#, list(operands, operand))
-        };
-        let (shapes, work) = (list(&self.shapes, shape), self.work.json());
-        format!(r#"{{"name":{},"calls":{},"shapes":{shapes},"work":{work}}}"#, text(self.name), self.calls)
+        format!(
+            r#"{{"part":{},"name":{},"inputs":{},"calls":{},"bytes":{},"flops":{},"host_time_ns":{},"work":{},"kernels":{}}}"#,
+            text(self.part),
+            text(self.name),
+            list(&self.inputs, operand),
+            self.calls,
+            self.bytes,
+            self.flops,
+            optional(self.host_time.map(|time| time.as_nanos())),
+            self.work.json(),
+            list(&self.kernels, KernelReport::json),
+        )
+    }
+}
+
+impl KernelReport {
+    fn json(&self) -> String {
+        let (name, time) = (text(&self.name), optional(self.time.map(|time| time.as_nanos())));
+        format!(r#"{{"name":{name},"launches":{},"time_ns":{time}}}"#, self.launches)
     }
 }
 
@@ -291,6 +385,8 @@ impl Display for Source {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Calls => "calls alone",
+            Self::Host => "the host's clock",
+            Self::Waits => "the host's clock, each operation waited for",
             Self::Cupti => "CUPTI",
         })
     }
@@ -341,18 +437,18 @@ impl Display for Report {
             "driver allocations: {allocations}, frees: {frees}, pinned: {}",
             known(self.total.host_allocations)
         )?;
-        if self.uploaded.count + self.read_back.count > 0 {
-            writeln!(f, "told of: uploads {}; reads {}", self.uploaded, self.read_back)?;
+        for (what, transfers) in [("uploads", &self.uploads), ("reads", &self.reads)] {
+            for Transfers { part, op, count, bytes: moved } in transfers {
+                writeln!(f, "told of {what}: {count}, {} by {part} {op}", bytes(*moved))?;
+            }
         }
 
         if !self.ops.is_empty() {
             writeln!(f, "\ncalls by shape")?;
         }
         for op in &self.ops {
-            for (operands, calls) in &op.shapes {
-                let operands: Vec<String> = operands.iter().map(Operand::to_string).collect();
-                writeln!(f, "{:name_width$} {calls:>7} x {}", op.name, operands.join(", "))?;
-            }
+            let operands: Vec<String> = op.inputs.iter().map(Operand::to_string).collect();
+            writeln!(f, "{:name_width$} {:>7} x {}", op.name, op.calls, operands.join(", "))?;
         }
         match &self.kernels {
             None => writeln!(f, "\nkernels: unknown")?,
@@ -395,20 +491,33 @@ mod tests {
     use super::*;
 
     fn report() -> Report {
-        let shapes = vec![(vec![Operand::new([2, 3], DType::BF16)], 4)];
+        let norm = OpReport {
+            part: "attention",
+            name: "norm",
+            inputs: vec![Operand::new([2, 3], DType::BF16)],
+            calls: 4,
+            bytes: 96,
+            flops: 0,
+            host_time: None,
+            work: Work::default(),
+            kernels: Vec::new(),
+        };
         let copies = Copies { count: 1, bytes: 2048, time: Some(Duration::from_nanos(7)) };
         let known = Work { to_host: Some(copies), launches: Some(5), ..Work::none() };
         Report {
             source: Source::Cupti,
             device: "Cuda(0)".into(),
             elapsed: Duration::from_micros(1500),
-            ops: vec![OpReport { name: "norm", calls: 4, shapes, work: Work::default() }],
+            ops: vec![norm],
             outside: Work::none(),
+            kernels_outside: Vec::new(),
             total: known,
             kernels: Some(vec![KernelReport { name: "k\"1\"".into(), launches: 5, time: None }]),
             fallbacks: vec![Fallback { op: "rotary", device: "d".into(), reason: "a\nb".into(), count: 2 }],
-            uploaded: Copies::default(),
-            read_back: Copies::default(),
+            uploads: Vec::new(),
+            reads: vec![Transfers { part: "head", op: "", count: 1, bytes: 4 }],
+            spans: Vec::new(),
+            timeline: None,
         }
     }
 
@@ -430,8 +539,11 @@ mod tests {
     #[test]
     fn json_has_null_for_the_unknown_and_escapes_text() {
         let json = report().to_json();
-        assert!(json.starts_with(r#"{"source":"cupti","device":"Cuda(0)","elapsed_ns":1500000,"ops":[{"name":"norm""#));
-        assert!(json.contains(r#""shapes":[{"inputs":[{"dims":[2,3],"dtype":"bf16"}],"calls":4}]"#), "{json}");
+        assert!(json.starts_with(
+            r#"{"source":"cupti","device":"Cuda(0)","elapsed_ns":1500000,"ops":[{"part":"attention","name":"norm""#
+        ));
+        assert!(json.contains(r#""inputs":[{"dims":[2,3],"dtype":"bf16"}],"calls":4,"bytes":96"#), "{json}");
+        assert!(json.contains(r#""reads":[{"part":"head","op":"","count":1,"bytes":4}]"#), "{json}");
         assert!(json.contains(r#""work":{"launches":null,"kernel_time_ns":null,"to_device":null"#), "{json}");
         assert!(json.contains(r#""to_host":{"count":1,"bytes":2048,"time_ns":7}"#), "{json}");
         assert!(json.contains(r#"{"name":"k\"1\"","launches":5,"time_ns":null}"#), "{json}");

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::{Copies, KernelReport, Trace, Work};
+use super::{Copies, DriverCall, KernelReport, Span, Timeline, Trace, Work};
 
 /// What a device's record tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,18 @@ pub(crate) enum Call {
 }
 
 impl Call {
+    /// What it is called in a report.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Launch => "launch",
+            Self::Transfer => "copy",
+            Self::Wait => "wait",
+            Self::Allocation => "allocation",
+            Self::Free => "free",
+            Self::HostAllocation => "pinned allocation",
+        }
+    }
+
     /// By the driver's name of the function; versions and variants of a function end its name.
     pub(crate) fn of(function: &str) -> Option<Self> {
         const CALLS: [(&str, Option<Call>); 15] = [
@@ -103,8 +115,13 @@ pub(crate) struct Tracer {
     launches: HashMap<u32, Launch>,
     ops: HashMap<Option<u32>, Tally>,
     total: Tally,
-    kernels: HashMap<String, Timed>,
+    kernels: HashMap<Option<u32>, HashMap<String, Timed>>,
     unknown_direction: bool,
+    /// CUPTI's time, in nanoseconds, at which the recording started.
+    origin: u64,
+    timeline: Timeline,
+    /// Driver calls that are not over, by correlation id: their places in the timeline.
+    begun: HashMap<u32, usize>,
 }
 
 impl Timed {
@@ -113,6 +130,13 @@ impl Timed {
         self.bytes += bytes;
         self.time += time.unwrap_or_default();
         self.untimed += u64::from(time.is_none());
+    }
+
+    fn join(&mut self, other: &Self) {
+        self.count += other.count;
+        self.bytes += other.bytes;
+        self.time += other.time;
+        self.untimed += other.untimed;
     }
 
     fn time(&self) -> Option<Duration> {
@@ -124,7 +148,62 @@ impl Timed {
     }
 }
 
+fn longest_first(kernels: HashMap<String, Timed>) -> Vec<KernelReport> {
+    let report = |(name, kernel): (String, Timed)| KernelReport { name, launches: kernel.count, time: kernel.time() };
+    let mut kernels: Vec<_> = kernels.into_iter().map(report).collect();
+    kernels.sort_by(|a, b| b.time.cmp(&a.time).then_with(|| a.name.cmp(&b.name)));
+    kernels
+}
+
 impl Tracer {
+    /// A tracer of a recording that starts at this time of CUPTI's, in nanoseconds.
+    pub(crate) fn new(origin: u64) -> Self {
+        Self { origin, ..Self::default() }
+    }
+
+    fn since_start(&self, time: u64) -> Duration {
+        Duration::from_nanos(time.saturating_sub(self.origin))
+    }
+
+    /// A call of the driver begins.
+    pub(crate) fn call_begins(&mut self, stream: u64, call: Call, correlation: u32, time: u64) {
+        self.call(stream, call, correlation);
+        let start = self.since_start(time);
+        self.begun.insert(correlation, self.timeline.driver.len());
+        let op = self.op_of(stream).map(|op| op as usize);
+        self.timeline.driver.push(DriverCall { kind: call.name(), op, start, end: start });
+    }
+
+    /// It is over.
+    pub(crate) fn call_ends(&mut self, correlation: u32, time: u64) {
+        let end = self.since_start(time);
+        if let Some(at) = self.begun.remove(&correlation) {
+            self.timeline.driver[at].end = end;
+        }
+    }
+
+    /// The device did this from one time to the other, zeros where these are unknown.
+    pub(crate) fn device_did(&mut self, correlation: u32, activity: Activity<'_>, start: u64, end: u64) {
+        let known = start > 0 && end >= start;
+        self.activity(correlation, activity, known.then(|| Duration::from_nanos(end - start)));
+        if known {
+            let name = match activity {
+                Activity::Kernel { name } => name,
+                Activity::Memset { .. } => "fill",
+                Activity::Copy { direction: Direction::ToDevice, .. } => "copy to device",
+                Activity::Copy { direction: Direction::ToHost, .. } => "copy to host",
+                Activity::Copy { .. } => "copy",
+            };
+            let op = self.calls.get(&correlation).copied().flatten().map(|op| op as usize);
+            let (start, end) = (self.since_start(start), self.since_start(end));
+            self.timeline.device.push(Span { op, name: name.into(), start, end });
+        }
+    }
+
+    fn op_of(&self, stream: u64) -> Option<u32> {
+        self.open.get(&stream).and_then(|open| open.last().copied())
+    }
+
     /// From here on, what is called for `stream` is of operation `op`.
     pub(crate) fn enter(&mut self, stream: u64, op: u32) {
         self.open.entry(stream).or_default().push(op);
@@ -137,7 +216,7 @@ impl Tracer {
 
     /// The driver was called for `stream`.
     pub(crate) fn call(&mut self, stream: u64, call: Call, correlation: u32) {
-        let op = self.open.get(&stream).and_then(|open| open.last().copied());
+        let op = self.op_of(stream);
         for tally in [&mut self.total, self.ops.entry(op).or_default()] {
             match call {
                 Call::Launch | Call::Transfer => {}
@@ -163,9 +242,10 @@ impl Tracer {
                 if let Some(launch) = self.launches.get_mut(&correlation) {
                     launch.recorded = true;
                 }
-                match self.kernels.get_mut(name) {
+                let kernels = self.kernels.entry(op).or_default();
+                match kernels.get_mut(name) {
                     Some(kernel) => kernel.add(0, time),
-                    None => self.kernels.entry(name.to_string()).or_default().add(0, time),
+                    None => kernels.entry(name.to_string()).or_default().add(0, time),
                 }
                 (|tally| &mut tally.kernels, 0)
             }
@@ -218,11 +298,16 @@ impl Tracer {
         let outside = self.ops.remove(&None).map_or(idle, |tally| work(&tally));
         let ops = self.ops.iter().filter_map(|(op, tally)| Some(((*op)?, work(tally)))).collect();
         let total = work(&self.total);
-        let report =
-            |(name, kernel): (String, Timed)| KernelReport { name, launches: kernel.count, time: kernel.time() };
-        let mut kernels: Vec<_> = self.kernels.into_iter().map(report).collect();
-        kernels.sort_by(|a, b| b.time.cmp(&a.time).then_with(|| a.name.cmp(&b.name)));
-        Trace { ops, idle, outside, total, kernels: (!dropped).then_some(kernels) }
+        let mut all: HashMap<String, Timed> = HashMap::new();
+        for (name, kernel) in self.kernels.values().flatten() {
+            all.entry(name.clone()).or_default().join(kernel);
+        }
+        let kernels_of = self.kernels.into_iter().map(|(op, kernels)| (op, longest_first(kernels)));
+        let kernels_of = if dropped { HashMap::new() } else { kernels_of.collect() };
+        self.timeline.device.sort_by_key(|span| span.start);
+        let timeline = (!dropped).then_some(self.timeline);
+        let kernels = (!dropped).then(|| longest_first(all));
+        Trace { ops, idle, outside, total, kernels, kernels_of, timeline }
     }
 }
 
@@ -282,6 +367,33 @@ mod tests {
         assert_eq!(sum, trace.total);
         let names: Vec<_> = trace.kernels.iter().flatten().map(|kernel| (&*kernel.name, kernel.launches)).collect();
         assert_eq!(names, [("sum", 3), ("product", 1)]);
+    }
+
+    #[test]
+    fn the_timeline_has_every_call_and_what_the_device_did_for_it() {
+        let mut tracer = Tracer::new(1000);
+        tracer.enter(7, NORM);
+        tracer.call_begins(7, Call::Launch, 1, 1010);
+        tracer.call_ends(1, 1030);
+        tracer.leave(7);
+        tracer.call_begins(7, Call::Wait, 2, 1040);
+        tracer.device_did(1, kernel("late"), 1060, 1090);
+        tracer.device_did(3, Activity::Memset { bytes: 4 }, 1000, 1020);
+        tracer.device_did(1, kernel("unknown"), 0, 0);
+        let trace = tracer.finish(false);
+        let timeline = trace.timeline.expect("nothing was dropped");
+        let at = |start: u64, end: u64| (Duration::from_nanos(start), Duration::from_nanos(end));
+        let device: Vec<_> =
+            timeline.device.iter().map(|span| (span.op, &*span.name, (span.start, span.end))).collect();
+        assert_eq!(device, [(None, "fill", at(0, 20)), (Some(0), "late", at(60, 90))]);
+        let driver: Vec<_> = timeline.driver.iter().map(|call| (call.kind, call.op, (call.start, call.end))).collect();
+        // The second was not over.
+        assert_eq!(driver, [("launch", Some(0), at(10, 30)), ("wait", None, at(40, 40))]);
+        let kernels = &trace.kernels_of[&Some(NORM)];
+        assert_eq!(
+            kernels.iter().map(|kernel| (&*kernel.name, kernel.launches)).collect::<Vec<_>>(),
+            [("late", 1), ("unknown", 1)]
+        );
     }
 
     #[test]

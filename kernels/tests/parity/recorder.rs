@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Int, Tensor};
-use fireclay_kernels::recorder::{Copies, Operand, RecorderError, Recording, Report, Source, Work, fell_back};
+use fireclay_kernels::recorder::{
+    Call, Copies, Operand, RecorderError, Recording, Report, Source, Work, fell_back, op, part, read_back,
+};
 use fireclay_kernels::{
     Activation, ActivationKind, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, norm,
 };
@@ -19,9 +21,18 @@ fn record<B: Backend>(device: &B::Device, work: impl FnOnce()) -> Report {
     let recording = Recording::start::<B>(device).expect("a recording");
     work();
     let report = recording.stop().expect("a report");
-    let wanted = if B::name(device).contains("cuda") { Source::Cupti } else { Source::Calls };
+    let wanted = match B::name(device).as_str() {
+        name if name.contains("cuda") => Source::Cupti,
+        name if name.contains("ndarray") => Source::Host,
+        _ => Source::Calls,
+    };
     assert_eq!(report.source, wanted, "the source on {}", B::name(device));
     report
+}
+
+/// An operation that tells nothing of itself.
+fn recorder_op(name: &'static str, inputs: impl FnOnce() -> Vec<Operand>) -> fireclay_kernels::recorder::Scope {
+    op(name, || Call::from(inputs()))
 }
 
 /// Without CUPTI, nothing of the device's work is known, and nothing is made up.
@@ -44,12 +55,14 @@ backend_test!(calls_are_counted_with_their_shapes::<B>(device) {
         dropout(random::<B, 2>(3, [7, 9], &device), Dropout { probability: 0.5, key: RandomKey::new(1) });
     });
     let names: Vec<_> = report.ops.iter().map(|op| (op.name, op.calls)).collect();
-    assert_eq!(names, [("norm", 1), ("activate", 3), ("dropout", 1)]);
-    let activate = report.op("activate").expect("recorded");
-    let inputs = |dims: &[usize], dtype| vec![Operand::new(dims, dtype)];
-    assert_eq!(activate.shapes, [(inputs(&[2, 3, 8], DType::F32), 2), (inputs(&[5, 16], DType::F32), 1)]);
-    assert_eq!(report.op("dropout").expect("recorded").shapes, [(inputs(&[7, 9], DType::F32), 1)]);
-    if report.source == Source::Calls {
+    assert_eq!(names, [("norm", 1), ("activate", 2), ("activate", 1), ("dropout", 1)]);
+    assert_eq!((report.calls("activate"), report.calls("linear")), (3, 0));
+    let inputs: Vec<_> = report.ops.iter().map(|op| op.inputs.clone()).collect();
+    let of = |dims: &[usize]| vec![Operand::new(dims, DType::F32)];
+    assert_eq!(inputs, [of(&[2, 3, 8]), of(&[2, 3, 8]), of(&[5, 16]), of(&[7, 9])]);
+    // Each input read and each output written once.
+    assert_eq!(report.ops.iter().map(|op| op.bytes).collect::<Vec<_>>(), [2 * 192, 2 * 2 * 192, 2 * 320, 2 * 252]);
+    if report.source != Source::Cupti {
         assert_calls_alone(&report);
     }
 });
@@ -86,7 +99,7 @@ backend_test!(a_read_is_caught::<B>(device) {
     let y = activate(x, SILU);
     let report = record::<B>(&device, || assert_eq!(y.clone().into_data().num_elements(), 4096));
     match report.source {
-        Source::Calls => assert_calls_alone(&report),
+        Source::Calls | Source::Host | Source::Waits => assert_calls_alone(&report),
         Source::Cupti => {
             let copies = report.total.to_host.expect("known");
             assert_eq!((copies.count, copies.bytes), (1, 4 * 4096), "{report}");
@@ -97,7 +110,7 @@ backend_test!(a_read_is_caught::<B>(device) {
     }
     let report = record::<B>(&device, || drop(activate(y, SILU)));
     match report.source {
-        Source::Calls => assert_calls_alone(&report),
+        Source::Calls | Source::Host | Source::Waits => assert_calls_alone(&report),
         Source::Cupti => {
             let none = Some(Copies { time: Some(Duration::ZERO), ..Copies::default() });
             assert_eq!((report.total.to_host, report.total.to_device), (none, none), "{report}");
@@ -109,7 +122,7 @@ backend_test!(a_read_is_caught::<B>(device) {
 backend_test!(an_upload_is_caught::<B>(device) {
     let report = record::<B>(&device, || drop(Tensor::<B, 1, Int>::from_ints([7; 64], &device)));
     match report.source {
-        Source::Calls => assert_calls_alone(&report),
+        Source::Calls | Source::Host | Source::Waits => assert_calls_alone(&report),
         Source::Cupti => {
             let copies = report.outside.to_device.expect("known");
             assert!(copies.count == 1 && copies.bytes >= 4 * 64, "{report}");
@@ -130,7 +143,7 @@ backend_test!(work_belongs_to_its_operation::<B>(device) {
     drop(work());
     let report = record::<B>(&device, || drop(work()));
     match report.source {
-        Source::Calls => assert_calls_alone(&report),
+        Source::Calls | Source::Host | Source::Waits => assert_calls_alone(&report),
         Source::Cupti => {
             let mut sum = report.outside;
             report.ops.iter().for_each(|op| sum += op.work);
@@ -162,7 +175,7 @@ backend_test!(work_of_another_thread_is_of_no_operation_here::<B>(device) {
     });
     assert_eq!(report.op("activate").map(|op| op.calls), Some(20));
     match report.source {
-        Source::Calls => assert_calls_alone(&report),
+        Source::Calls | Source::Host | Source::Waits => assert_calls_alone(&report),
         Source::Cupti => {
             assert_eq!(report.op("activate").and_then(|op| op.work.launches), Some(20), "{report}");
             assert_eq!(report.outside.launches, Some(20), "{report}");
@@ -187,6 +200,53 @@ backend_test!(there_is_one_recording_at_a_time::<B>(device) {
     let recording = Recording::start_calls::<B>(&device).expect("a recording");
     drop(activate(x, SILU));
     let report = recording.stop().expect("a report");
-    assert_eq!((report.source, report.ops.len()), (Source::Calls, 1));
+    assert!(report.source != Source::Cupti && report.ops.len() == 1, "{report}");
     assert_calls_alone(&report);
+});
+
+backend_test!(what_is_done_for_a_part_is_reported_under_it::<B>(device) {
+    let x = Tensor::<Autodiff<B>, 2>::from_inner(random(1, [4, 8], &device)).require_grad();
+    let weight = Tensor::<Autodiff<B>, 2>::from_inner(random(2, [6, 8], &device)).require_grad();
+    let report = record::<Autodiff<B>>(&device, || {
+        let inside = part("feed_forward");
+        let y = linear(x, weight, None);
+        drop(inside);
+        // The backward pass of the first is of its part, though it comes later.
+        activate(y, SILU).sum().backward();
+    });
+    let names: Vec<_> = report.ops.iter().map(|op| (op.part, op.name)).collect();
+    let backward = [("", "activate backward"), ("feed_forward", "linear backward")];
+    assert_eq!(names, [&[("feed_forward", "linear"), ("", "activate")], &backward[..]].concat());
+    // Products of [4, 8] and [8, 6], one forward and two backward.
+    assert_eq!(report.ops.iter().map(|op| op.flops).sum::<u64>(), 3 * 2 * 4 * 8 * 6);
+});
+
+backend_test!(time_of_an_operation_is_its_own::<B>(device) {
+    let x = random::<B, 2>(1, [64, 64], &device);
+    let pause = Duration::from_millis(20);
+    let recording = Recording::start_waiting::<B>(&device).expect("a recording");
+    {
+        let _outer = recorder_op("outer", Vec::new);
+        let _inner = recorder_op("inner", Vec::new);
+        std::thread::sleep(pause);
+    }
+    drop(activate(x, SILU));
+    let report = recording.stop().expect("a report");
+    assert!(matches!(report.source, Source::Host | Source::Waits), "{report}");
+    let time = |name: &str| report.op(name).and_then(|op| op.host_time).expect("known");
+    assert!(time("inner") >= pause && time("outer") < pause, "{report}");
+    assert!(time("activate") > Duration::ZERO && report.spans.len() == 3, "{report}");
+    assert!(report.spans.iter().all(|span| span.start <= span.end && span.end <= report.elapsed), "{report}");
+});
+
+backend_test!(transfers_that_are_told_of_name_who_asked::<B>(device) {
+    let report = record::<B>(&device, || {
+        read_back(8);
+        let _inside = part("head");
+        let _op = recorder_op("peek", Vec::new);
+        read_back(4);
+        read_back(4);
+    });
+    let reads: Vec<_> = report.reads.iter().map(|read| (read.part, read.op, read.count, read.bytes)).collect();
+    assert_eq!(reads, [("", "", 1, 8), ("head", "peek", 2, 8)]);
 });

@@ -14,7 +14,7 @@ use super::reshape::{ReshapeOps, as_dims, as_rows};
 use serde::{Deserialize, Serialize};
 
 use crate::checked::{Checked, Operands, part};
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// A nonlinearity of one number.
@@ -123,11 +123,22 @@ pub trait ActivationOps: ReshapeOps {
 /// # Panics
 /// If it gates and `width` is odd, or `x` is empty.
 pub fn activate<B: ActivationOps, const D: usize>(x: Tensor<B, D>, activation: Activation) -> Tensor<B, D> {
-    let _op = recorder::op("activate", || vec![recorder::operand(&x)]);
+    let _op = recorder::op("activate", || {
+        let x = recorder::operand(&x);
+        let written = if activation.gated { x.bytes() / 2 } else { x.bytes() };
+        Call::reads([x]).and(written)
+    });
     let mut dims = x.dims();
     let operands = Checked::new(ActivateForward { x: as_rows(x), activation });
     dims[D - 1] = activation.output_width(dims[D - 1]);
     as_dims(B::activate(operands), dims)
+}
+
+/// The backward pass reads the input and the gradient of the output, and writes the input's.
+fn activate_backward_call<B: Backend>(x: &Tensor<B, 2>, activation: Activation) -> Call {
+    let x = recorder::operand(x);
+    let upstream = if activation.gated { x.bytes() / 2 } else { x.bytes() };
+    Call::reads([x]).and_first(1).and(upstream)
 }
 
 /// [`activate`] of rows, as a part of another operation.

@@ -9,17 +9,17 @@ use burn::tensor::Tensor;
 
 use super::{
     AttentionBackward, AttentionForward, AttentionMask, AttentionOps, AttentionOptions, AttentionOutput,
-    QkvAttentionBackward, QkvAttentionForward, attention_backward, attention_forward, qkv_attention_backward,
-    qkv_attention_forward,
+    QkvAttentionBackward, QkvAttentionForward, attention_backward, attention_forward, packed_call,
+    qkv_attention_backward, qkv_attention_forward,
 };
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
 use crate::packed_heads::PackedHeads;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct AttentionNode;
+struct AttentionNode(recorder::Part);
 
 #[derive(Clone, Debug)]
 struct State<B: AttentionOps> {
@@ -37,8 +37,13 @@ impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { query, key, value, saved, mask, options } = ops.state;
+        let _part = self.0.enter();
         let _op = recorder::op("attention backward", || {
-            vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
+            let inputs = [recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)];
+            let written = inputs.iter().map(|input| input.bytes()).sum::<u64>() + 2 * inputs[0].bytes();
+            let [batch_size, n_heads, queries, head_dim] = query.dims();
+            let flops = mask.products(5, [batch_size, n_heads, queries, key.dims()[2], head_dim]);
+            Call::reads(inputs).and(written).computes(flops)
         });
         let operands = AttentionBackward { grad, query, key, value, saved, mask, options };
         let gradients = attention_backward::<B>(Checked::new(operands));
@@ -53,7 +58,7 @@ impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
 
 /// The node of attention over packed heads: one parent, one gradient.
 #[derive(Debug)]
-struct QkvAttentionNode;
+struct QkvAttentionNode(recorder::Part);
 
 #[derive(Clone, Debug)]
 struct PackedState<B: AttentionOps> {
@@ -69,7 +74,8 @@ impl<B: AttentionOps> Backward<B, 1> for QkvAttentionNode {
 
     fn backward(self, ops: Ops<PackedState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let PackedState { qkv, heads, saved, mask, options } = ops.state;
-        let _op = recorder::op("qkv_attention backward", || vec![recorder::operand(&qkv)]);
+        let _part = self.0.enter();
+        let _op = recorder::op("qkv_attention backward", || packed_call(&qkv, heads, &mask, true));
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let operands = QkvAttentionBackward { grad: float(grad), qkv, heads, saved, mask, options };
             primitive(qkv_attention_backward::<B>(Checked::new(operands)))
@@ -105,7 +111,7 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         let output = primitive(saved.output.clone());
         let state = State { query: q, key: k, value: v, saved, mask, options };
         let nodes = [primitive(query).node, primitive(key).node, primitive(value).node];
-        float(match AttentionNode.prepare::<C>(nodes).compute_bound().stateful() {
+        float(match AttentionNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish(state, output),
             OpsKind::UnTracked(node) => node.finish(output),
         })
@@ -118,9 +124,15 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         let saved = qkv_attention_forward::<B>(Checked::new(forward));
         let output = primitive(saved.output.clone());
         let state = PackedState { qkv: input, heads, saved, mask, options };
-        float(match QkvAttentionNode.prepare::<C>([primitive(qkv).node]).compute_bound().stateful() {
-            OpsKind::Tracked(node) => node.finish(state, output),
-            OpsKind::UnTracked(node) => node.finish(output),
-        })
+        float(
+            match QkvAttentionNode(recorder::Part::current())
+                .prepare::<C>([primitive(qkv).node])
+                .compute_bound()
+                .stateful()
+            {
+                OpsKind::Tracked(node) => node.finish(state, output),
+                OpsKind::UnTracked(node) => node.finish(output),
+            },
+        )
     }
 }

@@ -14,7 +14,7 @@ use super::dropout::Dropout;
 use super::reshape::ReshapeOps;
 use crate::checked::{Checked, Operands, Part, part};
 use crate::packed_heads::PackedHeads;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// Tokens that a sequence may have: kernels count them in 32 bits, with room for a window.
@@ -85,6 +85,19 @@ pub struct AttentionGradients<B: Backend> {
 }
 
 impl<B: Backend> AttentionMask<B> {
+    /// Multiplications and additions of `count` products over the scores that are seen, of sizes
+    /// `[batch_size, n_heads, queries, keys, head_dim]`. Where the device alone knows what is seen, all of it counts.
+    fn products(&self, count: u64, [batch_size, n_heads, queries, keys, head_dim]: [usize; 5]) -> u64 {
+        let seen = match self {
+            Self::Causal { window } => {
+                let window = window.unwrap_or(keys);
+                (0..queries).map(|query| window.min((keys + query + 1).saturating_sub(queries))).sum()
+            }
+            _ => queries * keys,
+        };
+        2 * count * (batch_size * n_heads * seen * head_dim) as u64
+    }
+
     /// Panics unless the mask is for `seq_length` queries, and as many keys, in each row of `x`, and lets each query see
     /// some.
     #[track_caller]
@@ -300,10 +313,12 @@ pub fn attention<B: AttentionOps>(
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 3> {
-    let _op = recorder::op("attention", || {
-        vec![recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)]
-    });
     let [batch_size, n_heads, seq_length, head_dim] = query.dims();
+    let _op = recorder::op("attention", || {
+        let flops = mask.products(2, [batch_size, n_heads, seq_length, key.dims()[2], head_dim]);
+        let inputs = [recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)];
+        Call::reads(inputs).and_first(1).computes(flops)
+    });
     let output = attention_heads(AttentionForward { query, key, value, mask: mask.clone(), options });
     B::reshape(output, [batch_size, seq_length, n_heads * head_dim])
 }
@@ -327,6 +342,20 @@ pub fn attention_weights<B: AttentionOps>(
     reference::attention_weights(operands.into_inner())
 }
 
+/// What attention over packed heads moves and computes: two products forward; five backward, which also reads output and
+/// gradient, and writes a gradient as large as `qkv`.
+fn packed_call<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads, mask: &AttentionMask<B>, backward: bool) -> Call {
+    let [batch_size, seq_length, width] = qkv.dims();
+    let PackedHeads { n_heads, head_dim, .. } = heads;
+    let qkv = recorder::operand(qkv);
+    let output = qkv.bytes() * (n_heads * head_dim) as u64 / width.max(1) as u64;
+    let sizes = [batch_size, n_heads, seq_length, seq_length, head_dim];
+    match backward {
+        false => Call::reads([qkv]).and(output).computes(mask.products(2, sizes)),
+        true => Call::reads([qkv]).and_first(1).and(2 * output).computes(mask.products(5, sizes)),
+    }
+}
+
 /// [`attention`] with its heads apart, as a part of another operation.
 pub(crate) fn attention_heads<B: AttentionOps>(operands: AttentionForward<B>) -> Tensor<B, 4> {
     <B as AttentionOps>::attention(Checked::new(operands))
@@ -345,7 +374,7 @@ pub fn qkv_attention<B: AttentionOps>(
     mask: &AttentionMask<B>,
     options: AttentionOptions,
 ) -> Tensor<B, 3> {
-    let _op = recorder::op("qkv_attention", || vec![recorder::operand(&qkv)]);
+    let _op = recorder::op("qkv_attention", || packed_call(&qkv, heads, mask, false));
     let [batch_size, seq_length, _] = qkv.dims();
     let operands = QkvAttentionForward { qkv, heads, mask: mask.clone(), options };
     let output = B::qkv_attention(Checked::new(operands));

@@ -16,7 +16,7 @@ use super::rotary::{RotaryOps, RotaryTable};
 use super::weight::assert_float;
 use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// The keys and values of one layer, each `[batch_size, n_kv_heads, capacity, head_dim]`.
@@ -157,8 +157,17 @@ pub fn cached_attention<B: CachedAttentionOps>(
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
 ) -> Tensor<B, 3> {
-    let _op = recorder::op("cached_attention", || vec![recorder::operand(&qkv), recorder::operand(&cache.keys)]);
     let [batch_size, seq_length, _] = qkv.dims();
+    let _op = recorder::op("cached_attention", || {
+        let (qkv, keys) = (recorder::operand(&qkv), recorder::operand(&cache.keys));
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+        let seen = at.window.map_or(at.keys, |window| window.min(at.keys));
+        // Keys and values that are seen, and the output beside the heads.
+        let cached = 2 * batch_size * n_kv_heads * seen * head_dim * keys.dtype.size();
+        let output = qkv.bytes() * n_heads as u64 / (n_heads + 2 * n_kv_heads) as u64;
+        let flops = 4 * batch_size * n_heads * seq_length * seen * head_dim;
+        Call { bytes: qkv.bytes() + output + cached as u64, flops: flops as u64, inputs: vec![qkv, keys] }
+    });
     let operands = Checked::new(CachedAttention { qkv, heads, placement, at, cache });
     let output = dispatch!(B: CachedAttentionOps::cached_attention(operands));
     B::reshape(output, [batch_size, seq_length, heads.n_heads * heads.head_dim])

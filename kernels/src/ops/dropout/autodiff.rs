@@ -9,20 +9,21 @@ use burn::tensor::Tensor;
 
 use super::{Dropout, DropoutForward, DropoutOps, dropout_forward};
 use crate::checked::Checked;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct DropoutNode;
+struct DropoutNode(recorder::Part);
 
 impl<B: DropoutOps> Backward<B, 1> for DropoutNode {
     type State = Dropout;
 
     fn backward(self, ops: Ops<Dropout, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let dropout = ops.state;
+        let _part = self.0.enter();
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let x = float(grad);
-            let _op = recorder::op("dropout backward", || vec![recorder::operand(&x)]);
+            let _op = recorder::op("dropout backward", || Call::reads([recorder::operand(&x)]).and_first(1));
             primitive(dropout_forward::<B>(Checked::new(DropoutForward { x, dropout })))
         });
     }
@@ -33,7 +34,7 @@ impl<B: DropoutOps, C: CheckpointStrategy> DropoutOps for Autodiff<B, C> {
         let DropoutForward { x, dropout } = operands.into_inner();
         let x = primitive(x);
         let output = dropout_forward::<B>(Checked::new(DropoutForward { x: float(x.primitive), dropout }));
-        float(match DropoutNode.prepare::<C>([x.node]).compute_bound().stateful() {
+        float(match DropoutNode(recorder::Part::current()).prepare::<C>([x.node]).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish(dropout, primitive(output)),
             OpsKind::UnTracked(node) => node.finish(primitive(output)),
         })

@@ -13,7 +13,7 @@ use burn::tensor::backend::Backend;
 use super::reshape::{ReshapeOps, as_dims, as_rows};
 use crate::checked::{Checked, Operands, part};
 use crate::random::RandomKey;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// Which elements to drop: each with `probability`, as the bits of `key` say.
@@ -77,7 +77,7 @@ pub fn dropout<B: DropoutOps, const D: usize>(x: Tensor<B, D>, dropout: Dropout)
     if dropout.probability == 0.0 {
         return x;
     }
-    let _op = recorder::op("dropout", || vec![recorder::operand(&x)]);
+    let _op = recorder::op("dropout", || Call::reads([recorder::operand(&x)]).and_first(1));
     let dims = x.dims();
     as_dims(B::dropout(Checked::new(DropoutForward { x: as_rows(x), dropout })), dims)
 }

@@ -12,15 +12,15 @@ use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
 use crate::ops::weight::Weight;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct EmbedNode;
+struct EmbedNode(recorder::Part);
 
 /// Parents `[table, x]`.
 #[derive(Debug)]
-struct EmbedAddNode;
+struct EmbedAddNode(recorder::Part);
 
 /// What a table's gradient needs: tokens and the table's size.
 #[derive(Clone, Debug)]
@@ -38,7 +38,10 @@ impl<B: EmbedOps> Lookup<B> {
         let Self { tokens, table: [vocabulary, d_model] } = self;
         let rows = tokens.dims().iter().product::<usize>();
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
-        let _op = recorder::op("embed backward", || vec![recorder::operand(&grad), recorder::operand(&tokens)]);
+        let _op = recorder::op("embed backward", || {
+            // The gradient of the whole table is written.
+            Call::reads([recorder::operand(&grad), recorder::operand(&tokens)]).and((vocabulary * d_model * 4) as u64)
+        });
         let tokens = tokens.reshape([rows]);
         primitive(embed_backward::<B>(Checked::new(EmbedBackward { grad, tokens, vocabulary })))
     }
@@ -48,6 +51,7 @@ impl<B: EmbedOps> Backward<B, 1> for EmbedNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let _part = self.0.enter();
         unary::<B, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad));
     }
 }
@@ -56,6 +60,7 @@ impl<B: EmbedOps> Backward<B, 2> for EmbedAddNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let _part = self.0.enter();
         binary::<B, _, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad), |grad| grad);
     }
 }
@@ -68,13 +73,13 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
         let forward =
             EmbedForward { table: Weight::Float(inner(&table)), tokens, dtype, added: added.as_ref().map(inner) };
         let output = primitive(embed_forward::<B>(Checked::new(forward)));
-        let table = primitive(table).node;
+        let (table, part) = (primitive(table).node, recorder::Part::current());
         float(match added {
-            None => match EmbedNode.prepare::<C>([table]).compute_bound().stateful() {
+            None => match EmbedNode(part).prepare::<C>([table]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(saved, output),
                 OpsKind::UnTracked(node) => node.finish(output),
             },
-            Some(x) => match EmbedAddNode.prepare::<C>([table, primitive(x).node]).compute_bound().stateful() {
+            Some(x) => match EmbedAddNode(part).prepare::<C>([table, primitive(x).node]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(saved, output),
                 OpsKind::UnTracked(node) => node.finish(output),
             },

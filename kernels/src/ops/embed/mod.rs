@@ -8,12 +8,12 @@ pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 
 use super::reshape::ReshapeOps;
 use super::weight::{Weight, WeightOps, assert_float};
 use crate::checked::{Checked, Operands, part};
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// What [`embed`] and [`embed_add`] compute with.
@@ -91,7 +91,7 @@ pub trait EmbedOps: ReshapeOps + WeightOps {
 /// If an operand is empty, or they lie on several devices.
 pub fn embed<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     let table = table.into();
-    let _op = recorder::op("embed", || vec![table.operand(), recorder::operand(&tokens)]);
+    let _op = recorder::op("embed", || rows_read(&table, &tokens, dtype.into(), 1));
     B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: None }))
 }
 
@@ -101,9 +101,19 @@ pub fn embed<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>
 /// If `x` is not of that shape.
 pub fn embed_add<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, x: Tensor<B, 3>) -> Tensor<B, 3> {
     let table = table.into();
-    let _op = recorder::op("embed_add", || vec![table.operand(), recorder::operand(&tokens)]);
+    let _op = recorder::op("embed_add", || rows_read(&table, &tokens, x.dtype(), 2));
     let dtype = FloatDType::from(x.dtype());
     B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: Some(x) }))
+}
+
+/// A row of the table is read for each token, and `outputs` rows of `dtype` are read or written.
+fn rows_read<B: Backend>(table: &Weight<B>, tokens: &Tensor<B, 2, Int>, dtype: DType, outputs: u64) -> Call {
+    let (table, tokens) = (table.operand(), recorder::operand(tokens));
+    let rows: usize = tokens.dims.iter().product();
+    let row = table.bytes() / table.dims.first().map_or(1, |rows| *rows as u64).max(1);
+    let width = table.dims.last().map_or(0, |width| width * dtype.size());
+    let bytes = tokens.bytes() + rows as u64 * (row + outputs * width as u64);
+    Call { inputs: vec![table, tokens], bytes, flops: 0 }
 }
 
 pub(crate) fn embed_forward<B: EmbedOps>(operands: Checked<EmbedForward<B>>) -> Tensor<B, 3> {

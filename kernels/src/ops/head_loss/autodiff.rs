@@ -10,11 +10,11 @@ use burn::tensor::Tensor;
 use super::{HeadLossBackward, HeadLossForward, HeadLossOps, head_loss_backward, head_loss_forward};
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct HeadLossNode;
+struct HeadLossNode(recorder::Part);
 
 impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
     type State = Option<(Tensor<B, 2>, Tensor<B, 2>)>;
@@ -22,8 +22,12 @@ impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let Some((d_hidden, d_weight)) = ops.state else { return };
-        let _op =
-            recorder::op("head_loss backward", || vec![recorder::operand(&d_hidden), recorder::operand(&d_weight)]);
+        let _part = self.0.enter();
+        let _op = recorder::op("head_loss backward", || {
+            let inputs = [recorder::operand(&d_hidden), recorder::operand(&d_weight)];
+            let written = inputs.iter().map(|input| input.bytes()).sum();
+            Call::reads(inputs).and(written)
+        });
         let operands = HeadLossBackward { grad, d_hidden, d_weight };
         let (d_hidden, d_weight) = head_loss_backward::<B>(Checked::new(operands));
         for (parent, gradient) in ops.parents.into_iter().zip([d_hidden, d_weight]) {
@@ -45,8 +49,13 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
             gradients: false,
         };
         let nodes = [primitive(hidden).node, primitive(weight).node];
-        float(match HeadLossNode.prepare::<C>(nodes).compute_bound().stateful() {
+        float(match HeadLossNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
+                // The gradients are made where the logits are, chunk by chunk: two products more.
+                recorder::also(|| {
+                    let ([rows, d_model], [vocabulary, _]) = (forward.hidden.dims(), forward.weight.dims());
+                    Call::default().computes(4 * (rows * d_model * vocabulary) as u64)
+                });
                 let forward = head_loss_forward::<B>(Checked::new(HeadLossForward { gradients: true, ..forward }));
                 node.finish(forward.gradients, primitive(forward.loss))
             }

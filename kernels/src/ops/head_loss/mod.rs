@@ -12,7 +12,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 use super::reshape::{ReshapeOps, as_rows};
 use crate::checked::{Checked, Operands, part};
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// The target of a position that does not count, as PyTorch has it.
@@ -147,7 +147,10 @@ pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     targets: Tensor<B, T, Int>,
     options: HeadLossOptions,
 ) -> Tensor<B, 1> {
-    let _op = recorder::op("head_loss", || vec![recorder::operand(&hidden), recorder::operand(&weight)]);
+    let _op = recorder::op("head_loss", || {
+        let flops = 2 * hidden.dims().iter().product::<usize>() * weight.dims()[0];
+        Call::reads([recorder::operand(&hidden), recorder::operand(&weight)]).computes(flops as u64)
+    });
     let targets = targets.flatten::<1>(0, T - 1);
     let hidden = as_rows(hidden);
     B::head_loss(Checked::new(HeadLossForward { hidden, weight, targets, options, gradients: false }))

@@ -17,7 +17,7 @@ use super::linear::LinearOps;
 use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
 use crate::random::RandomKey;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// Tokens that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
@@ -176,7 +176,11 @@ pub fn head_sample<B: HeadSampleOps>(
     rows: &mut SampledRows<B>,
 ) -> Tensor<B, 1, Int> {
     let weight = weight.into();
-    let _op = recorder::op("head_sample", || vec![recorder::operand(&hidden), weight.operand()]);
+    let _op = recorder::op("head_sample", || {
+        let weight = weight.operand();
+        let flops = 2 * hidden.dims()[0] * weight.dims.iter().product::<usize>();
+        Call::reads([recorder::operand(&hidden), weight]).computes(flops as u64)
+    });
     let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
     dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, sampling, rows })))
 }

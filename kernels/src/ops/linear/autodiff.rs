@@ -14,12 +14,12 @@ use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
 use crate::ops::weight::Weight;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 /// Parents `[x, weight, bias, residual]`.
 #[derive(Debug)]
-struct LinearNode;
+struct LinearNode(recorder::Part);
 
 #[derive(Clone, Debug)]
 struct State<B: LinearOps> {
@@ -38,7 +38,13 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
     fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
         let State { name, x, weight, bias, activation, dropout } = ops.state;
-        let _op = recorder::op(name, || vec![recorder::operand(&x), recorder::operand(&weight)]);
+        let _part = self.0.enter();
+        let _op = recorder::op(name, || {
+            let ([rows, d_input], [d_output, _]) = (x.dims(), weight.dims());
+            let written = rows * (d_input + d_output) * x.dtype().size() + d_output * d_input * 4;
+            let call = Call::reads([recorder::operand(&x), recorder::operand(&weight)]).and(written as u64);
+            call.computes(4 * (rows * d_input * d_output) as u64)
+        });
         let [x_node, weight_node, bias_node, residual_node] = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(node) = residual_node {
             grads.register::<B>(node, grad.clone());
@@ -85,7 +91,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         ];
         let output = primitive(forward.output);
         let activation = activation.zip(forward.saved);
-        float(match LinearNode.prepare::<C>(nodes).compute_bound().stateful() {
+        float(match LinearNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
                 node.finish(State { name, x: input, weight: matrix, bias: shift, activation, dropout }, output)
             }

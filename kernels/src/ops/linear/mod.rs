@@ -21,7 +21,7 @@ use super::norm::{Norm, NormOps, norm_rows};
 use super::reshape::{as_dims, as_rows};
 use super::weight::{Weight, WeightOps};
 use crate::checked::{Checked, Operands, part};
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// What [`linear`], [`norm_linear`], [`linear_add`] and [`norm_gate_up`] compute with:
@@ -61,6 +61,15 @@ impl<B: Backend> LinearForward<B> {
             Self { norm: Some(_), .. } => "norm_linear",
             _ => "linear",
         }
+    }
+
+    /// What it moves and computes.
+    fn call(&self) -> Call {
+        let ([rows, d_input], [d_output, _]) = (self.x.dims(), self.weight.dims());
+        let result = rows * self.outputs() * self.x.dtype().size();
+        let residual = if self.residual.is_some() { result } else { 0 };
+        let call = Call::reads([recorder::operand(&self.x), self.weight.operand()]).and((result + residual) as u64);
+        call.computes(2 * (rows * d_input * d_output) as u64)
     }
 
     /// Columns of the result.
@@ -252,9 +261,9 @@ fn project<B: LinearOps, const D: usize>(
     weight: Weight<B>,
     operands: impl FnOnce(Tensor<B, 2>, Weight<B>) -> LinearForward<B>,
 ) -> Tensor<B, D> {
-    let _op = recorder::op(name, || vec![recorder::operand(&x), weight.operand()]);
     let mut dims = x.dims();
     let operands = Checked::new(operands(as_rows(x), weight));
+    let _op = recorder::op(name, || operands.call());
     dims[D - 1] = operands.outputs();
     as_dims(<B as LinearOps>::linear(operands), dims)
 }

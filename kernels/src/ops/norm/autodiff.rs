@@ -10,20 +10,21 @@ use burn::tensor::Tensor;
 use super::{Norm, NormBackward, NormForward, NormGradients, NormOps, NormOutput, norm_backward, norm_forward};
 use crate::autodiff::{inner, take_gradient};
 use crate::checked::Checked;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 /// The node of a norm: its parents are `[x, gamma]` or `[x, gamma, beta]`.
 #[derive(Debug)]
-struct NormNode;
+struct NormNode(recorder::Part);
 
 type State<B> = (Tensor<B, 2>, NormOutput<B>, Norm<B>);
 
 impl NormNode {
-    fn gradients<B: NormOps, const N: usize>(ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
+    fn gradients<B: NormOps, const N: usize>(self, ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
+        let _part = self.0.enter();
         let grad = float(grads.consume::<B>(&ops.node));
         let (x, saved, norm) = ops.state.clone();
-        let _op = recorder::op("norm backward", || vec![recorder::operand(&x)]);
+        let _op = recorder::op("norm backward", || Call::reads([recorder::operand(&x)]).and_first(2));
         let residual = take_gradient(ops, 0, &x, grads);
         norm_backward::<B>(Checked::new(NormBackward { grad, x, saved, norm, residual }))
     }
@@ -33,7 +34,7 @@ impl<B: NormOps> Backward<B, 2> for NormNode {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let gradients = Self::gradients(&ops, grads);
+        let gradients = self.gradients(&ops, grads);
         let [x, gamma] = ops.parents;
         if let Some(node) = x {
             grads.register::<B>(node.id, primitive(gradients.x));
@@ -48,7 +49,7 @@ impl<B: NormOps> Backward<B, 3> for NormNode {
     type State = State<B>;
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let gradients = Self::gradients(&ops, grads);
+        let gradients = self.gradients(&ops, grads);
         let [x, gamma, beta] = ops.parents;
         if let Some(node) = x {
             grads.register::<B>(node.id, primitive(gradients.x));
@@ -72,13 +73,19 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         let state = (input, forward, weights);
         let (x, gamma) = (primitive(x).node, primitive(gamma).node);
         float(match beta {
-            None => match Backward::<B, 2>::prepare::<C>(NormNode, [x, gamma]).compute_bound().stateful() {
+            None => match Backward::<B, 2>::prepare::<C>(NormNode(recorder::Part::current()), [x, gamma])
+                .compute_bound()
+                .stateful()
+            {
                 OpsKind::Tracked(node) => node.finish(state, output),
                 OpsKind::UnTracked(node) => node.finish(output),
             },
             Some(beta) => {
                 let nodes = [x, gamma, primitive(beta).node];
-                match Backward::<B, 3>::prepare::<C>(NormNode, nodes).compute_bound().stateful() {
+                match Backward::<B, 3>::prepare::<C>(NormNode(recorder::Part::current()), nodes)
+                    .compute_bound()
+                    .stateful()
+                {
                     OpsKind::Tracked(node) => node.finish(state, output),
                     OpsKind::UnTracked(node) => node.finish(output),
                 }

@@ -15,7 +15,7 @@ use super::reshape::{ReshapeOps, as_dims, as_rows};
 use serde::{Deserialize, Serialize};
 
 use crate::checked::{Checked, Operands, Part, part};
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// Which statistics a norm divides by.
@@ -162,7 +162,7 @@ pub trait NormOps: ReshapeOps {
 /// # Panics
 /// If the last dimension and the norm's weights differ in size, or `x` is empty.
 pub fn norm<B: NormOps, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tensor<B, D> {
-    let _op = recorder::op("norm", || vec![recorder::operand(&x)]);
+    let _op = recorder::op("norm", || Call::reads([recorder::operand(&x)]).and_first(1));
     let dims = x.dims();
     as_dims(norm_rows(as_rows(x), norm.clone()), dims)
 }

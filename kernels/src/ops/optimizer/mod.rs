@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 
 use crate::checked::{Checked, Operands};
-use crate::recorder;
+use crate::recorder::{self, Call, Operand};
 use crate::selection::dispatch;
 
 /// One parameter with its gradient and moments, each flattened to `[elements]` f32.
@@ -111,6 +111,15 @@ pub trait OptimizerOps: Backend {
 /// If values, gradients or moments are not f32, copies are of several dtypes, the tensors of a parameter differ in length,
 /// or they lie on several devices.
 pub fn optimizer_step<B: OptimizerOps>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {
-    let _op = recorder::op("optimizer_step", || parameters.iter().map(|one| recorder::operand(&one.value)).collect());
+    let _op = recorder::op("optimizer_step", || {
+        // Value, gradient and moments are read, value and moments written; the gradient once more for its norm.
+        let once = |parameter: &AdamWParameter<B>| {
+            let copy = parameter.copy.as_ref().map_or(0, |copy| recorder::operand(copy).bytes());
+            8 * recorder::operand(&parameter.value).bytes() + copy
+        };
+        let bytes = parameters.iter().map(once).sum();
+        let count = parameters.iter().map(|parameter| parameter.value.dims()[0]).sum::<usize>();
+        Call { inputs: vec![Operand::new([count], DType::F32)], bytes, flops: 0 }
+    });
     dispatch!(B: OptimizerOps::optimizer_step(Checked::new(OptimizerStep { parameters, adamw })))
 }

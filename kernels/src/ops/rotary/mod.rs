@@ -12,7 +12,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::checked::{Checked, Operands, Part, part};
 use crate::packed_heads::PackedHeads;
-use crate::recorder;
+use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
 /// Cosines and sines of every position's angles, f32.
@@ -144,7 +144,7 @@ pub trait RotaryOps: Backend {
 /// # Panics
 /// If the table is not of `head_dim / 2` columns, or there is not a position for each token.
 pub fn rotary<B: RotaryOps>(x: Tensor<B, 4>, table: &RotaryTable<B>, positions: Tensor<B, 2, Int>) -> Tensor<B, 4> {
-    let _op = recorder::op("rotary", || vec![recorder::operand(&x)]);
+    let _op = recorder::op("rotary", || Call::reads([recorder::operand(&x)]).and_first(1));
     rotary_heads(x, table, positions)
 }
 
@@ -169,7 +169,7 @@ pub fn qkv_rotary<B: RotaryOps>(
     table: &RotaryTable<B>,
     positions: Tensor<B, 2, Int>,
 ) -> Tensor<B, 3> {
-    let _op = recorder::op("qkv_rotary", || vec![recorder::operand(&qkv)]);
+    let _op = recorder::op("qkv_rotary", || Call::reads([recorder::operand(&qkv)]).and_first(1));
     B::qkv_rotary(Checked::new(QkvRotaryForward { qkv, heads, table: table.clone(), positions, inverse: false }))
 }
 
@@ -178,7 +178,7 @@ pub fn qkv_rotary<B: RotaryOps>(
 /// # Panics
 /// If `last` is above 2^31.
 pub fn next_positions<B: RotaryOps>(positions: Tensor<B, 2, Int>, last: usize) -> Tensor<B, 2, Int> {
-    let _op = recorder::op("next_positions", Vec::new);
+    let _op = recorder::op("next_positions", || Call::reads([recorder::operand(&positions)]).and_first(1));
     dispatch!(B: RotaryOps::next_positions(Checked::new(NextPositions { positions, last })))
 }
 

@@ -9,6 +9,8 @@ mod cubecl;
 use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::{BasicOps, Tensor, TensorData};
 
+use crate::recorder;
+
 /// Uploading on a backend.
 pub trait UploadOps: Backend {
     /// Waits until the device has what was uploaded to it, and lets go of what the host still holds of that.
@@ -33,6 +35,7 @@ pub fn upload<B: UploadOps, K: BasicOps<B>>(
     device: &B::Device,
 ) -> Result<Tensor<B, 1, K>, ExecutionError> {
     let (size, dtype) = (data.shape.iter().product::<usize>(), data.dtype);
+    recorder::uploaded(data.bytes.len());
     let each = PIECE / dtype.size();
     if size <= each {
         let all = Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
