@@ -20,6 +20,7 @@
 struct Readme;
 
 pub mod backend;
+pub mod bench;
 pub mod chat;
 mod device_read;
 pub mod download;
@@ -30,6 +31,7 @@ pub mod language_model;
 pub mod plots;
 pub mod precision;
 pub mod prediction;
+pub mod profiling;
 pub mod run_folder;
 pub mod stdout;
 pub mod tasks;

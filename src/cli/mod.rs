@@ -1,11 +1,13 @@
 //! The command line: a file a command, each of which parses, resolves and runs; wording and exit codes.
 
 mod arguments;
+mod bench;
 mod chat;
 mod devices;
 mod evaluate;
 mod generate;
 mod predict;
+mod profile;
 mod signals;
 mod tokenizer;
 mod train;
@@ -33,6 +35,11 @@ enum Command {
     Evaluate(evaluate::EvaluateArgs),
     /// Say what utterances ask for: intent and slots
     Predict(predict::PredictArgs),
+    /// Show where the time goes: train, generate or predict for a few warm steps, recorded
+    #[command(subcommand)]
+    Profile(profile::ProfileCommand),
+    /// Measure speed: repeated, beside the hardware's ceilings, an earlier run and a peer program
+    Bench(bench::BenchArgs),
     /// Make a tokenizer
     #[command(subcommand)]
     Tokenizer(tokenizer::TokenizerCommand),
@@ -48,6 +55,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Chat(args) => chat::chat(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
         Command::Predict(args) => predict::predict(args),
+        Command::Profile(command) => profile::profile(command),
+        Command::Bench(args) => bench::bench(args),
         Command::Tokenizer(command) => tokenizer::tokenizer(command),
         Command::Devices(args) => Ok(devices::devices(&args)),
     };

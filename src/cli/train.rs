@@ -77,7 +77,8 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
         let run = TrainingRun::resume(&out, args.allow_changed_data, |recipe| apply(recipe, args))?;
         return train_one(run, args, backend, interrupter);
     }
-    let recipe = apply(recipe_of(args)?, args)?;
+    let recipe = recipe_from(args.recipe.as_deref(), args.task, args.data.is_some(), args.init.is_some())?;
+    let recipe = apply(recipe, args)?;
     let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
     match args.seeds {
         Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
@@ -86,13 +87,17 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
 }
 
 /// The recipe asked for, or the one for the task and its data.
-fn recipe_of(args: &TrainArgs) -> Result<Recipe, Failure> {
-    let Some(path) = &args.recipe else {
-        let task = args.task.unwrap_or_default();
-        return Recipe::shipped(task.default_recipe(args.data.is_some(), args.init.is_some()));
+pub(super) fn recipe_from(
+    recipe: Option<&Path>,
+    task: Option<TaskName>,
+    has_data: bool,
+    has_init: bool,
+) -> Result<Recipe, Failure> {
+    let Some(path) = recipe else {
+        return Recipe::shipped(task.unwrap_or_default().default_recipe(has_data, has_init));
     };
     let recipe = Recipe::open(path)?;
-    match args.task {
+    match task {
         Some(task) if task != recipe.task => {
             let (name, wanted) = (&recipe.name, task.to_possible_value());
             let wanted = wanted.as_ref().map_or("", |value| value.get_name());
@@ -217,15 +222,36 @@ fn spread(summaries: &[Value], out: &Path) -> Value {
     spread
 }
 
-/// The recipe with what the command line says.
-fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
-    if let Some(data) = &args.data {
+/// The recipe with the data, precision and settings of the command line.
+pub(super) fn with_settings(
+    mut recipe: Recipe,
+    data: Option<&Path>,
+    precision: Option<Precision>,
+    settings: &[String],
+) -> Result<Recipe, Failure> {
+    if let Some(data) = data {
         // A folder may have the name of an embedded source.
         let shown = data.display().to_string();
         recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
-        if args.recipe.is_none() {
-            recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
+    }
+    if let Some(precision) = precision {
+        if !precision.trains() {
+            return Err(Failure::usage(format!("--precision {}: training takes f32 or bf16", precision.name())));
         }
+        recipe.training.precision = precision;
+    }
+    for setting in settings {
+        let (key, value) =
+            setting.split_once('=').ok_or_else(|| Failure::usage(format!("--set {setting}: write it as key=value")))?;
+        recipe = recipe.with(key.trim(), value.trim())?;
+    }
+    Ok(recipe)
+}
+
+/// The recipe with what the command line says.
+fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
+    if let (Some(data), None) = (&args.data, &args.recipe) {
+        recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
     }
     if let Some(init) = &args.init {
         recipe.init = Some(init.clone());
@@ -236,17 +262,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     if let Some(seed) = args.seed {
         recipe = recipe.with("training.seed", &seed.to_string())?;
     }
-    if let Some(precision) = args.precision {
-        if !precision.trains() {
-            return Err(Failure::usage(format!("--precision {}: training takes f32 or bf16", precision.name())));
-        }
-        recipe.training.precision = precision;
-    }
-    for setting in &args.run.set {
-        let (key, value) =
-            setting.split_once('=').ok_or_else(|| Failure::usage(format!("--set {setting}: write it as key=value")))?;
-        recipe = recipe.with(key.trim(), value.trim())?;
-    }
+    recipe = with_settings(recipe, args.data.as_deref(), args.precision, &args.run.set)?;
     // A run that goes on has its weights.
     if !args.resume
         && let Some(init) = recipe.begins_with()?

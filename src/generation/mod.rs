@@ -160,6 +160,18 @@ impl<B: Backend> Generator<B> {
         Ok(Self { model, tokenizer, ends, interrupt: Interrupt::default(), device })
     }
 
+    /// A generator of a model that is there already.
+    pub fn new(model: Transformer<B>, tokenizer: Tokenizer, device: B::Device) -> Self {
+        let ends = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
+        Self { model, tokenizer, ends, interrupt: Interrupt::default(), device }
+    }
+
+    /// That writes all the tokens that are asked for, past any that would end a text.
+    pub(crate) fn without_ends(mut self) -> Self {
+        self.ends.clear();
+        self
+    }
+
     /// With something else to end texts by.
     pub fn with_interrupt(mut self, interrupt: Interrupt) -> Self {
         self.interrupt = interrupt;
@@ -235,13 +247,26 @@ impl<B: Backend> Generator<B> {
         options: &GenerationOptions,
         show: impl FnMut(usize, &str),
     ) -> Result<Vec<Generated>, Failure> {
+        self.generate_watched(prompts, first_stream, options, show, || Ok(()))
+    }
+
+    /// [`generate_batch`](Self::generate_batch) that calls `decoding` when the prompts are read and the first tokens drawn.
+    pub(crate) fn generate_watched(
+        &self,
+        prompts: &[&Prepared],
+        first_stream: u32,
+        options: &GenerationOptions,
+        show: impl FnMut(usize, &str),
+        decoding: impl FnOnce() -> Result<(), Failure>,
+    ) -> Result<Vec<Generated>, Failure> {
         let longest = prompts.iter().map(|prompt| prompt.tokens.len() + prompt.max_tokens).max().unwrap_or(0);
         let mut cache = self.model.cache(prompts.len(), longest.min(self.model.config().context_length));
         let texts: Vec<Text<'_>> = prompts
             .iter()
             .map(|prompt| Text::new(&prompt.tokens, prompt.max_tokens, Writer::new(&self.tokenizer, &options.stop)))
             .collect();
-        self.write_all(&mut cache, texts, self.kept_tokens(), first_stream, options, show)
+        let watched = (first_stream, decoding);
+        self.write_all(&mut cache, texts, self.kept_tokens(), watched, options, show)
     }
 
     /// Reads what `cache` lacks of `prompt_tokens`, one at least, and writes up to `wanted` more, for which it must have
@@ -258,7 +283,8 @@ impl<B: Backend> Generator<B> {
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
         let text = Text::new(prompt_tokens, wanted, Writer::new(&self.tokenizer, &options.stop));
-        let mut generated = self.write_all(cache, vec![text], None, 0, options, |_, text| show(text))?;
+        let watched = (0, || Ok(()));
+        let mut generated = self.write_all(cache, vec![text], None, watched, options, |_, text| show(text))?;
         let generated = generated.pop().ok_or_else(|| Failure::new("nothing was written"))?;
         // What the device wrote on while its tokens were on their way here is forgotten.
         cache.truncate(prompt_tokens.len() + generated.tokens.len());
@@ -266,13 +292,13 @@ impl<B: Backend> Generator<B> {
     }
 
     /// The loop: each step's tokens feed the next one on the device, and are read some steps later. A text that fills the
-    /// cache goes on from the `kept` last tokens of it.
+    /// cache goes on from the `kept` last tokens of it. `decoding` is called when the first tokens are drawn.
     fn write_all(
         &self,
         cache: &mut Cache<B>,
         mut texts: Vec<Text<'_>>,
         kept: Option<usize>,
-        first_stream: u32,
+        (first_stream, decoding): (u32, impl FnOnce() -> Result<(), Failure>),
         options: &GenerationOptions,
         mut show: impl FnMut(usize, &str),
     ) -> Result<Vec<Generated>, Failure> {
@@ -299,6 +325,7 @@ impl<B: Backend> Generator<B> {
         self.take(&mut on_the_way, &mut texts, Instant::now(), &mut show)?;
         let prefill = begun.elapsed();
 
+        decoding()?;
         let decoding = Instant::now();
         let wanted = texts.iter().map(|text| text.wanted).max().unwrap_or(0);
         let (mut step, mut last_read) = (1, decoding);

@@ -11,6 +11,7 @@
 
 mod curves;
 mod heat_map;
+mod roofline;
 
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
@@ -19,6 +20,8 @@ use plotters::style::RGBColor;
 
 pub use curves::{Curve, curves};
 pub use heat_map::{HeatMap, attention_map, attention_maps, confusion_matrix, heat_map, logit_lens};
+
+pub use roofline::{Dot, Roof, roofline};
 
 use crate::failure::Failure;
 use crate::run_folder::write_atomic;

@@ -3,11 +3,15 @@
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
-use super::{Probe, RecorderOps};
+use super::{Memory, Probe, RecorderOps};
 
 impl<B: RecorderOps, C: CheckpointStrategy> RecorderOps for Autodiff<B, C> {
     fn is_synchronous() -> bool {
         B::is_synchronous()
+    }
+
+    fn memory(device: &Self::Device) -> Option<Memory> {
+        B::memory(device)
     }
 
     fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
@@ -30,6 +34,11 @@ where
     I: burn_cubecl::IntElement,
     BT: burn_cubecl::element::BoolElement,
 {
+    fn memory(device: &Self::Device) -> Option<Memory> {
+        let usage = R::client(device).memory_usage().ok()?;
+        Some(Memory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+    }
+
     #[cfg(feature = "cuda")]
     fn probe(device: &Self::Device) -> Option<Box<dyn Probe>> {
         let cuda = R::name(&R::client(device)) == "cuda";

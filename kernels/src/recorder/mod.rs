@@ -100,10 +100,24 @@ pub trait RecorderOps: Backend {
     fn is_synchronous() -> bool {
         false
     }
+    /// Memory of `device` that this thread's work holds, where it tells.
+    fn memory(_device: &Self::Device) -> Option<Memory> {
+        None
+    }
+
     /// What shows a [`Recording`] the work of `device`; none where calls are all that is known.
     fn probe(_device: &Self::Device) -> Option<Box<dyn Probe>> {
         None
     }
+}
+
+/// Memory of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Bytes of tensors.
+    pub in_use: u64,
+    /// Bytes taken from the driver, which are seldom given back: the most so far, about.
+    pub reserved: u64,
 }
 
 /// What shows the recorder the work of a device; see [`RecorderOps::probe`].

@@ -1,0 +1,171 @@
+//! Decoding, in tokens a second, and reading a prompt; weights are drawn at random.
+
+use std::time::Instant;
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, FloatDType, Int, Tensor, Transaction};
+use fireclay_kernels::{Backend, RandomKey, SampledRows, Sampling};
+use fireclay_model::Transformer;
+
+use super::sizes::decoder;
+use super::{BenchOptions, Measurement};
+use crate::backend::OnBackend;
+use crate::failure::Failure;
+use crate::profiling::Ceilings;
+
+/// Tokens that are written before the clock starts, and those that it times, as the peer has them.
+const BEFORE: usize = 22;
+const TIMED: usize = 128;
+/// Steps of which the tokens are read together, as generation does it.
+const READ_STEPS: usize = 16;
+/// Tokens of the prompt whose reading is timed.
+const PROMPT: usize = 2048;
+
+/// Decoding with some sizes, each case told to `show` as soon as it is measured.
+pub struct DecodeBench<S> {
+    /// What is asked for.
+    pub options: BenchOptions,
+    /// Told of each measurement.
+    pub show: S,
+}
+
+impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> {
+    type Output = ();
+
+    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        let cpu = B::is_synchronous();
+        let own = if cpu { "llama-15m" } else { "qwen3-0.6b" };
+        let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };
+        let ceilings = Ceilings::measure::<B>(&self.options.device, self.options.peak, &device)?;
+        for name in sizes {
+            let (config, dtype) = decoder(&name)?;
+            let dtype = match self.options.precision {
+                Some(precision) => precision.activations::<B>(&device)?,
+                None if B::supports_dtype(&device, DType::from(dtype)) => dtype,
+                None => FloatDType::F32,
+            };
+            let mut cast = Cast { dtype, bytes: 0 };
+            let model = config.init::<B>(1, &device)?.map(&mut cast).with_activations(dtype);
+            // Of an embedding table of its own a step reads a row.
+            let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
+            let bytes = cast.bytes - table * model.embedding.val().dtype().size();
+            let dtype = format!("{dtype:?}").to_lowercase();
+            let batches = match self.options.batch {
+                Some(batch) => vec![batch],
+                None if cpu => vec![1, 8],
+                None => vec![1, 8, 32],
+            };
+            for batch_size in batches {
+                for (case, sampling) in [("greedy", Sampling::greedy()), ("top-k 50, top-p 0.9", top_k_top_p())] {
+                    let seconds = decode(&model, batch_size, &sampling, self.options.repeats, &device)?;
+                    let values = seconds.iter().map(|seconds| batch_size as f64 / seconds).collect();
+                    let what = format!("decode {name} {dtype}");
+                    let case =
+                        if case == "greedy" { format!("B={batch_size}") } else { format!("B={batch_size} {case}") };
+                    let measured = Measurement::new(what, case, "tokens/s", values);
+                    // Each weight is read once a step; the copy reads and writes.
+                    let floor = bytes as f64 / ceilings.bytes_per_second;
+                    let share = floor * measured.value / batch_size as f64;
+                    (self.show)(measured.of(share, "a copy's speed, by the weights alone"))?;
+                }
+            }
+            let tokens = self.options.length.unwrap_or(PROMPT).min(config.context_length - 1);
+            let seconds = prefill(&model, tokens, self.options.repeats, &device)?;
+            let values = seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
+            (self.show)(Measurement::new(
+                format!("prefill {name} {dtype}"),
+                format!("{tokens} tokens"),
+                "tokens/s",
+                values,
+            ))?;
+        }
+        Ok(())
+    }
+}
+
+fn top_k_top_p() -> Sampling {
+    Sampling::greedy().with_temperature(0.8, RandomKey::new(1)).with_top_k(Some(50)).with_top_p(Some(0.9))
+}
+
+/// Puts matrices in a dtype, and counts the bytes of what a step reads.
+struct Cast {
+    dtype: FloatDType,
+    bytes: usize,
+}
+
+impl<B: Backend> ModuleMapper<B> for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        if D < 2 {
+            return param;
+        }
+        let (id, value, _) = param.consume();
+        let value = value.cast(self.dtype).detach();
+        self.bytes += value.shape().num_elements() * value.dtype().size();
+        Param::initialized(id, value)
+    }
+}
+
+fn read<B: Backend>(steps: &mut Vec<Tensor<B, 1, Int>>) -> Result<(), Failure> {
+    let steps = std::mem::take(steps).into_iter().fold(Transaction::<B>::default(), Transaction::register);
+    steps.try_execute().map(drop).map_err(|error| Failure::new(format!("the device failed: {error:?}")))
+}
+
+/// Seconds of a step, each time over [`TIMED`] of them.
+fn decode<B: Backend>(
+    model: &Transformer<B>,
+    batch_size: usize,
+    sampling: &Sampling,
+    repeats: usize,
+    device: &B::Device,
+) -> Result<Vec<f64>, Failure> {
+    let streams: Vec<u32> = (0..batch_size as u32).collect();
+    let mut seconds = Vec::new();
+    // The first time compiles.
+    for _ in 0..repeats + 1 {
+        let mut cache = model.cache(batch_size, BEFORE + TIMED + 1);
+        let mut rows = SampledRows::new(&streams, device);
+        let prompts: Vec<&[u32]> = vec![&[1]; batch_size];
+        let mut next = model.sample(model.prefill(&prompts, &mut cache), sampling, &mut rows);
+        let mut on_the_way = Vec::new();
+        let mut begun = Instant::now();
+        for step in 0..BEFORE + TIMED {
+            if step == BEFORE {
+                read(&mut on_the_way)?;
+                begun = Instant::now();
+            }
+            next = model.sample(model.decode(next, &mut cache), sampling, &mut rows);
+            on_the_way.push(next.clone());
+            if on_the_way.len() == READ_STEPS {
+                read(&mut on_the_way)?;
+            }
+        }
+        read(&mut on_the_way)?;
+        B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+        seconds.push(begun.elapsed().as_secs_f64() / TIMED as f64);
+    }
+    seconds.remove(0);
+    Ok(seconds)
+}
+
+/// Seconds to read a prompt and draw the token after it.
+fn prefill<B: Backend>(
+    model: &Transformer<B>,
+    tokens: usize,
+    repeats: usize,
+    device: &B::Device,
+) -> Result<Vec<f64>, Failure> {
+    let vocabulary = model.config().vocab_size as u32;
+    let prompt: Vec<u32> = (0..tokens as u32).map(|at| at.wrapping_mul(7919) % vocabulary).collect();
+    let mut seconds = Vec::new();
+    for _ in 0..repeats + 1 {
+        let mut cache = model.cache(1, tokens + 1);
+        let mut rows = SampledRows::new(&[0], device);
+        B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+        let begun = Instant::now();
+        let hidden = model.prefill(&[&prompt], &mut cache);
+        read(&mut vec![model.sample(hidden, &Sampling::greedy(), &mut rows)])?;
+        seconds.push(begun.elapsed().as_secs_f64());
+    }
+    seconds.remove(0);
+    Ok(seconds)
+}

@@ -1,0 +1,90 @@
+//! Models and batches by name.
+
+use burn::tensor::FloatDType;
+use fireclay_model::TransformerConfig;
+
+use crate::failure::Failure;
+use crate::training::Recipe;
+
+/// What `bench train` knows; the rest of a recipe's name is its own.
+pub const TRAINERS: [&str; 7] =
+    ["gpt2-124m", "shakespeare-char", "llama-1b", "intent-slot", "cpu-4x128", "cpu-6x384", "cpu-6x256"];
+
+/// What `bench decode` knows.
+pub const DECODERS: [&str; 3] = ["qwen3-0.6b", "llama-15m", "gpt2-124m"];
+
+/// Training steps of a language model.
+pub(super) struct TrainSize {
+    pub(super) what: String,
+    /// In the case, before batch and length.
+    pub(super) label: &'static str,
+    pub(super) recipe: Recipe,
+    pub(super) vocab_size: usize,
+}
+
+/// A language model's training by name.
+pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
+    let (recipe, settings, vocab_size, what, label): (_, &[(&str, &str)], _, _, _) = match name {
+        "gpt2-124m" => ("gpt2-124m", &[("accumulation", "1")], 50_304, "train gpt2-124m", ""),
+        "shakespeare-char" => ("shakespeare-char-gpu", &[("precision", "bf16")], 65, "train step", "char 6x384"),
+        "llama-1b" => (
+            "llama-15m",
+            &[
+                ("d_model", "2048"),
+                ("n_layers", "16"),
+                ("n_heads", "32"),
+                ("n_kv_heads", "8"),
+                ("d_ff", "8192"),
+                ("batch_size", "4"),
+                ("seq_length", "2048"),
+                ("accumulation", "1"),
+                ("precision", "bf16"),
+            ],
+            50_257,
+            "train step",
+            "llama 1b 16x2048",
+        ),
+        "cpu-4x128" => (
+            "shakespeare-char-cpu",
+            &[("d_model", "128"), ("n_layers", "4"), ("n_heads", "4"), ("seq_length", "64"), ("batch_size", "12")],
+            65,
+            "train",
+            "4 layers of 128",
+        ),
+        "cpu-6x384" => (
+            "shakespeare-char-cpu",
+            &[("d_model", "384"), ("n_layers", "6"), ("n_heads", "6"), ("seq_length", "256"), ("batch_size", "8")],
+            65,
+            "train",
+            "6 layers of 384",
+        ),
+        "cpu-6x256" => (
+            "shakespeare-char-cpu",
+            &[("d_model", "256"), ("n_layers", "6"), ("n_heads", "8"), ("seq_length", "64"), ("batch_size", "32")],
+            8192,
+            "train",
+            "6 layers of 256, V=8192",
+        ),
+        _ => return Err(unknown("train", name, &TRAINERS)),
+    };
+    let recipe = settings.iter().try_fold(Recipe::shipped(recipe)?, |recipe, (key, value)| recipe.with(key, value))?;
+    let recipe = recipe.with("schedule", "constant")?;
+    Ok(TrainSize { what: what.into(), label, recipe, vocab_size })
+}
+
+/// A decoder by name: its shape and the dtype it decodes in, where the device has that.
+pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {
+    match name {
+        "qwen3-0.6b" => {
+            let config = TransformerConfig::qwen3(151_936, 4096, 1024, 28, 16, 128);
+            Ok((config.with_n_kv_heads(8).with_d_ff(3072).with_tied_embeddings(true), FloatDType::BF16))
+        }
+        "llama-15m" => Ok((TransformerConfig::llama(32_000, 1024, 288, 6, 6).with_d_ff(768), FloatDType::F32)),
+        "gpt2-124m" => Ok((TransformerConfig::gpt2(50_257, 1024, 768, 12, 12), FloatDType::BF16)),
+        _ => Err(unknown("decode", name, &DECODERS)),
+    }
+}
+
+fn unknown(bench: &str, name: &str, known: &[&str]) -> Failure {
+    Failure::usage(format!("--size {name}: bench {bench} knows {}", known.join(", ")))
+}

@@ -1,0 +1,178 @@
+//! Training steps, in tokens a second, and epochs of utterances.
+
+use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
+use fireclay_kernels::Backend;
+
+use super::sizes::{TrainSize, trainer};
+use super::{BenchOptions, Measurement, seconds};
+use crate::backend::OnBackend;
+use crate::failure::Failure;
+use crate::profiling::Peaks;
+use crate::tasks::{Batch, IntentSlot, Language, Task};
+use crate::training::{Recipe, Trainer};
+
+/// Training of some sizes, each told to `show` as soon as it is measured.
+pub struct TrainBench<S> {
+    /// What is asked for.
+    pub options: BenchOptions,
+    /// Told of each measurement.
+    pub show: S,
+}
+
+impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for TrainBench<S> {
+    type Output = ();
+
+    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        let cpu = B::is_synchronous();
+        let own: &[&str] = if cpu {
+            &["cpu-4x128", "cpu-6x384", "cpu-6x256", "intent-slot"]
+        } else {
+            &["gpt2-124m", "shakespeare-char", "intent-slot"]
+        };
+        let sizes = match self.options.sizes.is_empty() {
+            true => own.iter().map(|name| name.to_string()).collect(),
+            false => self.options.sizes.clone(),
+        };
+        for name in sizes {
+            let measured = match name.as_str() {
+                "intent-slot" => epoch::<B>(&self.options, &device)?,
+                name => steps::<B>(trainer(name)?, &self.options, &device)?,
+            };
+            (self.show)(measured)?;
+        }
+        Ok(())
+    }
+}
+
+/// The recipe with what is asked for in place of its own.
+fn asked(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
+    let mut recipe = recipe;
+    let settings = [("batch_size", options.batch), ("seq_length", options.length)];
+    for (key, value) in settings.into_iter().filter_map(|(key, value)| Some((key, value?))) {
+        recipe = recipe.with(key, &value.to_string())?;
+    }
+    if let Some(precision) = options.precision {
+        recipe = recipe.with("precision", precision.name())?;
+    }
+    Ok(recipe)
+}
+
+fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Measurement, Failure> {
+    let TrainSize { what, label, recipe, vocab_size } = size;
+    let recipe = asked(recipe, options)?;
+    let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
+    let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
+    let batches: Vec<Batch> = (0..8).map(|step| task.batch(&recipe.training, step)).collect();
+    let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
+    let mut batches = batches.iter().cycle();
+    let mut last = None;
+    let seconds = seconds::<B, ()>(device, options.repeats, || {
+        last = batches.next().map(|batch| trainer.train_on(batch.clone()));
+        Ok(())
+    })?;
+    let loss = last.map_or(Ok(f64::NAN), |step| step.loss())?;
+    if !loss.is_finite() {
+        return Err(Failure::new(format!("{what}: the loss is {loss}, which is no training")));
+    }
+    let tokens = (batch_size * seq_length) as f64;
+    let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
+    let case = format!("{label} B={batch_size} T={seq_length}");
+    let values = seconds.iter().map(|seconds| tokens / seconds).collect();
+    let measured = Measurement::new(what, case.trim(), "tokens/s", values);
+    let value = measured.value;
+    // Six for each parameter and token, and attention's, of which a causal mask hides half (Chowdhery et al., 2022).
+    let config = trainer.model().config();
+    let attention = 6 * config.n_layers * config.n_heads * config.head_dim * seq_length;
+    let flops = (6 * config.parameter_count() + attention) as f64;
+    let peaks = options
+        .peak
+        .map(|peak| Peaks { half: peak * 1e12, single: peak * 1e12 })
+        .or_else(|| Peaks::of(&options.device));
+    Ok(match peaks {
+        Some(peaks) => {
+            measured.of(value * flops / peaks.for_dtype(trainer.model().activations().into()), "the matrix peak (MFU)")
+        }
+        None => measured,
+    })
+}
+
+/// A text of words drawn at random, each a token.
+fn random_language(vocab_size: usize, seq_length: usize, batch_size: usize) -> Result<Language, Failure> {
+    let words: Vec<String> = (0..vocab_size).map(|word| format!("w{word}")).collect();
+    let tokenizer = Tokenizer::words(&words)?;
+    let mut draw = draws();
+    let count = (20 * batch_size * seq_length).max(20_000);
+    let tokens: Vec<u32> = (0..count).map(|_| draw(vocab_size as u32)).collect();
+    let corpus = Corpus::Text(TextCorpus::new(tokens, seq_length, 0.1)?);
+    Ok(Language { corpus, tokenizer })
+}
+
+/// Numbers below what is asked, the same each time.
+fn draws() -> impl FnMut(u32) -> u32 {
+    let mut state = 7u32;
+    move |below| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) % below
+    }
+}
+
+/// An epoch of 200 utterances of 50 pieces in batches of 32, two layers of 128, its loss read once.
+fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measurement, Failure> {
+    let settings = [
+        ("d_model", "128"),
+        ("n_layers", "2"),
+        ("n_heads", "4"),
+        ("dropout", "0"),
+        ("split_words", "0"),
+        ("swap_values", "0"),
+        ("batch_size", "32"),
+        ("learning_rate", "1e-3"),
+        ("schedule", "constant"),
+    ];
+    let recipe = Recipe::shipped("intent-slot")?;
+    let recipe = settings.iter().try_fold(recipe, |recipe, (key, value)| recipe.with(key, value))?;
+    let recipe = match options.precision {
+        Some(precision) => recipe.with("precision", precision.name())?,
+        None => recipe,
+    };
+    let task = Task::IntentSlot(random_utterances(recipe.training.seq_length)?);
+    // Full batches only: the last one goes back to where 32 are left.
+    let mut batches: Vec<Batch> = (0..).map(|step| task.batch(&recipe.training, step)).take(8).collect();
+    batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == 32));
+    batches.truncate(200usize.div_ceil(32));
+    let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
+    let seconds = seconds::<B, f64>(device, options.repeats, || {
+        let last = batches.iter().map(|batch| trainer.train_on(batch.clone())).last();
+        last.map_or(Ok(f64::NAN), |step| step.loss())
+    })?;
+    let values = seconds.iter().map(|seconds| 1e3 * seconds).collect();
+    Ok(Measurement::new(
+        "intent/slot epoch, 200 utterances x 50 tokens",
+        recipe.training.precision.name(),
+        "ms",
+        values,
+    ))
+}
+
+/// Utterances of as many pieces each, drawn at random: a word is a character that is a piece of its own.
+fn random_utterances(seq_length: usize) -> Result<IntentSlot, Failure> {
+    const WORDS: u32 = 1000;
+    let mut draw = draws();
+    let word = |index: u32| char::from_u32(0x4e00 + index).unwrap_or('x').to_string();
+    let labels = Labels {
+        intents: (0..26).map(|intent| format!("intent-{intent}")).collect(),
+        slots: (0..64).map(|slot| format!("slot-{slot}")).collect(),
+        marks: Vec::new(),
+    };
+    // [CLS] and [SEP] go around the words.
+    let mut utterance = || Utterance {
+        words: (0..48).map(|_| word(draw(WORDS))).collect(),
+        tags: (0..48).map(|_| labels.tag(draw(labels.tag_count() as u32) as usize)).collect(),
+        intent: labels.intents[draw(26) as usize].clone(),
+    };
+    let train: Vec<Utterance> = (0..200).map(|_| utterance()).collect();
+    let alphabet = [Utterance { words: (0..WORDS).map(word).collect(), tags: Vec::new(), intent: String::new() }];
+    let pieces = PieceTokenizer::train(&alphabet, 2 * WORDS as usize + 5)?;
+    let parts = Utterances { valid: train[..2].to_vec(), test: train[..2].to_vec(), train };
+    IntentSlot::new(parts, labels, pieces, seq_length)
+}

@@ -1,0 +1,175 @@
+//! `fireclay bench`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use fireclay::Failure;
+use fireclay::backend::{BackendName, OnBackend};
+use fireclay::bench::{
+    BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, TrainBench, compare, peer_ratios, read_lines,
+    run_peer,
+};
+use fireclay::precision::Precision;
+use fireclay::stdout;
+use serde_json::{Value, json};
+
+use super::arguments::RunArgs;
+
+/// What is measured.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Benchmark {
+    /// Training steps, in tokens a second
+    Train,
+    /// Decoding and reading a prompt, in tokens a second
+    Decode,
+    /// Every operation, forward and backward, beside the hardware's ceilings
+    Kernels,
+    /// Training and decoding on the processor
+    Cpu,
+}
+
+#[derive(Args)]
+pub(super) struct BenchArgs {
+    /// What is measured
+    benchmark: Benchmark,
+    /// A model and batch by name, several times for several: to train gpt2-124m, shakespeare-char, llama-1b, intent-slot,
+    /// cpu-4x128, cpu-6x384, cpu-6x256; to decode qwen3-0.6b, llama-15m, gpt2-124m
+    #[arg(long, value_name = "NAME")]
+    size: Vec<String>,
+    /// Rows, in place of the size's own
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    batch: Option<u64>,
+    /// Tokens of a row, or of the prompt that is read, in place of the size's own
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
+    length: Option<u64>,
+    /// Dtype, in place of the size's own
+    #[arg(long)]
+    precision: Option<Precision>,
+    /// How often each case is measured
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    repeats: u64,
+    /// What the matrix units can compute, in place of the datasheet's figure
+    #[arg(long, value_name = "TFLOPS")]
+    peak: Option<f64>,
+    /// Compare with an earlier run: a file of what --json printed
+    #[arg(long, value_name = "FILE")]
+    compare: Option<PathBuf>,
+    /// A program to run between two runs of ours, which prints JSON lines with "what", "case", "value" and "unit"
+    #[arg(long, value_name = "COMMAND")]
+    peer: Option<String>,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("bench")?;
+    if let Some(peak) = args.peak.filter(|peak| !(peak.is_finite() && *peak > 0.0)) {
+        return Err(Failure::usage(format!("--peak {peak} must be above 0")));
+    }
+    let earlier = args.compare.as_deref().map(read_lines).transpose()?.unwrap_or_default();
+    let backend = match (args.benchmark, args.run.backend) {
+        (Benchmark::Cpu, None | Some(BackendName::Cpu)) => BackendName::Cpu,
+        (Benchmark::Cpu, Some(_)) => return Err(Failure::usage("bench cpu is for the processor: leave out --backend")),
+        _ => args.run.backend(),
+    };
+    let devices = backend.devices()?;
+    let device = devices.first().map_or_else(|| backend.as_str().to_string(), |device| device.name.clone());
+    let options = BenchOptions {
+        sizes: args.size.clone(),
+        batch: args.batch.map(|batch| batch as usize),
+        length: args.length.map(|length| length as usize),
+        precision: args.precision,
+        repeats: args.repeats as usize,
+        device,
+        peak: args.peak,
+    };
+    let Some(peer) = &args.peer else {
+        measure(args.benchmark, backend, &options, &mut |measured| {
+            tell(&measured, &earlier, &[], args.run.json);
+            Ok(())
+        })?;
+        return Ok(ExitCode::SUCCESS);
+    };
+    // Ours, theirs, ours: a machine that changes meanwhile shows in the spread.
+    let mut first = Vec::new();
+    let half = BenchOptions { repeats: options.repeats.div_ceil(2), ..options };
+    let mut keep = |measured: Measurement| {
+        first.push(measured);
+        Ok(())
+    };
+    measure(args.benchmark, backend, &half, &mut keep)?;
+    let theirs = run_peer(peer)?;
+    let mut first = first.into_iter();
+    measure(args.benchmark, backend, &half, &mut |measured| {
+        let both = match first.next() {
+            Some(first) => first.joined(measured),
+            None => measured,
+        };
+        tell(&both, &earlier, &theirs, args.run.json);
+        Ok(())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Told of each measurement.
+type Show<'a> = &'a mut (dyn FnMut(Measurement) -> Result<(), Failure> + Send);
+
+fn measure(benchmark: Benchmark, backend: BackendName, options: &BenchOptions, show: Show<'_>) -> Result<(), Failure> {
+    let options = options.clone();
+    match benchmark {
+        Benchmark::Train => backend.run(TrainBench { options, show }),
+        Benchmark::Decode => backend.run(DecodeBench { options, show }),
+        Benchmark::Kernels => backend.run(KernelBench { options, show }),
+        Benchmark::Cpu => backend.run(Both { options, show }),
+    }
+}
+
+/// Training, then decoding.
+struct Both<'a> {
+    options: BenchOptions,
+    show: Show<'a>,
+}
+
+impl OnBackend for Both<'_> {
+    type Output = ();
+
+    fn run<B: fireclay_kernels::Backend>(self, device: B::Device) -> Result<(), Failure> {
+        let Self { options, show } = self;
+        let (training, decoding): (Vec<String>, Vec<String>) =
+            options.sizes.iter().cloned().partition(|name| fireclay::bench::TRAINERS.contains(&name.as_str()));
+        let (all, none) = (options.sizes.is_empty(), Vec::is_empty);
+        if all || !none(&training) {
+            let options = BenchOptions { sizes: training, ..options.clone() };
+            TrainBench { options, show: &mut *show }.run::<B>(device.clone())?;
+        }
+        if all || !none(&decoding) {
+            DecodeBench { options: BenchOptions { sizes: decoding, ..options }, show }.run::<B>(device)?;
+        }
+        Ok(())
+    }
+}
+
+fn tell(measured: &Measurement, earlier: &[Earlier], theirs: &[Earlier], as_json: bool) {
+    let comparison = compare(measured, earlier);
+    let ratios = peer_ratios(measured, theirs);
+    if as_json {
+        let mut line = measured.to_json();
+        if let Some(comparison) = comparison {
+            line["earlier"] = json!({ "speed": comparison.speed, "noise": comparison.noise });
+        }
+        let ratio =
+            |ratio: &fireclay::bench::Ratio| json!({ "peer": ratio.peer, "value": ratio.value, "speed": ratio.speed });
+        if !ratios.is_empty() {
+            line["peers"] = Value::Array(ratios.iter().map(ratio).collect());
+        }
+        stdout::line(line);
+        return;
+    }
+    stdout::line(measured.to_text());
+    if let Some(comparison) = comparison {
+        stdout::line(format!("    {}", comparison.to_text()));
+    }
+    ratios.iter().for_each(|ratio| stdout::line(format!("    {}", ratio.to_text())));
+}

@@ -1,0 +1,136 @@
+//! What the hardware could do: copies measured on the spot, matrix products by the datasheet.
+
+use std::time::Instant;
+
+use burn::tensor::{DType, Tensor};
+use fireclay_kernels::Backend;
+use rayon::prelude::*;
+
+use crate::failure::Failure;
+
+/// Bytes of the array that is copied: well beyond any cache.
+const COPIED: usize = 256 << 20;
+/// Copies of which the best counts.
+const COPIES: usize = 8;
+
+/// Multiplications and additions in a second, at best, of matrix products without sparsity.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Peaks {
+    /// Of 16-bit floats with sums in f32.
+    pub half: f64,
+    /// Of f32.
+    pub single: f64,
+}
+
+/// What the hardware could do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ceilings {
+    /// Bytes read and written in a second by a copy, measured.
+    pub bytes_per_second: f64,
+    /// From the datasheet, or as given; unknown otherwise.
+    pub peaks: Option<Peaks>,
+}
+
+/// TFLOP/s of 16-bit and of f32 products, dense, by what a device calls itself: NVIDIA's datasheets. The longest name that
+/// fits counts.
+const DATASHEETS: [(&str, f64, f64); 19] = [
+    ("H100", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H200", 989.0, 67.0),
+    ("GH200", 989.0, 67.0),
+    ("B200", 2250.0, 80.0),
+    ("A100", 312.0, 19.5),
+    ("A10", 125.0, 31.2),
+    ("A10G", 70.0, 35.0),
+    ("L4", 121.0, 30.3),
+    ("L40", 181.0, 90.5),
+    ("L40S", 362.0, 91.6),
+    ("T4", 65.0, 8.1),
+    ("V100", 125.0, 15.7),
+    ("RTX 3090", 71.0, 35.6),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 5090", 209.5, 104.8),
+    ("RTX A6000", 155.0, 38.7),
+    ("RTX 6000 Ada", 364.0, 91.1),
+];
+
+impl Peaks {
+    /// From the datasheet of a device, where it is known.
+    pub fn of(device: &str) -> Option<Self> {
+        // "A10" is no part of "A100".
+        let words: Vec<&str> = device.split([' ', '-']).collect();
+        let named = |name: &str| {
+            let name: Vec<&str> = name.split(' ').collect();
+            words.windows(name.len()).any(|window| window == name)
+        };
+        let found = DATASHEETS.iter().filter(|(name, ..)| named(name)).max_by_key(|(name, ..)| name.len());
+        found.map(|(_, half, single)| Self { half: half * 1e12, single: single * 1e12 })
+    }
+
+    /// The peak for inputs of a dtype.
+    pub fn for_dtype(&self, dtype: DType) -> f64 {
+        if dtype.size() == 2 { self.half } else { self.single }
+    }
+}
+
+impl Ceilings {
+    /// Measures copies on `device`, and looks its name up for the rest, unless `peak` gives it, in TFLOP/s.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn measure<B: Backend>(name: &str, peak: Option<f64>, device: &B::Device) -> Result<Self, Failure> {
+        let peaks = match peak {
+            Some(peak) => Some(Peaks { half: peak * 1e12, single: peak * 1e12 }),
+            None => Peaks::of(name),
+        };
+        let bytes_per_second = if B::is_synchronous() { host_copy() } else { device_copy::<B>(device)? };
+        Ok(Self { bytes_per_second, peaks })
+    }
+}
+
+/// All threads copy at once.
+fn host_copy() -> f64 {
+    let from = vec![1u64; COPIED / 8];
+    let mut to = vec![0u64; COPIED / 8];
+    let seconds = (0..COPIES).map(|_| {
+        let begun = Instant::now();
+        to.par_chunks_mut(1 << 16).zip(from.par_chunks(1 << 16)).for_each(|(to, from)| to.copy_from_slice(from));
+        begun.elapsed().as_secs_f64()
+    });
+    let best = seconds.fold(f64::INFINITY, f64::min);
+    std::hint::black_box(&to);
+    2.0 * COPIED as f64 / best
+}
+
+fn device_copy<B: Backend>(device: &B::Device) -> Result<f64, Failure> {
+    let sync = || B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")));
+    let from = Tensor::<B, 1>::ones([COPIED / 4], device);
+    drop(from.clone().mul_scalar(1.0));
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        sync()?;
+        let begun = Instant::now();
+        for _ in 0..COPIES {
+            drop(from.clone().mul_scalar(1.0));
+        }
+        sync()?;
+        best = best.min(begun.elapsed().as_secs_f64() / COPIES as f64);
+    }
+    Ok(2.0 * COPIED as f64 / best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_has_the_peaks_of_the_longest_name_that_fits() {
+        let half = |name: &str| Peaks::of(name).map(|peaks| peaks.half / 1e12);
+        assert_eq!(half("NVIDIA H100 80GB HBM3"), Some(989.0));
+        assert_eq!(half("NVIDIA H100 PCIe"), Some(756.0));
+        assert_eq!(half("NVIDIA A100-SXM4-80GB"), Some(312.0));
+        assert_eq!(half("NVIDIA A10"), Some(125.0));
+        assert_eq!(half("llvmpipe (LLVM 15.0.6, 256 bits)"), None);
+    }
+}

@@ -1,0 +1,192 @@
+//! The work that is profiled: the program's own, a few warm steps of it.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use fireclay_kernels::Backend;
+use fireclay_kernels::recorder::{Memory, RecorderError, Recording, Report};
+
+use super::{Ceilings, Profile};
+use crate::backend::OnBackend;
+use crate::failure::Failure;
+use crate::generation::{GenerationOptions, Generator, Prepared};
+use crate::precision::Precision;
+use crate::prediction::Predictor;
+use crate::training::{Recipe, StepOutput, Trainer, read_steps};
+
+/// What all profiles need to know.
+#[derive(Clone, Debug)]
+pub struct ProfileOptions {
+    /// Units before the first that counts: kernels are compiled, and memory is taken.
+    pub warm_up: u64,
+    /// Units that are recorded.
+    pub count: u64,
+    /// The device's name, for its datasheet.
+    pub device: String,
+    /// TFLOP/s of its matrix products, in place of the datasheet's.
+    pub peak: Option<f64>,
+}
+
+/// Training steps of a recipe.
+pub struct ProfileTraining {
+    /// What is trained.
+    pub recipe: Recipe,
+    /// How it is profiled.
+    pub options: ProfileOptions,
+}
+
+impl OnBackend for ProfileTraining {
+    type Output = Profile;
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+        let Self { recipe, options } = self;
+        let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
+        let mut steps = |count: u64| -> Result<Vec<StepOutput<B>>, Failure> {
+            let steps = (0..count).map(|_| trainer.train_step()).collect();
+            sync::<B>(&device)?;
+            Ok(steps)
+        };
+        // Losses are read late, as training does.
+        read_steps(&steps(options.warm_up)?)?;
+        let begun = Instant::now();
+        drop(steps(options.count)?);
+        let seconds = begun.elapsed().as_secs_f64() / options.count as f64;
+        let (recording, note) = start::<B>(&device)?;
+        let outputs = steps(options.count)?;
+        let report = recording.stop().map_err(unrecorded)?;
+        for (loss, _) in read_steps(&outputs)? {
+            if !loss.is_finite() {
+                return Err(Failure::new("the loss is not a number: what is profiled does not train"));
+            }
+        }
+        let name = format!("train {}, {}", recipe.name, recipe.training.precision.name());
+        finish::<B>(&options, (name, "step", options.count, seconds), report, note, &device)
+    }
+}
+
+/// Tokens that a model writes after a prompt.
+pub struct ProfileGeneration {
+    /// The model's folder.
+    pub model: PathBuf,
+    /// The prompts, read and continued together.
+    pub prompts: Vec<String>,
+    /// How they are continued.
+    pub generation: GenerationOptions,
+    /// Dtype of matrices and activations.
+    pub precision: Precision,
+    /// How it is profiled.
+    pub options: ProfileOptions,
+}
+
+impl OnBackend for ProfileGeneration {
+    type Output = Profile;
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+        let Self { model, prompts, generation, precision, options } = self;
+        let generator = Generator::<B>::open(&model, precision, device.clone())?.without_ends();
+        let write = |tokens: u64, decoding: &mut dyn FnMut() -> Result<(), Failure>| {
+            let generation = GenerationOptions { max_tokens: Some(tokens as usize + 1), ..generation.clone() };
+            let prepared = prompts.iter().map(|prompt| generator.prepare(prompt, &generation));
+            let prepared = prepared.collect::<Result<Vec<Prepared>, Failure>>()?;
+            let prepared: Vec<&Prepared> = prepared.iter().collect();
+            generator.generate_watched(&prepared, 0, &generation, |_, _| {}, decoding)
+        };
+        write(options.warm_up, &mut || Ok(()))?;
+        let mut begun = Instant::now();
+        let mut begin = || {
+            sync::<B>(&device)?;
+            begun = Instant::now();
+            Ok(())
+        };
+        write(options.count, &mut begin)?;
+        let seconds = begun.elapsed().as_secs_f64() / options.count as f64;
+
+        let mut started = None;
+        let mut record = || {
+            started = Some(start::<B>(&device)?);
+            Ok(())
+        };
+        write(options.count, &mut record)?;
+        let (recording, note) = started.ok_or_else(|| Failure::new("nothing was written"))?;
+        let report = recording.stop().map_err(unrecorded)?;
+        let rows = prompts.len();
+        let name = format!("generate with {}, {}, batch {rows}", model.display(), precision.name());
+        finish::<B>(&options, (name, "token", options.count, seconds), report, note, &device)
+    }
+}
+
+/// Utterances whose intent and slots are predicted.
+pub struct ProfilePrediction {
+    /// The model's folder.
+    pub model: PathBuf,
+    /// The utterances, predicted together.
+    pub texts: Vec<String>,
+    /// Dtype of matrices and activations.
+    pub precision: Precision,
+    /// How it is profiled.
+    pub options: ProfileOptions,
+}
+
+impl OnBackend for ProfilePrediction {
+    type Output = Profile;
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+        let Self { model, texts, precision, options } = self;
+        let predictor = Predictor::<B>::open(&model, precision, device.clone())?;
+        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+        let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&texts).map(drop));
+        predict(options.warm_up)?;
+        let begun = Instant::now();
+        predict(options.count)?;
+        let seconds = begun.elapsed().as_secs_f64() / options.count as f64;
+        let (recording, note) = start::<B>(&device)?;
+        predict(options.count)?;
+        let report = recording.stop().map_err(unrecorded)?;
+        let name = format!("predict with {}, {}, {} texts", model.display(), precision.name(), texts.len());
+        finish::<B>(&options, (name, "batch", options.count, seconds), report, note, &device)
+    }
+}
+
+fn sync<B: Backend>(device: &B::Device) -> Result<(), Failure> {
+    B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))
+}
+
+fn unrecorded(error: RecorderError) -> Failure {
+    Failure::new(format!("there is no profile: {error}"))
+}
+
+/// A recording with the best clock that there is, and why it is not the device's, where it should be.
+fn start<B: Backend>(device: &B::Device) -> Result<(Recording, Option<String>), Failure> {
+    let clocked = B::is_synchronous() || B::probe(device).is_some();
+    let recording = if clocked { Recording::start::<B>(device) } else { Recording::start_waiting::<B>(device) };
+    match recording {
+        Ok(recording) => Ok((recording, None)),
+        Err(error @ RecorderError::Cupti(_)) => {
+            let note = format!("warning: {error}; so operations are waited for instead");
+            Ok((Recording::start_waiting::<B>(device).map_err(unrecorded)?, Some(note)))
+        }
+        Err(error) => Err(unrecorded(error)),
+    }
+}
+
+fn finish<B: Backend>(
+    options: &ProfileOptions,
+    (name, unit, count, seconds): (String, &'static str, u64, f64),
+    report: Report,
+    note: Option<String>,
+    device: &B::Device,
+) -> Result<Profile, Failure> {
+    let memory = B::memory(device).or_else(|| B::is_synchronous().then(process_memory).flatten());
+    let ceilings = Ceilings::measure::<B>(&options.device, options.peak, device)?;
+    Ok(Profile { name, unit, count, seconds, device: options.device.clone(), report, ceilings, memory, note })
+}
+
+/// Memory of this process, where the system tells.
+fn process_memory() -> Option<Memory> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
+    };
+    Some(Memory { in_use: field("VmRSS:")?, reserved: field("VmHWM:")? })
+}
