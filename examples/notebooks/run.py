@@ -9,6 +9,7 @@ shows nothing of a kind, text or picture, that it has shown before. What the tex
 
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import nbformat
@@ -17,6 +18,8 @@ from nbclient import NotebookClient
 HERE = Path(__file__).resolve().parent
 # The first cell of the first notebook builds the library.
 CELL_SECONDS = 900
+# Cells that take longer are named.
+SLOW_SECONDS = 10
 
 
 def kinds(cell):
@@ -45,7 +48,9 @@ def run(path, write):
     for number, (old, new) in enumerate(zip(before.cells, notebook.cells), 1):
         if new.cell_type != "code":
             continue
-        new.metadata.pop("execution", None)
+        when = {key: datetime.fromisoformat(value) for key, value in new.metadata.pop("execution", {}).items()}
+        if len(when) > 1 and (seconds := (max(when.values()) - min(when.values())).total_seconds()) > SLOW_SECONDS:
+            print(f"  cell {number} took {seconds:.0f} s", flush=True)
         failures += [f"cell {number}: {complaint.strip()}" for complaint in complaints(new)]
         if not write and (missing := kinds(old) - kinds(new)):
             failures.append(f"cell {number}: shows no {', '.join(sorted(missing))} any more")

@@ -104,6 +104,13 @@ impl Measurement {
         })
     }
 
+    /// As the cells of a table's row, up to those of peers.
+    pub fn to_markdown(&self) -> String {
+        let ceiling = self.ceiling.map_or(String::new(), |(share, name)| format!("{:.0}% of {name}", 100.0 * share));
+        let [value, min, max] = [self.value, self.min, self.max].map(shown);
+        format!("| {} | {} | {value} {} | {min} to {max} | {ceiling} |", self.what, self.case, self.unit)
+    }
+
     /// As one line for people.
     pub fn to_text(&self) -> String {
         let ceiling = self.ceiling.map_or(String::new(), |(share, name)| format!("  {:.0}% of {name}", 100.0 * share));
@@ -114,7 +121,7 @@ impl Measurement {
 }
 
 /// Four digits, or all that stand before the point.
-pub(crate) fn shown(value: f64) -> String {
+pub fn shown(value: f64) -> String {
     let digits = if value.abs() >= 1000.0 { 0 } else { (3 - value.abs().max(1e-3).log10().floor() as i32).clamp(0, 6) };
     format!("{value:.0$}", digits as usize)
 }

@@ -8,7 +8,7 @@ use fireclay::Failure;
 use fireclay::backend::{BackendName, OnBackend};
 use fireclay::bench::{
     BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, TrainBench, compare, peer_ratios, read_lines,
-    run_peer,
+    run_peer, shown,
 };
 use fireclay::precision::Precision;
 use fireclay::stdout;
@@ -58,8 +58,19 @@ pub(super) struct BenchArgs {
     /// A program to run between two runs of ours, which prints JSON lines with "what", "case", "value" and "unit"
     #[arg(long, value_name = "COMMAND")]
     peer: Option<String>,
+    /// Print the rows of a table in Markdown, the command above them
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
     #[command(flatten)]
     run: RunArgs,
+}
+
+/// How measurements are printed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Format {
+    Text,
+    Json,
+    Markdown,
 }
 
 pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
@@ -85,9 +96,23 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         device,
         peak: args.peak,
     };
+    let format = match (args.run.json, args.markdown) {
+        (true, _) => Format::Json,
+        (_, true) => Format::Markdown,
+        _ => Format::Text,
+    };
+    if format == Format::Markdown {
+        let words = std::env::args().skip(1).filter(|word| word != "--markdown");
+        let quoted = words.map(|word| if word.contains(' ') { format!("'{word}'") } else { word });
+        let command = quoted.collect::<Vec<String>>().join(" ");
+        stdout::line(format!("`fireclay {command}`, on {}:\n", options.device));
+        stdout::line(
+            "| what | case | median | least to most | of what the hardware allows | peer; ratio |\n|---|---|---|---|---|---|",
+        );
+    }
     let Some(peer) = &args.peer else {
         measure(args.benchmark, backend, &options, &mut |measured| {
-            tell(&measured, &earlier, &[], args.run.json);
+            tell(&measured, &earlier, &[], format);
             Ok(())
         })?;
         return Ok(ExitCode::SUCCESS);
@@ -107,7 +132,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
             Some(first) => first.joined(measured),
             None => measured,
         };
-        tell(&both, &earlier, &theirs, args.run.json);
+        tell(&both, &earlier, &theirs, format);
         Ok(())
     })?;
     Ok(ExitCode::SUCCESS)
@@ -151,10 +176,16 @@ impl OnBackend for Both<'_> {
     }
 }
 
-fn tell(measured: &Measurement, earlier: &[Earlier], theirs: &[Earlier], as_json: bool) {
+fn tell(measured: &Measurement, earlier: &[Earlier], theirs: &[Earlier], format: Format) {
     let comparison = compare(measured, earlier);
     let ratios = peer_ratios(measured, theirs);
-    if as_json {
+    if format == Format::Markdown {
+        let peers: Vec<String> =
+            ratios.iter().map(|ratio| format!("{}: {}; {:.2}", ratio.peer, shown(ratio.value), ratio.speed)).collect();
+        stdout::line(format!("{} {} |", measured.to_markdown(), peers.join(", ")));
+        return;
+    }
+    if format == Format::Json {
         let mut line = measured.to_json();
         if let Some(comparison) = comparison {
             line["earlier"] = json!({ "speed": comparison.speed, "noise": comparison.noise });

@@ -65,6 +65,13 @@ impl Profile {
         self.report.elapsed.as_secs_f64() / self.count.max(1) as f64
     }
 
+    /// The share of a unit in which the device has something to do, 0 to 1: its time while recorded, of a unit that was not,
+    /// since recording makes the host slower and leaves the kernels as they are.
+    pub fn busy(&self) -> Option<f64> {
+        let busy = idle(&self.report)?.busy.as_secs_f64() / self.count.max(1) as f64;
+        Some((busy / self.seconds.max(1e-12)).min(1.0))
+    }
+
     /// The table, the most expensive operation first.
     pub fn rows(&self) -> Vec<Row> {
         rows::rows(self)
@@ -82,7 +89,7 @@ impl Profile {
                 "flops_per_second": self.ceilings.peaks.map(|peaks| json!({ "half": peaks.half, "single": peaks.single })),
             },
             "memory": self.memory.map(|memory| json!({ "in_use": memory.in_use, "reserved": memory.reserved })),
-            "busy": idle.as_ref().map(|idle| idle.busy.as_secs_f64() / self.report.elapsed.as_secs_f64()),
+            "busy": self.busy(),
             "idle": idle.map(|idle| idle.by.into_iter().map(|(what, time)| json!({ "host": what, "seconds": time.as_secs_f64() })).collect::<Vec<_>>()),
             "rows": self.rows().iter().map(Row::to_json).collect::<Vec<_>>(),
             "verdicts": verdicts(self).iter().map(|verdict| json!({ "kind": verdict.kind.name(), "text": verdict.text })).collect::<Vec<_>>(),

@@ -1,7 +1,6 @@
 //! The profile as text.
 
 use std::fmt::{self, Display, Formatter, Write};
-use std::time::Duration;
 
 use fireclay_kernels::recorder::{Copies, KernelReport, Operand, Source};
 
@@ -101,12 +100,12 @@ impl Profile {
         };
         writeln!(f, "ceilings        a copy at {bytes_per_second:.0} GB/s, measured; {peak}")?;
         let total = &report.total;
-        if let Some(idle) = idle(report) {
-            let elapsed = report.elapsed.as_secs_f64();
-            let share = |time: Duration| 100.0 * time.as_secs_f64() / elapsed;
-            write!(f, "device          busy {:.0}%, idle {:.0}%", share(idle.busy), share(idle.idle))?;
-            let by = idle.by.iter().take(4).map(|(what, time)| format!("{:.0}% {what}", share(*time)));
-            writeln!(f, "; while idle, the host was {}", by.collect::<Vec<_>>().join(", "))?;
+        if let Some((busy, idle)) = self.busy().zip(idle(report)) {
+            write!(f, "device          busy {:.0}%, idle {:.0}% of a {unit}", 100.0 * busy, 100.0 * (1.0 - busy))?;
+            let all = idle.idle.as_secs_f64().max(1e-12);
+            let by =
+                idle.by.iter().take(4).map(|(what, time)| format!("{:.0}% {what}", 100.0 * time.as_secs_f64() / all));
+            writeln!(f, "; of the idle time the host is {}", by.collect::<Vec<_>>().join(", "))?;
         }
         let known = |value: Option<u64>| value.map_or("unknown".into(), |value| number(value as f64 / count));
         let copies = |copies: Option<Copies>, told: u64, told_bytes: u64| match copies {

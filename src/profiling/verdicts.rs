@@ -2,8 +2,6 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use fireclay_kernels::recorder::Transfers;
-
 use super::{Bound, Profile, idle};
 
 /// Share of idle time from which on the device is said to be idle.
@@ -11,6 +9,12 @@ const IDLE: f64 = 0.3;
 /// Share of the time from which on an operation far from its ceiling is named, and how far that is.
 const EXPENSIVE: f64 = 0.1;
 const FAR: f64 = 0.5;
+/// Time of a kernel below which it is too short for its ceiling to say anything.
+const SHORT: f64 = 20e-6;
+/// Callers that a verdict names.
+const NAMED: usize = 3;
+/// Bytes a unit that may be read late.
+const LATE: u64 = 4096;
 
 /// What a verdict is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -63,8 +67,7 @@ impl Display for Verdict {
 
 /// What the figures of a profile say, the gravest kinds first.
 ///
-/// A copy or a wait counts where it happens at least once in each unit: what is read late, for many units at once, costs
-/// them nothing.
+/// What is read late, for many units at once, costs them nothing, and is no verdict; nor are waits for that.
 pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
     let (unit, count) = (profile.unit, profile.count.max(1) as f64);
     let mut verdicts = Vec::new();
@@ -76,34 +79,19 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         say(VerdictKind::Fallback, format!("{} ran its reference {times} a {unit}: {}", fallback.op, fallback.reason));
     }
 
-    let mut copied = |what: &str, name: String, times: u64, bytes: u64| {
-        if times as f64 >= count {
-            let (bytes, times) = (shown_bytes(bytes as f64 / count), each(times as f64 / count));
-            say(VerdictKind::Copies, format!("{bytes} copied to the {what} {times} a {unit} by {name}"));
+    for (direction, copies) in [("host", to_host(profile)), ("device", to_device(profile))] {
+        let (times, bytes) = copies.iter().fold((0, 0), |sum, copy| (sum.0 + copy.times, sum.1 + copy.bytes));
+        if times == 0 {
+            continue;
         }
-    };
-    // CUPTI knows of every copy; elsewhere there is what callers told of.
-    if report.timeline.is_some() {
-        for op in &report.ops {
-            let name = if op.part.is_empty() { op.name.to_string() } else { format!("{}: {}", op.part, op.name) };
-            for (what, copies) in [("host", op.work.to_host), ("device", op.work.to_device)] {
-                let copies = copies.unwrap_or_default();
-                copied(what, name.clone(), copies.count, copies.bytes);
-            }
-        }
-        let to_host = report.outside.to_host.unwrap_or_default();
-        copied("host", "code outside any operation".into(), to_host.count, to_host.bytes);
-        if let (true, Some(to_device)) = (profile.unit == "token", report.outside.to_device) {
-            copied("device", "code outside any operation".into(), to_device.count, to_device.bytes);
-        }
-    } else {
-        for Transfers { part, op, count, bytes } in &report.reads {
-            copied("host", caller(part, op), *count, *bytes);
-        }
-        // What is learnt from has to be uploaded.
-        for Transfers { part, op, count, bytes } in report.uploads.iter().filter(|_| profile.unit == "token") {
-            copied("device", caller(part, op), *count, *bytes);
-        }
+        let names: Vec<&str> = copies.iter().take(NAMED).map(|copy| &*copy.name).collect();
+        let more = copies.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let (bytes, times) = (shown_bytes(bytes as f64 / count), each(times as f64 / count));
+        say(
+            VerdictKind::Copies,
+            format!("{bytes} copied to the {direction} {times} a {unit} by {}{more}", names.join(", ")),
+        );
     }
 
     if let Some(waits) = report.total.synchronisations.filter(|waits| *waits as f64 >= count) {
@@ -113,7 +101,8 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
             .filter(|op| op.work.synchronisations.is_some_and(|waits| waits > 0))
             .map(|op| caller(op.part, op.name))
             .collect();
-        let by = if waiting.is_empty() { "code outside any operation".into() } else { waiting.join(", ") };
+        let outside = report.outside.synchronisations.is_some_and(|waits| waits > 0).then(|| caller("", ""));
+        let by = waiting.into_iter().chain(outside).take(NAMED).collect::<Vec<_>>().join(", ");
         say(
             VerdictKind::Sync,
             format!("the host waited for the device {} a {unit}, in {by}", each(waits as f64 / count)),
@@ -128,11 +117,10 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         );
     }
 
-    if let Some(idle) = idle(report) {
-        let elapsed = report.elapsed.as_secs_f64().max(1e-12);
-        let share = idle.idle.as_secs_f64() / elapsed;
+    if let Some((busy, idle)) = profile.busy().zip(idle(report)) {
+        let share = 1.0 - busy;
         if share >= IDLE {
-            let mut text = format!("the device was idle {:.0}% of the time", 100.0 * share);
+            let mut text = format!("the device is idle {:.0}% of the time", 100.0 * share);
             let launches = report.total.launches.unwrap_or(0);
             let busy = idle.busy.as_secs_f64();
             // What a host does that only launches.
@@ -145,14 +133,17 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
             }
             if let Some((what, time)) = idle.by.first() {
                 let share = 100.0 * time.as_secs_f64() / idle.idle.as_secs_f64().max(1e-12);
-                text += &format!("; {share:.0}% of that the host was {what}");
+                text += &format!("; {share:.0}% of that the host is {what}");
             }
             say(VerdictKind::Idle, text);
         }
     }
 
     for row in profile.rows() {
-        if let Some((reached, bound)) = row.ceiling.filter(|(reached, _)| row.share >= EXPENSIVE && *reached < FAR) {
+        let runs = row.launches.unwrap_or(row.calls).max(1);
+        let long = row.time.is_some_and(|time| time.as_secs_f64() / runs as f64 >= SHORT);
+        let far = |(reached, _): &(f64, Bound)| row.share >= EXPENSIVE && *reached < FAR && long;
+        if let Some((reached, bound)) = row.ceiling.filter(far) {
             let limit = match bound {
                 Bound::Memory => "what memory would allow",
                 Bound::Compute => "what the matrix units could compute",
@@ -165,6 +156,80 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         }
     }
     verdicts
+}
+
+/// Copies of a caller, in all units.
+struct Copying {
+    name: String,
+    times: u64,
+    bytes: u64,
+}
+
+/// Copies to the host that cost the device something: those within operations, and others that are waited for in each
+/// unit, or of more than [`LATE`] bytes. Tokens and losses that are read late, many units at once, are neither.
+fn to_host(profile: &Profile) -> Vec<Copying> {
+    let (report, count) = (&profile.report, profile.count.max(1));
+    let waits = match report.timeline {
+        Some(_) => report.total.synchronisations.unwrap_or(0),
+        None => report.reads.iter().map(|read| read.count).sum(),
+    };
+    let late = |times: u64, bytes: u64| times > 0 && waits < count && bytes < LATE * count;
+    let found = match &report.timeline {
+        Some(_) => {
+            let outside = report.outside.to_host.unwrap_or_default();
+            let within = report.ops.iter().map(|op| (caller(op.part, op.name), op.work.to_host.unwrap_or_default()));
+            let within = within.map(|(name, copies)| Copying { name, times: copies.count, bytes: copies.bytes });
+            let outside = Copying { name: caller("", ""), times: outside.count, bytes: outside.bytes };
+            within.chain(Some(outside).filter(|copy| !late(copy.times, copy.bytes))).collect()
+        }
+        None => {
+            let told = report.reads.iter().filter(|read| !read.op.is_empty() || !late(read.count, read.bytes));
+            told.map(|read| Copying { name: caller(read.part, read.op), times: read.count, bytes: read.bytes })
+                .collect()
+        }
+    };
+    largest_first(found)
+}
+
+/// Copies to the device, but for what is learnt from or read, which has to go there.
+fn to_device(profile: &Profile) -> Vec<Copying> {
+    let report = &profile.report;
+    let decodes = profile.unit == "token";
+    let found = match &report.timeline {
+        Some(_) => {
+            let outside = report.outside.to_device.unwrap_or_default();
+            let within = report.ops.iter().map(|op| (caller(op.part, op.name), op.work.to_device.unwrap_or_default()));
+            let within = within.map(|(name, copies)| Copying { name, times: copies.count, bytes: copies.bytes });
+            let outside = Copying { name: caller("", ""), times: outside.count, bytes: outside.bytes };
+            within.chain(Some(outside).filter(|_| decodes)).collect()
+        }
+        None => {
+            let told = report.uploads.iter().filter(|upload| decodes || !upload.op.is_empty());
+            told.map(|upload| Copying {
+                name: caller(upload.part, upload.op),
+                times: upload.count,
+                bytes: upload.bytes,
+            })
+            .collect()
+        }
+    };
+    largest_first(found)
+}
+
+/// Of each caller once, the one that copies most first.
+fn largest_first(copies: Vec<Copying>) -> Vec<Copying> {
+    let mut joined: Vec<Copying> = Vec::new();
+    for copy in copies.into_iter().filter(|copy| copy.times > 0) {
+        match joined.iter_mut().find(|other| other.name == copy.name) {
+            Some(other) => {
+                other.times += copy.times;
+                other.bytes += copy.bytes;
+            }
+            None => joined.push(copy),
+        }
+    }
+    joined.sort_by_key(|copy| std::cmp::Reverse(copy.bytes));
+    joined
 }
 
 fn caller(part: &str, op: &str) -> String {

@@ -125,7 +125,7 @@ impl Task {
     }
 
     /// Nats a token that no model can beat, where the data's source says so.
-    pub(crate) fn source_entropy(&self) -> Option<f64> {
+    pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
             Self::IntentSlot(_) => None,

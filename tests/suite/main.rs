@@ -11,6 +11,7 @@ mod golden;
 mod gradients;
 mod hub;
 mod learning;
+mod profiling;
 mod resume;
 mod traffic;
 mod utterances;

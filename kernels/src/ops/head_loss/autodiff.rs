@@ -51,10 +51,11 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
         let nodes = [primitive(hidden).node, primitive(weight).node];
         float(match HeadLossNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
-                // The gradients are made where the logits are, chunk by chunk: two products more.
+                // The gradients are made where the logits are, chunk by chunk: two products more, and both are written.
                 recorder::also(|| {
                     let ([rows, d_model], [vocabulary, _]) = (forward.hidden.dims(), forward.weight.dims());
-                    Call::default().computes(4 * (rows * d_model * vocabulary) as u64)
+                    let written = rows * d_model * forward.hidden.dtype().size() + vocabulary * d_model * 4;
+                    Call::default().and(written as u64).computes(4 * (rows * d_model * vocabulary) as u64)
                 });
                 let forward = head_loss_forward::<B>(Checked::new(HeadLossForward { gradients: true, ..forward }));
                 node.finish(forward.gradients, primitive(forward.loss))

@@ -1,0 +1,171 @@
+//! `fireclay profile` and `fireclay bench`: what they find, print and write.
+
+use burn::tensor::Tensor;
+use fireclay::profiling::{Ceilings, Profile, VerdictKind, verdicts};
+use fireclay_kernels::recorder::{Call, Recording, op, operand, part, read_back};
+use fireclay_kernels::{Activation, ActivationKind, Kernels, activate, use_kernels};
+use serde_json::Value;
+
+use crate::backend_test;
+use crate::cli::{assert_refused, program, text, train};
+
+/// The program on the backend under test.
+fn fireclay(args: &[&str]) -> std::process::Output {
+    program().args(args).args(["--backend", crate::backend().as_str()]).output().expect("the program starts")
+}
+
+#[track_caller]
+fn done(output: &std::process::Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout.clone()).expect("text")
+}
+
+const SMALL: [&str; 12] = [
+    "--count",
+    "2",
+    "--warm-up",
+    "1",
+    "--set",
+    "d_model=16",
+    "--set",
+    "n_layers=2",
+    "--set",
+    "batch_size=2",
+    "--set",
+    "seq_length=16",
+];
+
+backend_test!(a_profile_names_what_breaks_residency::<B>(device) {
+    /// An operation that reads its input: what a recording is to catch.
+    fn peek<B: fireclay_kernels::Backend>(x: &Tensor<B, 2>) -> f32 {
+        let _op = op("peek", || Call::reads([operand(x)]));
+        let data = x.to_data();
+        read_back(data.bytes.len());
+        data.iter::<f32>().sum()
+    }
+    let x = Tensor::<B, 2>::ones([8, 16], &device);
+    let silu = Activation::plain(ActivationKind::Silu);
+    drop((activate(x.clone(), silu), peek(&x)));
+    let recording = Recording::start::<B>(&device).expect("a recording");
+    for _ in 0..3 {
+        let _inside = part("feed_forward");
+        use_kernels(Kernels::Reference);
+        let y = activate(x.clone(), silu);
+        use_kernels(Kernels::Fused);
+        assert!(peek(&y) > 0.0);
+    }
+    let report = recording.stop().expect("a report");
+    let ceilings = Ceilings { bytes_per_second: 1e12, peaks: None };
+    let profile = Profile {
+        name: "test".into(),
+        unit: "step",
+        count: 3,
+        seconds: 1.0,
+        device: "a device".into(),
+        report,
+        ceilings,
+        memory: None,
+        note: None,
+    };
+    let found = verdicts(&profile);
+    let of = |kind: VerdictKind| {
+        found.iter().filter(|verdict| verdict.kind == kind).map(|verdict| verdict.text.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once a step: the references were asked for"]);
+    let copies = of(VerdictKind::Copies);
+    assert!(
+        copies.contains(&"512 B copied to the host once a step by feed_forward: peek".to_string()),
+        "{copies:?}: {}",
+        profile.report
+    );
+});
+
+#[test]
+fn a_profile_of_training_is_a_table_a_trace_and_a_page() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (trace, page) = (folder.path().join("trace.json"), folder.path().join("page.html"));
+    let files = ["--trace", text(&trace), "--html", text(&page), "--peak", "1"];
+    // Nothing falls back, and nothing is read in each step.
+    let deny = ["--deny", "fallback,copies"];
+    let table = done(&fireclay(&[&["profile", "train"], &SMALL[..], &files, &deny].concat()));
+    for words in
+        ["train stories, f32", "2 warm steps recorded", "head: head_loss", "optimizer: optimizer_step", "ceilings"]
+    {
+        assert!(table.contains(words), "'{words}' in {table}");
+    }
+    let trace: Value = serde_json::from_slice(&std::fs::read(trace).expect("a trace")).expect("JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    let of = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    // Two layers in each of two steps, forward and backward.
+    assert_eq!((of("attention: linear_add"), of("attention: linear_add backward")), (4, 4));
+    let page = std::fs::read_to_string(page).expect("a page");
+    assert!(page.contains("class=\"flame\"") && page.contains("<circle") && page.ends_with("</html>"), "{page}");
+}
+
+#[test]
+fn a_profile_for_programs_is_one_json_object_whose_shares_add_up() {
+    let line = done(&fireclay(&[&["profile", "train", "--json"], &SMALL[..]].concat()));
+    let profile: Value = serde_json::from_str(&line).expect("one JSON object");
+    let rows = profile["rows"].as_array().expect("rows");
+    let shares: f64 = rows.iter().filter_map(|row| row["share"].as_f64()).sum();
+    assert!((shares - 1.0).abs() < 1e-6, "{shares}");
+    let linear = rows.iter().find(|row| row["op"] == "linear_add" && row["part"] == "attention").expect("a projection");
+    assert_eq!((linear["calls"].as_u64(), linear["inputs"][0].as_str()), (Some(4), Some("[32, 16] f32")));
+}
+
+#[test]
+fn what_is_denied_and_found_ends_with_exit_code_1() {
+    let reference = ["--set", "kernels=reference", "--deny", "fallback"];
+    let output = fireclay(&[&["profile", "train"], &SMALL[..], &reference].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: denied, but found: ")).collect();
+    assert!(matches!(&lines[..], [line] if line.contains("ran its reference")), "{stderr}");
+}
+
+#[test]
+fn decoding_is_profiled_without_its_prompt() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    let small = ["--set", "d_model=16", "--set", "n_layers=2", "--set", "n_heads=2", "--set", "final_valid_tokens=0"];
+    done(&train(
+        &[&["--plain", "--steps", "2", "--set", "valid_tokens=100", "--out", text(&out)], &small[..]].concat(),
+    ));
+    let model = ["--model", text(&out), "--prompt", "There was once", "--deny", "fallback,copies,sync", "--json"];
+    let line = done(&fireclay(&[&["profile", "generate", "--count", "40", "--warm-up", "2"], &model[..]].concat()));
+    let profile: Value = serde_json::from_str(&line).expect("one JSON object");
+    let rows = profile["rows"].as_array().expect("rows");
+    let calls =
+        |op: &str| rows.iter().filter(|row| row["op"] == op).filter_map(|row| row["calls"].as_u64()).sum::<u64>();
+    assert_eq!((calls("head_sample"), calls("cached_attention")), (40, 80), "{line}");
+}
+
+#[test]
+fn a_profile_refuses_what_means_nothing() {
+    assert_refused(&fireclay(&["profile", "train", "--peak", "-1"]), 2, &["--peak -1"]);
+    let missing = fireclay(&["profile", "predict", "--model", "no/such/folder/here", "--text", "hello"]);
+    assert_refused(&missing, 1, &["no/such/folder/here"]);
+}
+
+#[test]
+fn a_benchmark_is_repeated_and_compared_with_an_earlier_run_and_a_peer() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let earlier = folder.path().join("earlier.jsonl");
+    let tiny = ["bench", "train", "--size", "cpu-4x128", "--batch", "1", "--length", "8", "--repeats", "3", "--json"];
+    let lines = done(&fireclay(&tiny));
+    let first: Value = serde_json::from_str(&lines).expect("one JSON object");
+    assert_eq!((first["case"].as_str(), first["repeats"].as_u64()), (Some("4 layers of 128 B=1 T=8"), Some(3)));
+    let [min, value, max] = ["min", "value", "max"].map(|name| first[name].as_f64().expect("a number"));
+    assert!(0.0 < min && min <= value && value <= max, "{first}");
+    std::fs::write(&earlier, lines.replace(&value.to_string(), &(2.0 * value).to_string())).expect("a file");
+
+    let peer = format!("cat {}", text(&earlier));
+    let beside = done(&fireclay(&[&tiny[..], &["--compare", text(&earlier), "--peer", &peer]].concat()));
+    let beside: Value = serde_json::from_str(&beside).expect("one JSON object");
+    assert_eq!(beside["repeats"].as_u64(), Some(4), "two halves");
+    for speed in [&beside["earlier"]["speed"], &beside["peers"][0]["speed"]] {
+        assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{beside}");
+    }
+    assert_refused(&fireclay(&["bench", "train", "--size", "huge"]), 2, &["--size huge", "gpt2-124m"]);
+    assert_refused(&fireclay(&[&tiny[..], &["--compare", "nowhere.jsonl"]].concat()), 1, &["nowhere.jsonl"]);
+}
