@@ -106,6 +106,9 @@ impl<B: Backend> ModuleMapper<B> for Cast {
 }
 
 fn read<B: Backend>(steps: &mut Vec<Tensor<B, 1, Int>>) -> Result<(), Failure> {
+    if steps.is_empty() {
+        return Ok(());
+    }
     let steps = std::mem::take(steps).into_iter().fold(Transaction::<B>::default(), Transaction::register);
     steps.try_execute().map(drop).map_err(|error| Failure::new(format!("the device failed: {error:?}")))
 }

@@ -142,7 +142,7 @@ fn decoding_is_profiled_without_its_prompt() {
 
 #[test]
 fn a_profile_refuses_what_means_nothing() {
-    assert_refused(&fireclay(&["profile", "train", "--peak", "-1"]), 2, &["--peak -1"]);
+    assert_refused(&fireclay(&["profile", "train", "--peak=-1"]), 2, &["--peak"]);
     let missing = fireclay(&["profile", "predict", "--model", "no/such/folder/here", "--text", "hello"]);
     assert_refused(&missing, 1, &["no/such/folder/here"]);
 }

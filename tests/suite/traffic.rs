@@ -30,8 +30,8 @@ backend_test!(a_training_step_sends_its_tokens_and_reads_nothing::<B>(device) {
     let report = recording.stop().expect("a report");
     println!("{report}");
     assert!(report.fallbacks.is_empty(), "{report}");
-    assert_eq!(report.op("optimizer_step").map(|op| op.calls), Some(1), "{report}");
-    assert_eq!(report.op("head_loss").map(|op| op.calls), Some(1), "{report}");
+    assert_eq!(report.calls("optimizer_step"), 1, "{report}");
+    assert_eq!(report.calls("head_loss"), 1, "{report}");
     match report.source {
         Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
         Source::Cupti => {

@@ -93,7 +93,7 @@ backend_test!(a_step_on_utterances_sends_ids_tags_and_lengths_and_reads_nothing:
     println!("{report}");
     assert!(report.fallbacks.is_empty(), "{report}");
     // One for the intents, one for the tags.
-    assert_eq!(report.op("head_loss").map(|op| op.calls), Some(2), "{report}");
+    assert_eq!(report.calls("head_loss"), 2, "{report}");
     match report.source {
         Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
         Source::Cupti => {

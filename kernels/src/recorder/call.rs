@@ -77,12 +77,14 @@ impl Part {
     }
 
     /// Goes back into the part.
+    #[inline]
     pub(crate) fn enter(self) -> PartScope {
         PartScope { around: PART.replace(self.0), _thread: PhantomData }
     }
 }
 
 impl Drop for PartScope {
+    #[inline]
     fn drop(&mut self) {
         PART.set(self.around);
     }
@@ -90,6 +92,7 @@ impl Drop for PartScope {
 
 /// What this thread calls from here on, until the span ends, is done for the part `name` of a model; its backward passes
 /// are, too.
+#[inline]
 pub fn part(name: &'static str) -> PartScope {
     Part(name).enter()
 }

@@ -359,7 +359,7 @@ impl Drop for Recording {
 /// The span of an operation's call: what this thread asks of the device meanwhile is the operation's.
 #[must_use = "the span ends when this is dropped"]
 pub struct Scope {
-    entered: Option<Entered>,
+    entered: Option<Box<Entered>>,
     /// The operation around this one.
     around: &'static str,
     // It must end on the thread that it began on.
@@ -379,10 +379,11 @@ struct Entered {
 }
 
 impl Drop for Scope {
+    #[inline]
     fn drop(&mut self) {
         CURRENT.set(self.around);
         if let Some(entered) = self.entered.take() {
-            leave(entered);
+            leave(*entered);
         }
     }
 }
@@ -391,6 +392,7 @@ impl Drop for Scope {
 /// those of this crate count themselves. Without a recording it costs one load of a flag.
 ///
 /// `describe` gives a [`Call`], or the inputs alone where nothing is known of what has to be moved and computed.
+#[inline]
 pub fn op<C: Into<Call>>(name: &'static str, describe: impl FnOnce() -> C) -> Scope {
     // What the flag guards lies behind a lock of its own.
     let entered = if ON.load(Ordering::Relaxed) { enter(name, describe().into()) } else { None };
@@ -414,7 +416,7 @@ pub(crate) fn current() -> &'static str {
 }
 
 #[cold]
-fn enter(name: &'static str, call: Call) -> Option<Entered> {
+fn enter(name: &'static str, call: Call) -> Option<Box<Entered>> {
     let (op, probe, wait) = {
         let mut calls = lock(&CALLS);
         let calls = calls.as_mut()?;
@@ -425,7 +427,7 @@ fn enter(name: &'static str, call: Call) -> Option<Entered> {
         probe.enter(op as u32);
     }
     let (op_around, inner_around) = (OPEN.replace(Some(op)), INNER.replace(Duration::ZERO));
-    Some(Entered { op, op_around, began: Instant::now(), inner_around, probe, wait })
+    Some(Box::new(Entered { op, op_around, began: Instant::now(), inner_around, probe, wait }))
 }
 
 #[cold]
