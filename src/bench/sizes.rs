@@ -67,8 +67,7 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
         ),
         _ => return Err(unknown("train", name, &TRAINERS)),
     };
-    let recipe = settings.iter().try_fold(Recipe::shipped(recipe)?, |recipe, (key, value)| recipe.with(key, value))?;
-    let recipe = recipe.with("schedule", "constant")?;
+    let recipe = Recipe::shipped(recipe)?.with_all(settings.iter().copied().chain([("schedule", "constant")]))?;
     Ok(TrainSize { what: what.into(), label, recipe, vocab_size })
 }
 

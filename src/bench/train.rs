@@ -130,7 +130,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
         ("schedule", "constant"),
     ];
     let recipe = Recipe::shipped("intent-slot")?;
-    let recipe = settings.iter().try_fold(recipe, |recipe, (key, value)| recipe.with(key, value))?;
+    let recipe = recipe.with_all(settings)?;
     let recipe = match options.precision {
         Some(precision) => recipe.with("precision", precision.name())?,
         None => recipe,

@@ -240,12 +240,15 @@ pub(super) fn with_settings(
         }
         recipe.training.precision = precision;
     }
-    for setting in settings {
-        let (key, value) =
-            setting.split_once('=').ok_or_else(|| Failure::usage(format!("--set {setting}: write it as key=value")))?;
-        recipe = recipe.with(key.trim(), value.trim())?;
+    if settings.is_empty() {
+        return Ok(recipe);
     }
-    Ok(recipe)
+    let pair = |setting: &'_ String| match setting.split_once('=') {
+        Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
+        None => Err(Failure::usage(format!("--set {setting}: write it as key=value"))),
+    };
+    let pairs = settings.iter().map(pair).collect::<Result<Vec<_>, _>>()?;
+    recipe.with_all(pairs.iter().map(|(key, value)| (key.as_str(), value.as_str())))
 }
 
 /// The recipe with what the command line says.

@@ -98,20 +98,32 @@ impl Recipe {
     /// # Errors
     /// If the key is unknown (the nearest known one is named) or the value of a wrong type.
     pub fn with(&self, key: &str, value: &str) -> Result<Self, Failure> {
+        self.with_all([(key, value)])
+    }
+
+    /// As [`with`](Self::with) for several keys at once: the recipe is checked when all are set, not in between.
+    ///
+    /// # Errors
+    /// If a key is unknown, or the recipe with all of them is none that can be trained.
+    pub fn with_all<'a>(&self, settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, Failure> {
         let known = known_keys();
-        let found = known.iter().find(|(section, name)| key == name || key == dotted(section, name));
-        let (section, name) = found.ok_or_else(|| unknown(key, &known))?;
-        let parsed = format!("x = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("x"));
-        let value = parsed.unwrap_or_else(|| Value::String(value.to_string()));
         let mut table = Table::try_from(self).map_err(|error| Failure::new(error.to_string()))?;
-        if section.is_empty() {
-            table.insert(name.clone(), value);
-        } else if let Some(Value::Table(entries)) =
-            Some(table.entry(section.clone()).or_insert_with(|| Value::Table(Table::new())))
-        {
-            entries.insert(name.clone(), value);
+        let mut keys = Vec::new();
+        for (key, value) in settings {
+            let found = known.iter().find(|(section, name)| key == name || key == dotted(section, name));
+            let (section, name) = found.ok_or_else(|| unknown(key, &known))?;
+            let parsed = format!("x = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("x"));
+            let value = parsed.unwrap_or_else(|| Value::String(value.to_string()));
+            if section.is_empty() {
+                table.insert(name.clone(), value);
+            } else if let Some(Value::Table(entries)) =
+                Some(table.entry(section.clone()).or_insert_with(|| Value::Table(Table::new())))
+            {
+                entries.insert(name.clone(), value);
+            }
+            keys.push(key);
         }
-        Self::from_table(table).map_err(|failure| Failure::usage(format!("--set {key}: {failure}")))
+        Self::from_table(table).map_err(|failure| Failure::usage(format!("--set {}: {failure}", keys.join(", "))))
     }
 }
 
@@ -165,6 +177,15 @@ mod tests {
             recipe.model_config().expect_err("no vocabulary yet");
             Recipe { sizes: sizes(50_257), ..recipe }.model_config().expect("a good model");
         }
+    }
+
+    #[test]
+    fn settings_are_checked_together_and_not_in_between() {
+        let recipe = Recipe::shipped("llama-15m").expect("a good recipe");
+        let wide = [("d_model", "2048"), ("n_heads", "32")];
+        assert!(recipe.with("d_model", "2048").is_err(), "six heads do not share 2,048");
+        let both = recipe.with_all(wide).expect("32 heads do");
+        assert!(both.with_all([("n_heads", "3"), ("n_layers", "2")]).is_err());
     }
 
     #[test]
