@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""The same work in PyTorch, as a peer for `fireclay bench`: one JSON line a measurement.
+
+    fireclay bench train   --backend cuda --size gpt2-124m --peer "python3 benches/pytorch.py gpt2-124m"
+    fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
+    fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
+    fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
+
+Needs `pip install torch`. On a GPU training is bf16 under autocast with torch.compile, decoding bf16 with a static cache and
+torch.compile's CUDA graphs; on a CPU training is f32, eager: what a PyTorch user would do for speed.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BF16 = torch.bfloat16
+torch.set_float32_matmul_precision("high")
+
+
+def show(what, case, value, unit):
+    print(json.dumps({"what": what, "case": f"torch {case}", "value": value, "unit": unit}), flush=True)
+
+
+def wait():
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def seconds(work, repeats=20, warm_up=5):
+    """Median time of a call; on a GPU by its own clock."""
+    times = []
+    for call in range(warm_up + repeats):
+        if GPU:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            took = begin.elapsed_time(end) / 1e3
+        else:
+            begin = time.perf_counter()
+            work()
+            took = time.perf_counter() - begin
+        if call >= warm_up:
+            times.append(took)
+    return statistics.median(times)
+
+
+class GptBlock(nn.Module):
+    def __init__(self, d_model, n_heads, dropout):
+        super().__init__()
+        self.n_heads, self.dropout = n_heads, dropout
+        self.norm_1, self.norm_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv, self.project = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+
+    def forward(self, x):
+        heads = [part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=self.dropout)
+        x = x + F.dropout(self.project(attended.transpose(1, 2).flatten(-2)), self.dropout)
+        hidden = F.gelu(self.up(self.norm_2(x)), approximate="tanh")
+        return x + F.dropout(self.down(hidden), self.dropout)
+
+
+class Gpt(nn.Module):
+    """GPT-2 with tied embeddings; its forward pass gives the loss."""
+
+    def __init__(self, vocab_size, seq_length, d_model, n_layers, n_heads, dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.embed, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_length, d_model)
+        self.blocks = nn.ModuleList(GptBlock(d_model, n_heads, dropout) for _ in range(n_layers))
+        self.norm = nn.LayerNorm(d_model)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids, targets):
+        x = F.dropout(self.embed(ids) + self.positions.weight[: ids.shape[1]], self.dropout)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# What is measured, its case, batch, and the model: vocabulary, sequence, d_model, layers, heads, dropout.
+TRAINING = {
+    "gpt2-124m": ("train gpt2-124m", "", 16, (50_304, 1024, 768, 12, 12, 0.0)),
+    "shakespeare-char": ("train step", "char 6x384 ", 64, (65, 256, 384, 6, 6, 0.2)),
+    "cpu-4x128": ("train", "4 layers of 128 ", 12, (65, 64, 128, 4, 4, 0.0)),
+    "cpu-6x384": ("train", "6 layers of 384 ", 8, (65, 256, 384, 6, 6, 0.0)),
+    "cpu-6x256": ("train", "6 layers of 256, V=8192 ", 32, (8192, 64, 256, 6, 8, 0.0)),
+}
+
+
+def train(size, batch=None):
+    what, label, own_batch, shape = TRAINING[size]
+    batch = batch or own_batch
+    vocab_size, seq_length = shape[:2]
+    model = Gpt(*shape).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    run = torch.compile(model) if GPU else model
+    ids, targets = torch.randint(vocab_size, (2, batch, seq_length), device=DEVICE)
+
+    def step():
+        with torch.autocast(DEVICE, BF16, enabled=GPU):
+            loss = run(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    name = "compile" if GPU else "eager"
+    show(what, f"{name} {label}B={batch} T={seq_length}", batch * seq_length / seconds(step), "tokens/s")
+
+
+class QwenLayer(nn.Module):
+    """A layer of Qwen3-0.6B with its cache."""
+
+    D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF = 1024, 16, 8, 128, 3072
+
+    def __init__(self, batch, length):
+        super().__init__()
+        d_model, heads, kv_heads, head_dim = self.D_MODEL, self.N_HEADS, self.N_KV_HEADS, self.HEAD_DIM
+        self.norm_1, self.norm_2 = nn.RMSNorm(d_model, 1e-6), nn.RMSNorm(d_model, 1e-6)
+        self.norm_q, self.norm_k = nn.RMSNorm(head_dim, 1e-6), nn.RMSNorm(head_dim, 1e-6)
+        self.qkv = nn.Linear(d_model, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.project = nn.Linear(heads * head_dim, d_model, bias=False)
+        self.gate_up = nn.Linear(d_model, 2 * self.D_FF, bias=False)
+        self.down = nn.Linear(self.D_FF, d_model, bias=False)
+        self.register_buffer("keys", torch.zeros(batch, kv_heads, length, head_dim))
+        self.register_buffer("values", torch.zeros(batch, kv_heads, length, head_dim))
+
+    def forward(self, x, at, angles, mask):
+        heads, kv_heads = self.N_HEADS * self.HEAD_DIM, self.N_KV_HEADS * self.HEAD_DIM
+        parts = self.qkv(self.norm_1(x)).split([heads, kv_heads, kv_heads], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.HEAD_DIM)) for part in parts)
+        q, k, v = self.norm_q(q).transpose(1, 2), self.norm_k(k).transpose(1, 2), v.transpose(1, 2)
+        cos, sin = angles
+
+        def rotary(z):
+            low, high = z.chunk(2, -1)
+            return z * cos + torch.cat((-high, low), -1) * sin
+
+        q, k = rotary(q), rotary(k)
+        if mask is None:
+            length = x.shape[1]
+            self.keys[:, :, :length], self.values[:, :, :length] = k, v
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            self.keys[:, :, at], self.values[:, :, at] = k, v
+            attended = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(-2))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Qwen(nn.Module):
+    """The shapes of Qwen3-0.6B; gives the next token, greedily."""
+
+    def __init__(self, batch, length):
+        super().__init__()
+        self.embed = nn.Embedding(151_936, QwenLayer.D_MODEL)
+        self.layers = nn.ModuleList(QwenLayer(batch, length) for _ in range(28))
+        self.norm = nn.RMSNorm(QwenLayer.D_MODEL, 1e-6)
+        frequencies = 1e6 ** (-torch.arange(0, QwenLayer.HEAD_DIM, 2) / QwenLayer.HEAD_DIM)
+        angles = torch.outer(torch.arange(length), frequencies).tile(2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("seen", torch.ones(length, length, dtype=torch.bool).tril())
+
+    def forward(self, ids, at):
+        decoding = ids.shape[1] == 1
+        seen = self.seen[at] if decoding else None
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, at, (self.cos[at], self.sin[at]), seen)
+        return F.linear(self.norm(x[:, -1:]), self.embed.weight).argmax(-1)
+
+
+def qwen(batch, length, **how):
+    with torch.device(DEVICE):
+        model = Qwen(batch, length).to(BF16).eval()
+    return torch.compile(model, fullgraph=True, **how)
+
+
+@torch.inference_mode()
+def decode(tokens=128, warm_up=22):
+    for batch in (1, 32):
+        model = qwen(batch, 1024, mode="reduce-overhead")
+        ids = torch.randint(150_000, (batch, 1), device=DEVICE)
+        for position in range(warm_up + tokens):
+            if position == warm_up:
+                wait()
+                begin = time.perf_counter()
+            ids = model(ids, torch.tensor([position], device=DEVICE)).clone()
+        wait()
+        per_second = batch * tokens / (time.perf_counter() - begin)
+        show("decode qwen3-0.6b bf16", f"compile+graphs B={batch}", per_second, "tokens/s")
+        torch._dynamo.reset()
+
+
+@torch.inference_mode()
+def prefill(length=2048):
+    model = qwen(1, length)
+    ids, at = torch.randint(150_000, (1, length), device=DEVICE), torch.arange(length, device=DEVICE)
+    show("prefill qwen3-0.6b bf16", f"compile {length} tokens", length / seconds(lambda: model(ids, at)), "tokens/s")
+
+
+def kernels():
+    def random(*shape, **how):
+        return torch.randn(*shape, device=DEVICE, dtype=BF16, **how)
+
+    products = [
+        (8192, 8192, 8192), (16384, 768, 2304), (16384, 768, 768), (16384, 768, 3072), (16384, 3072, 768),
+        (65536, 768, 3072), (65536, 3072, 768), (16384, 768, 50304), (768, 16384, 3072), (3072, 16384, 768),
+    ]  # fmt: skip
+    for m, k, n in products:
+        a, b = random(m, k), random(k, n)
+        show("gemm bf16", f"cuBLAS {m}x{k}x{n}", 2e-12 * m * k * n / seconds(lambda: a @ b), "TFLOP/s")
+    for batch, heads, length, head_dim in [(16, 12, 1024, 64), (64, 12, 1024, 64), (4, 16, 4096, 128), (1, 16, 16384, 128)]:
+        case = f"{batch}x{heads}x{length}x{head_dim}"
+        tflop = 2e-12 * batch * heads * length**2 * head_dim
+        qkv = [random(batch, heads, length, head_dim, requires_grad=True) for _ in range(3)]
+        attended = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        upstream = torch.randn_like(attended)
+        backward = seconds(lambda: torch.autograd.grad(attended, qkv, upstream, retain_graph=True))
+        with torch.no_grad():
+            forward = seconds(lambda: F.scaled_dot_product_attention(*qkv, is_causal=True))
+        show("attention forward causal", case, tflop / forward, "TFLOP/s")
+        show("attention backward causal", case, 2.5 * tflop / backward, "TFLOP/s")
+
+    x, scale = random(65536, 1024), random(1024)
+    norm = torch.compile(lambda x: F.rms_norm(x, (1024,), scale, 1e-6))
+    show("rms_norm forward bf16", "compile 65536x1024", 4e-9 * x.numel() / seconds(lambda: norm(x)), "GB/s")
+
+    weight = random(50_257, 2560)
+
+    @torch.compile
+    def sample(hidden):
+        logits, ids = ((hidden @ weight.T).float() / 0.8).topk(50)
+        shares = logits.softmax(-1)
+        shares = shares.where(shares.cumsum(-1) - shares < 0.9, 0)
+        return ids.gather(-1, torch.multinomial(shares, 1))
+
+    for batch in (1, 32):
+        hidden = random(batch, 2560)
+        what = "head 2560x50257 + softmax + top-k 50 + top-p 0.9 + sample"
+        show(what, f"compile B={batch}", 1e6 * seconds(lambda: sample(hidden)), "us")
+
+
+PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels}
+
+
+def main():
+    names = sys.argv[1:]
+    known = [name for name in names if name in PARTS or name.partition(":")[0] in TRAINING]
+    if not names or known != names:
+        sys.exit(f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; to train also NAME:BATCH")
+    for name in names:
+        if name in PARTS:
+            PARTS[name]()
+        else:
+            size, _, batch = name.partition(":")
+            train(size, int(batch or 0))
+
+
+if __name__ == "__main__":
+    main()
