@@ -31,6 +31,8 @@ mod checked;
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod devices;
 mod masked;
 mod ops;
@@ -41,6 +43,8 @@ mod selection;
 mod tensor;
 
 pub use backend::Backend;
+#[cfg(feature = "cuda")]
+pub use cuda::cuda_sources;
 pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,

@@ -55,16 +55,21 @@ pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, usize) {
 /// With the operation's name, if it has more elements than kernels count, in 32 bits, or is another thread's and threads
 /// have streams of their own, which do not wait for all that others wrote.
 pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
+    assert_reachable(x);
+    let length = (x.handle.size_in_used() as usize) / x.dtype.size().max(1);
+    assert_addressable(length);
+    // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), length) }
+}
+
+/// Panics, with the operation's name, if the tensor is another thread's and threads have streams of their own.
+pub(crate) fn assert_reachable<R: CubeRuntime>(x: &CubeTensor<R>) {
     assert!(
         one_stream() || x.handle.stream == StreamId::current(),
         "{}: a tensor of another thread, whose stream this one does not wait for: call `devices::configure` before any \
          device is used",
         recorder::current()
     );
-    let length = (x.handle.size_in_used() as usize) / x.dtype.size().max(1);
-    assert_addressable(length);
-    // SAFETY: a tensor's strides reach no further than its buffer, whose length this is.
-    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), length) }
 }
 
 /// Whether all threads launch into one stream, in one order.

@@ -312,6 +312,7 @@ backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(devi
             [4096, 136, 2056],
             [8192, 512, 512],
             [1003, 640, 640],
+            [3000, 328, 776],
             [530, 601, 603],
             [2048, 64, 72],
             [104, 24, 40],
@@ -596,6 +597,10 @@ backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device)
             ([1, 2, 1, 1, 200, 48], 3, false),
             ([2, 2, 2, 129, 129, 80], 2, true),
             ([1, 2, 1, 200, 200, 128], 1, false),
+            ([1, 4, 2, 200, 333, 64], 1, false),
+            ([2, 2, 1, 100, 260, 128], 2, false),
+            ([2, 3, 3, 150, 150, 64], 0, false),
+            ([1, 2, 2, 140, 70, 128], 0, false),
             ([1, 1, 1, 130, 130, 144], 1, true),
             ([1, 2, 1, 100, 100, 256], 1, false),
             ([1, 2, 1, 65, 65, 33], 4, true),
@@ -874,7 +879,12 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
 
 backend_test!(fused_projections_match_the_reference::<B>(device) {
     let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
-    for [rows, d_input, d_output] in [[1, 1, 2], [2, 3, 4], [65, 63, 64], [130, 17, 34], [600, 64, 66]] {
+    let mut shapes = vec![[1, 1, 2], [2, 3, 4], [65, 63, 64], [130, 17, 34], [600, 64, 66]];
+    if dtype_under_test::<B>(&device) != DType::F32 {
+        // Large enough for the GEMM of large 16-bit products.
+        shapes.extend([[1000, 520, 648], [1024, 512, 768]]);
+    }
+    for [rows, d_input, d_output] in shapes {
         let x = random::<B, 2>(1, [rows, d_input], &device);
         let weight = random::<B, 2>(2, [d_output, d_input], &device);
         let bias = random::<B, 2>(3, [1, d_output], &device);
@@ -916,6 +926,7 @@ backend_test!(packed_attention_is_attention::<B>(device) {
         (PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 2 }, 1, 1),
         (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 }, 2, 65),
         (PackedHeads { n_heads: 3, n_kv_heads: 3, head_dim: 32 }, 2, 64),
+        (PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 64 }, 2, 131),
     ] {
         let qkv = random::<B, 3>(1, [batch_size, seq_length, heads.width()], &device) * 2.0;
         let options = AttentionOptions::new(heads.head_dim);

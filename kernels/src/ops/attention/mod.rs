@@ -5,11 +5,15 @@ mod autodiff;
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod reference;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::hopper_kernels;
 use super::dropout::Dropout;
 use super::reshape::ReshapeOps;
 use crate::checked::{Checked, Operands, Part, part};

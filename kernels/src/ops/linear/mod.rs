@@ -8,6 +8,8 @@ mod autodiff;
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod reference;
 #[cfg(feature = "cubecl")]
 pub(crate) mod route;
@@ -15,6 +17,8 @@ pub(crate) mod route;
 use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Tensor};
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::hopper_kernels;
 use super::activation::{Activation, ActivationOps};
 use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};

@@ -5,6 +5,7 @@
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
 //! more rows ---> gemm
+//!     16-bit, Hopper, large, aligned ----> ours in CUDA C++ (../cuda)
 //!     16-bit, device has TMA, large -----> cubek's warp-specialised kernel behind TMA (Gemm::Tma)
 //!     f32, no tensor cores for f32 ------> gemm_simt (Gemm::Simt)
 //!     16-bit, small, aligned ------------> gemm_tensor_cores (Gemm::TensorCores)
@@ -23,6 +24,8 @@ use cubecl::prelude::*;
 use super::cubecl::{gemm_simt, gemm_tensor_cores};
 use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
+#[cfg(feature = "cuda")]
+use crate::cuda::on_hopper;
 
 /// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
 /// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the
@@ -67,6 +70,70 @@ pub(crate) enum Gemm {
     TensorCores { split_k: usize },
     /// What `cubek` chooses.
     Cubek { split_k: usize },
+}
+
+/// How the GEMM for Hopper cuts a product into tiles of 256 rows, each computed by a cluster of two blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HopperTiles {
+    /// Columns of a tile.
+    pub(crate) columns: usize,
+    /// Whole tiles of each cluster, one after the other; those left are cut along K, in equal parts.
+    pub(crate) whole_rounds: usize,
+}
+
+/// Columns of the widest tile for Hopper.
+pub(crate) const HOPPER_COLUMNS: usize = 256;
+
+/// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile, the parts of tiles that are cut,
+/// and each further part of a tile. Fitted to 33 products.
+struct TileCosts {
+    columns: usize,
+    stage: f64,
+    end: f64,
+    cut: f64,
+    part: f64,
+}
+
+const TILE_COSTS: [TileCosts; 3] = [
+    TileCosts { columns: 128, stage: 0.456, end: 0.75, cut: 4.0, part: 2.6 },
+    TileCosts { columns: 192, stage: 0.588, end: 1.6, cut: 8.0, part: 4.2 },
+    TileCosts { columns: HOPPER_COLUMNS, stage: 0.778, end: 2.7, cut: 14.0, part: 3.6 },
+];
+
+/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
+/// cluster waits long for others.
+pub(crate) fn hopper_tiles([m, n, k]: [usize; 3], clusters: usize) -> HopperTiles {
+    let stages = k.div_ceil(64) as f64;
+    let mut best = (f64::INFINITY, HopperTiles { columns: HOPPER_COLUMNS, whole_rounds: 1 });
+    for TileCosts { columns, stage, end, cut, part } in TILE_COSTS {
+        let tiles = m.div_ceil(256) * n.div_ceil(columns);
+        let full = tiles / clusters;
+        // All whole, with a last round that is not full; or the last one or two rounds cut.
+        for whole_rounds in [tiles.div_ceil(clusters), full, full.saturating_sub(1)] {
+            let cut_tiles = tiles.saturating_sub(whole_rounds * clusters) as f64;
+            let mut time = whole_rounds as f64 * (stages * stage + end);
+            if cut_tiles > 0.0 {
+                let parts = clusters as f64 / cut_tiles;
+                time += stages * stage / parts + end + cut + part * parts;
+            }
+            if time < best.0 {
+                best = (time, HopperTiles { columns, whole_rounds });
+            }
+        }
+    }
+    best.1
+}
+
+/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes.
+pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
+    let large = m >= TILE && n >= TILE && m * n * k > MOST_SMALL;
+    dtype.size() == 2 && large && on_hopper(x)
+}
+
+/// No device without CUDA is a Hopper GPU.
+#[cfg(not(feature = "cuda"))]
+fn on_hopper<R: CubeRuntime>(_: &CubeTensor<R>) -> bool {
+    false
 }
 
 /// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m, n]`.

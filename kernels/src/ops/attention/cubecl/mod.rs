@@ -17,6 +17,8 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use self::mask::{MaskKind, NO_WINDOW, SizesLaunch};
 use self::parts::PlaceLaunch;
+#[cfg(feature = "cuda")]
+use super::cuda::Hopper;
 use super::{
     AttentionBackward, AttentionForward, AttentionGradients, AttentionMask, AttentionOps, AttentionOptions,
     AttentionOutput, QkvAttentionBackward, QkvAttentionForward,
@@ -244,7 +246,9 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     let like = &inputs[0].tensor;
     let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
-    if tensor_cores::supported(&inputs, head_dim) {
+    if hopper_forward(inputs, &output, &log_sum_exp, dims, mask, options) {
+        // Done.
+    } else if tensor_cores::supported(&inputs, head_dim) {
         tensor_cores::forward(inputs, &output, &log_sum_exp, dims, mask, options);
     } else {
         simt::forward(inputs, &output, &log_sum_exp, dims, mask, options);
@@ -266,13 +270,70 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
     let rows = simt::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
     let inputs = [query, key, value, &grad];
-    if tensor_cores::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
+    if hopper_backward(inputs, &rows, [d_query, d_key, d_value], dims, mask, options) {
+        // Done.
+    } else if tensor_cores::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
         tensor_cores::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         tensor_cores::backward_q(inputs, &rows, d_query, dims, mask, options);
     } else {
         simt::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         simt::backward_q(inputs, &rows, d_query, dims, mask, options);
     }
+}
+
+/// The forward pass by the kernels for Hopper, if they take it.
+#[cfg(feature = "cuda")]
+fn hopper_forward<R: CubeRuntime>(
+    inputs: [&Heads<R>; 3],
+    output: &Heads<R>,
+    log_sum_exp: &CubeTensor<R>,
+    dims: Dims,
+    mask: &CubeMask<R>,
+    options: AttentionOptions,
+) -> bool {
+    let [query, key, value] = inputs;
+    let hopper = Hopper::new(&[query, key, value, output], dims, mask, options);
+    hopper.is_some_and(|hopper| hopper.forward(inputs, output, log_sum_exp))
+}
+
+/// The backward pass by the kernels for Hopper, if they take it.
+#[cfg(feature = "cuda")]
+fn hopper_backward<R: CubeRuntime>(
+    inputs: [&Heads<R>; 4],
+    rows: &CubeTensor<R>,
+    gradients: [&Heads<R>; 3],
+    dims: Dims,
+    mask: &CubeMask<R>,
+    options: AttentionOptions,
+) -> bool {
+    let heads = [inputs.as_slice(), gradients.as_slice()].concat();
+    let hopper = Hopper::new(&heads, dims, mask, options);
+    hopper.is_some_and(|hopper| hopper.backward(inputs, rows, gradients))
+}
+
+/// There are no kernels for Hopper without CUDA.
+#[cfg(not(feature = "cuda"))]
+fn hopper_forward<R: CubeRuntime>(
+    _: [&Heads<R>; 3],
+    _: &Heads<R>,
+    _: &CubeTensor<R>,
+    _: Dims,
+    _: &CubeMask<R>,
+    _: AttentionOptions,
+) -> bool {
+    false
+}
+
+#[cfg(not(feature = "cuda"))]
+fn hopper_backward<R: CubeRuntime>(
+    _: [&Heads<R>; 4],
+    _: &CubeTensor<R>,
+    _: [&Heads<R>; 3],
+    _: Dims,
+    _: &CubeMask<R>,
+    _: AttentionOptions,
+) -> bool {
+    false
 }
 
 /// The widest vectors, of `most` at the most, in which all heads can be read and written.

@@ -24,7 +24,10 @@ pub(crate) use super::gemm_tensor_cores::Added;
 use super::gemm_tensor_cores::{self, small_product};
 use crate::cubecl::transpose::transpose;
 use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
-use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_tma, tma_slices};
+use crate::ops::activation::Activation;
+#[cfg(feature = "cuda")]
+use crate::ops::linear::cuda::{hopper_activate, hopper_product};
+use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
 
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
@@ -39,6 +42,14 @@ pub(crate) fn product<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let [m, k] = [a.meta.shape()[0], a.meta.shape()[1]];
     let n = b.meta.shape()[1];
+    let hopper = takes_hopper(&a, within, [m, n, k]);
+    let (a, b) = match hopper {
+        true => (aligned(cast_as_it_lies(a, within)), aligned(cast_as_it_lies(b, within))),
+        false => (a, b),
+    };
+    if hopper && let Some(out) = hopper_product(&a, &b, &Added::none(), dtype) {
+        return out;
+    }
     if takes_tma(&a, within, [m, n, k]) {
         return tma_product(a, b, within, dtype);
     }
@@ -60,18 +71,55 @@ pub(crate) fn product<R: CubeRuntime>(
     }
 }
 
-/// Whether [`product_add`] can add `added` to `a * b`: in one dtype, by the small GEMM, in one slice.
-pub(crate) fn adds<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, added: &Added<R>) -> bool {
-    let unit_stride = a.meta.strides().contains(&1) && b.meta.strides().contains(&1);
-    a.dtype == b.dtype
-        && unit_stride
-        && route::gemm(a, b) == Gemm::TensorCores { split_k: 1 }
-        && gemm_tensor_cores::can_add(added)
+/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`. None where no GEMM does both: those for
+/// Hopper and for small matrices do, in one dtype and without split-K.
+pub(crate) fn product_add<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    added: &Added<R>,
+) -> Option<CubeTensor<R>> {
+    if a.dtype != b.dtype || !a.meta.strides().contains(&1) || !b.meta.strides().contains(&1) {
+        return None;
+    }
+    if let Some(out) = hopper_product(a, b, added, a.dtype) {
+        return Some(out);
+    }
+    let small = route::gemm(a, b) == Gemm::TensorCores { split_k: 1 } && gemm_tensor_cores::can_add(added);
+    small.then(|| small_product(a, b, added.clone(), 1, a.dtype))
 }
 
-/// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`, where [`adds`] says so.
-pub(crate) fn product_add<R: CubeRuntime>(a: &CubeTensor<R>, b: &CubeTensor<R>, added: Added<R>) -> CubeTensor<R> {
-    small_product(a, b, added, 1, a.dtype)
+/// `activation(a * b + bias)` and, if it is to be saved, `a * b`, in the dtype of `a`. None where no GEMM does all of it: that for
+/// Hopper does, in one dtype.
+pub(crate) fn product_activate<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    bias: Option<&CubeTensor<R>>,
+    activation: Activation,
+    saves: bool,
+) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
+    hopper_activate(a, b, bias, activation, saves)
+}
+
+/// There is no GEMM for Hopper without CUDA.
+#[cfg(not(feature = "cuda"))]
+fn hopper_activate<R: CubeRuntime>(
+    _: &CubeTensor<R>,
+    _: &CubeTensor<R>,
+    _: Option<&CubeTensor<R>>,
+    _: Activation,
+    _: bool,
+) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
+    None
+}
+
+#[cfg(not(feature = "cuda"))]
+fn hopper_product<R: CubeRuntime>(
+    _: &CubeTensor<R>,
+    _: &CubeTensor<R>,
+    _: &Added<R>,
+    _: DType,
+) -> Option<CubeTensor<R>> {
+    None
 }
 
 /// A product by `cubek`'s warp-specialised kernel behind TMA. It is fastest where both sides are K-major (the inner dimension is contiguous in memory), so

@@ -50,6 +50,7 @@ struct Variant {
 }
 
 /// What is added to a product `[m, n]`, in f32.
+#[derive(Clone)]
 pub(crate) struct Added<R: CubeRuntime> {
     /// `[n]`.
     pub(crate) bias: Option<CubeTensor<R>>,

@@ -12,7 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use self::gemm::{Added, adds, product, product_add, transposed};
+use self::gemm::{Added, product, product_activate, product_add, transposed};
 use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
 use super::route::SKINNY_ROWS;
 use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
@@ -49,6 +49,10 @@ where
         let weight = primitive(float_weight(weight, &x));
         let (x, bias) = (primitive(x), bias.map(primitive));
         if let Some(activation) = activation {
+            let fused = product_activate(&x, &transposed(weight.clone()), bias.as_ref(), activation, keeps);
+            if let Some((output, product)) = fused {
+                return LinearOutput { output: float(output), saved: product.map(float) };
+            }
             let product = project(x, weight);
             let output = float(activate(product.clone(), bias, activation));
             return LinearOutput { output, saved: keeps.then(|| float(product)) };
@@ -119,10 +123,10 @@ fn project_add<R: CubeRuntime>(
     dropout: Option<Dropout>,
     residual: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
-    if dropout.is_none() {
-        let (added, b) = (Added { bias: bias.clone(), residual: residual.clone() }, transposed(weight.clone()));
-        if adds(&x, &b, &added) {
-            return product_add(&x, &b, added);
+    if dropout.is_none() && (bias.is_some() || residual.is_some()) {
+        let added = Added { bias: bias.clone(), residual: residual.clone() };
+        if let Some(out) = product_add(&x, &transposed(weight.clone()), &added) {
+            return out;
         }
     }
     bias_add(project(x, weight), bias, dropout, residual)

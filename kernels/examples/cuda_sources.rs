@@ -1,0 +1,18 @@
+//! Writes the kernels in CUDA C++ into a folder, a `.cu` file for each of what they are compiled for, to see what NVIDIA's tools
+//! make of them: `ptxas -v`, `cuobjdump -sass`.
+//!
+//! ```sh
+//! cargo run -p fireclay-kernels --features cuda --example cuda_sources FOLDER
+//! ```
+
+fn main() -> std::io::Result<()> {
+    let Some(folder) = std::env::args().nth(1).map(std::path::PathBuf::from) else {
+        eprintln!("usage: cuda_sources FOLDER");
+        std::process::exit(2);
+    };
+    std::fs::create_dir_all(&folder)?;
+    for (name, source) in fireclay_kernels::cuda_sources() {
+        std::fs::write(folder.join(format!("{name}.cu")), source)?;
+    }
+    Ok(())
+}

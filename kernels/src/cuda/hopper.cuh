@@ -1,0 +1,377 @@
+// What hand-written kernels for Hopper (sm_90a) share: mbarriers, bulk tensor copies (TMA), wgmma. No header of CUDA is
+// needed, so that NVRTC has little to read. HALF names the 16-bit dtype: "bf16" or "f16".
+//
+// PTX ISA, sections 9.7.13 (mbarrier), 9.7.9.25 (cp.async.bulk.tensor) and 9.7.15 (wgmma).
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// A CUtensorMap: how a matrix lies, and the box of it that one copy brings.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+constexpr int WARPGROUP = 128;
+#define INFINITE __int_as_float(0x7f800000)
+// A row of a tile in shared memory: 64 elements of 16 bits, its 16-byte chunks in the order of the 128-byte swizzle.
+constexpr int ROW_BYTES = 128;
+
+// A place in a ring of stages, and the parity of the round.
+template <int COUNT>
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == COUNT) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Where a block's shared memory begins: at a multiple of 1,024 bytes, as the swizzle needs it.
+__device__ __forceinline__ u32 shared_base() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    u32 base = shared_address(memory);
+    if (base % 1024 != 0) {
+        __trap();
+    }
+    return base;
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A barrier of some of the block's threads; 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- mbarrier: a phase ends when all arrivals and all bytes of it are in.
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialised barriers known to the other block of the cluster and to TMA.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the same barrier of the cluster's block `rank`. That orders what this thread read before with what TMA writes
+// behind the barrier; a wider scope than the default would empty the L1 cache at each wait.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+// Waits for the end of the phase of this parity. A wait that never ends is an error in a kernel: it stops the kernel.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    #pragma unroll 1
+    for (u32 tries = 0; tries < (1u << 26); tries++) {
+        u32 done;
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+        if (done) {
+            return;
+        }
+    }
+    __trap();
+}
+
+// ---- TMA: boxes of a matrix, from and to shared memory. What lies outside the matrix is read as 0, and not written.
+
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// Brings a box to the same place in both blocks of the cluster; each block's barrier counts its bytes.
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+                 "r"(row), "r"(from)
+                 : "memory");
+}
+
+// The same for a box of the rows of a head, in a tensor of `[batch, heads, rows, columns]` under any strides.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int column, int row, int head, int batch, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+            "r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(head), "r"(batch), "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the stores of this thread have read shared memory.
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Lets TMA and wgmma see what this thread has written to shared memory.
+__device__ __forceinline__ void async_proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- wgmma: a warpgroup multiplies tiles of shared memory into sums in its registers.
+//
+// Sums of 64 rows: warp w has rows 16 w to 16 w + 15; of each run of 8 columns, lane l has columns 2 (l % 4) and the next,
+// of row l / 4 in [0] and [1], of row l / 4 + 8 in [2] and [3].
+
+// How a tile lies whose rows are of 128 bytes. K-major: a row has 64 of K. MN-major: a row has 64 of M or N, there are
+// ROWS such rows, and behind them the next 64 of M or N.
+template <int ROWS>
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62;
+    constexpr u64 EIGHT_ROWS = 8 * ROW_BYTES / 16;
+    constexpr u64 NEXT_BLOCK = ROWS * ROW_BYTES / 16;
+    return SWIZZLE_128 | EIGHT_ROWS << 32 | NEXT_BLOCK << 16 | (address & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_raise() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_lower() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+#define SUMS(sums) "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+
+// `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K. `b` is a tile; `a` is one, too, or the
+// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed.
+template <int N>
+struct Wgmma;
+
+template <>
+struct Wgmma<64> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},\n"
+            "%32, %33, p, 1, 1, %35, %36; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+
+    template <int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[8][4], const u32 (&a)[4], u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},\n"
+            "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSE_B));
+    }
+};
+
+template <>
+struct Wgmma<128> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[16][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},\n"
+            "%64, %65, p, 1, 1, %67, %68; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
+              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
+              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+
+    template <int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[16][4], const u32 (&a)[4], u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},\n"
+            "{%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
+              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
+              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSE_B));
+    }
+};
+
+template <>
+struct Wgmma<192> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[24][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n192k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,\n"
+            " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,\n"
+            " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95},\n"
+            "%96, %97, p, 1, 1, %99, %100; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
+              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
+              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15]),
+              SUMS(d[16]), SUMS(d[17]), SUMS(d[18]), SUMS(d[19]),
+              SUMS(d[20]), SUMS(d[21]), SUMS(d[22]), SUMS(d[23])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+};
+
+template <>
+struct Wgmma<256> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[32][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,\n"
+            " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,\n"
+            " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,\n"
+            " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,\n"
+            " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},\n"
+            "%128, %129, p, 1, 1, %131, %132; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
+              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
+              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
+              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15]),
+              SUMS(d[16]), SUMS(d[17]), SUMS(d[18]), SUMS(d[19]),
+              SUMS(d[20]), SUMS(d[21]), SUMS(d[22]), SUMS(d[23]),
+              SUMS(d[24]), SUMS(d[25]), SUMS(d[26]), SUMS(d[27]),
+              SUMS(d[28]), SUMS(d[29]), SUMS(d[30]), SUMS(d[31])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+};
+
+#undef SUMS
+
+// 2 to the power of x, to 2 units in the last place; what is too small becomes 0.
+__device__ __forceinline__ float power_of_2(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+// ---- 16-bit values
+
+// Two values as one register, the first in the low half.
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float2 unpack(u32 pair) {
+    float2 values;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;\ncvt.f32." HALF " %0, low;\ncvt.f32." HALF " %1, high; }"
+        : "=f"(values.x), "=f"(values.y)
+        : "r"(pair));
+    return values;
+}
+
+__device__ __forceinline__ float widen(unsigned short half) {
+    float value;
+    asm("cvt.f32." HALF " %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+// Four 8 by 8 matrices between registers and shared memory: lane l gives the address of row l % 8 of matrix l / 8, and has
+// two elements of row l / 4 of each.
+__device__ __forceinline__ void matrices_store(u32 address, const u32 (&matrices)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrices[0]),
+                 "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void matrices_load(u32 (&matrices)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+}

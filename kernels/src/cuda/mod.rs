@@ -1,0 +1,278 @@
+//! Kernels in CUDA C++: compiled by NVRTC for the device at hand, and launched by CubeCL on its own stream, between its own.
+//!
+//! A kernel's source stands beside its operation, in a `.cu` file; [`HOPPER`] has what those for Hopper share.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
+
+use burn::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::ComputeClient;
+use cubecl::device::{Device, DeviceId};
+use cubecl::ir::{ElemType, FloatKind, Scope};
+use cubecl::prelude::*;
+use cubecl::server::{KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta};
+use cubecl::zspace::metadata::Metadata;
+use cubecl::zspace::{Shape, Strides};
+use cubecl::{CompilationError, Compiler, CubeTask};
+use cubecl_cpp::shared::{Elem, Item, SharedMemory};
+use cudarc::driver::{result as driver, sys::CUdevice_attribute};
+
+use crate::cubecl::assert_reachable;
+
+/// What kernels for Hopper share: mbarriers, TMA, wgmma.
+pub(crate) const HOPPER: &str = include_str!("hopper.cuh");
+
+type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
+
+/// Which kernels of a kind run on which devices, as far as they were tried.
+pub(crate) type Tried<K> = Mutex<Option<HashMap<(DeviceId, K), bool>>>;
+
+/// A kernel in CUDA C++, with all that it is compiled for: equal values are one kernel.
+pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
+    /// Threads of a block.
+    const THREADS: u32;
+
+    /// Its entry point.
+    fn entry(&self) -> &'static str;
+
+    /// All of its source.
+    fn source(&self) -> String;
+
+    /// Bytes of shared memory, which the source sees as one `extern __shared__` array.
+    fn shared_bytes(&self) -> usize;
+
+    /// Which of its kind were tried.
+    fn tried() -> &'static Tried<Self>;
+}
+
+/// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
+/// them. None of them may spill registers.
+pub fn cuda_sources() -> Vec<(String, String)> {
+    let gemms = crate::ops::linear::hopper_kernels();
+    let attentions = crate::ops::attention::hopper_kernels();
+    gemms.map(|kernel| named(&kernel)).chain(attentions.map(|kernel| named(&kernel))).collect()
+}
+
+/// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
+fn named<K: CudaKernel>(kernel: &K) -> (String, String) {
+    let debug = format!("{kernel:?}");
+    let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
+    (format!("{}-{}", kernel.entry(), values.skip(1).collect::<Vec<_>>().join("-")), kernel.source())
+}
+
+/// A kernel as CubeCL compiles it.
+struct Task<K>(K);
+
+impl<K: CudaKernel> KernelMetadata for Task<K> {
+    fn name(&self) -> &'static str {
+        self.0.entry()
+    }
+
+    fn id(&self) -> KernelId {
+        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(K::THREADS)).info(self.0.clone())
+    }
+
+    fn address_type(&self) -> StorageType {
+        AddressType::U64.unsigned_type()
+    }
+}
+
+impl<K: CudaKernel> CubeTask<CudaCompiler> for Task<K> {
+    fn compile(
+        &self,
+        compiler: &mut CudaCompiler,
+        options: &<CudaCompiler as Compiler>::CompilationOptions,
+        mode: ExecutionMode,
+        address_type: StorageType,
+    ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
+        let cube_dim = CubeDim::new_1d(K::THREADS);
+        let nothing = KernelDefinition {
+            buffers: Vec::new(),
+            tensor_maps: Vec::new(),
+            scalars: Vec::new(),
+            cube_dim,
+            body: Scope::root(false),
+            options: Default::default(),
+        };
+        // Of what CubeCL compiles, the launch reads only how much shared memory there is.
+        let mut repr = compiler.compile(nothing, options, mode, address_type)?;
+        repr.body.shared_memories.push(SharedMemory::Array {
+            index: 0,
+            item: Item::scalar(Elem::U8, false),
+            length: self.0.shared_bytes(),
+            align: 1024,
+            offset: 0,
+        });
+        Ok(CompiledKernel {
+            entrypoint_name: self.0.entry().into(),
+            debug_name: Some(self.0.entry()),
+            source: self.0.source(),
+            repr: Some(repr),
+            cube_dim,
+            debug_info: None,
+        })
+    }
+}
+
+/// What a kernel is launched with. Its parameters come in this order: the maps, the pointer behind each map, the pointers,
+/// and the words as one struct of `u64`.
+#[derive(Default)]
+pub(crate) struct Arguments {
+    maps: Vec<TensorMapBinding>,
+    pointers: Vec<cubecl::server::Binding>,
+    words: Vec<u64>,
+}
+
+impl Arguments {
+    /// A matrix that is read or written by TMA in boxes of `[outer, inner]` elements, with the 128-byte swizzle: `inner`, of
+    /// 128 bytes, runs along `axis`, whose stride is one; the other stride is a multiple of 16 bytes.
+    pub(crate) fn map<R: CubeRuntime>(self, x: &CubeTensor<R>, axis: usize, outer: usize) -> Self {
+        let (shape, strides) = (x.meta.shape(), x.meta.strides());
+        self.map_boxes(x, 0, [shape[1 - axis], shape[axis]], [strides[1 - axis], 1], [outer, 128 / x.dtype.size()])
+    }
+
+    /// Elements from the one at `first` on, of a tensor of these sizes and strides, that are read or written by TMA in such
+    /// boxes. The last stride is one, the others are multiples of 16 bytes.
+    pub(crate) fn map_boxes<R: CubeRuntime, const D: usize>(
+        mut self,
+        x: &CubeTensor<R>,
+        first: usize,
+        shape: [usize; D],
+        strides: [usize; D],
+        tile: [usize; D],
+    ) -> Self {
+        assert_reachable(x);
+        let meta = TensorMapMeta {
+            format: TensorMapFormat::Tiled(TiledArgs { tile_size: Shape::from(tile) }),
+            metadata: Metadata::new(shape, strides),
+            elem_stride: Strides::from([1; D].as_slice()),
+            interleave: TensorMapInterleave::None,
+            swizzle: TensorMapSwizzle::B128,
+            prefetch: TensorMapPrefetch::B256,
+            oob_fill: OobFill::Zero,
+            storage_ty: x.dtype.into(),
+        };
+        let handle = x.handle.clone().offset_start((first * x.dtype.size()) as u64);
+        self.maps.push(TensorMapBinding::new(handle.binding(), meta));
+        self
+    }
+
+    /// A tensor's buffer.
+    pub(crate) fn pointer<R: CubeRuntime>(mut self, x: &CubeTensor<R>) -> Self {
+        assert_reachable(x);
+        self.pointers.push(x.handle.clone().binding());
+        self
+    }
+
+    /// A number.
+    pub(crate) fn word(mut self, word: usize) -> Self {
+        self.words.push(word as u64);
+        self
+    }
+}
+
+/// Launches `blocks` blocks of a kernel on the device of `x`, which is CUDA's.
+///
+/// # Safety
+/// The kernel must read and write within its arguments.
+pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
+    x: &CubeTensor<R>,
+    kernel: K,
+    blocks: u32,
+    arguments: Arguments,
+) {
+    let client: &dyn Any = &x.client;
+    let Some(client) = client.downcast_ref::<ComputeClient<CudaRuntime>>() else {
+        unreachable!("only CUDA devices have such kernels");
+    };
+    let Arguments { maps, pointers, words } = arguments;
+    let length = words.len();
+    let arguments = KernelArguments::new()
+        .with_tensor_maps(maps)
+        .with_buffers(pointers)
+        .with_info(MetadataBindingInfo::new(words, length));
+    client.launch(Box::new(Task(kernel)), CubeCount::Static(blocks, 1, 1), arguments);
+}
+
+/// Whether the device of `x` is a Hopper GPU (compute capability 9.0). Of another CUDA device it says once that kernels
+/// for Hopper are not for it.
+pub(crate) fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    let device: &dyn Any = &x.device;
+    let Some(CudaDevice { index }) = device.downcast_ref::<CudaDevice>() else { return false };
+    static CAPABILITIES: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
+    let capabilities = CAPABILITIES.get_or_init(|| {
+        let count = driver::device::get_count().unwrap_or(0);
+        (0..count).map(|index| capability(index).unwrap_or((0, 0))).collect()
+    });
+    let capability = capabilities.get(*index).copied().unwrap_or((0, 0));
+    if capability == (9, 0) {
+        return true;
+    }
+    static TOLD: Once = Once::new();
+    TOLD.call_once(|| {
+        let (major, minor) = capability;
+        eprintln!(
+            "note: this device has compute capability {major}.{minor}; the kernels written for 9.0 (H100, H200) are not \
+             for it, and the portable ones run"
+        );
+    });
+    false
+}
+
+fn capability(index: i32) -> Result<(i32, i32), cudarc::driver::DriverError> {
+    let device = driver::device::get(index)?;
+    // SAFETY: `device` was just given out by the driver, and the attributes are its own.
+    let attribute = |attribute| unsafe { driver::device::get_attribute(device, attribute) };
+    Ok((
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
+}
+
+/// Whether a kernel compiles and runs on the device of `x`. It is tried once, by `probe`, which launches it. If it fails, a
+/// warning says why, and what runs `instead`.
+///
+/// # Panics
+/// If the device failed before.
+pub(crate) fn works<R: CubeRuntime, K: CudaKernel>(
+    x: &CubeTensor<R>,
+    kernel: &K,
+    instead: &str,
+    probe: impl FnOnce(),
+) -> bool {
+    let mut tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (x.device.to_id(), kernel.clone());
+    *tried.get_or_insert_default().entry(key).or_insert_with(|| {
+        let wait = || cubecl::future::block_on(x.client.sync());
+        // What went wrong before is not this kernel's, and would be lost.
+        if let Err(error) = wait() {
+            panic!("the device failed before {kernel:?} was tried: {error}");
+        }
+        probe();
+        let Err(error) = wait() else { return true };
+        let error = error.to_string();
+        // NVRTC's message, if there is one, and not the source behind it.
+        let reason = error.lines().find(|line| line.contains("error")).or_else(|| error.lines().next());
+        let mut driver = 0;
+        // SAFETY: the driver writes one number.
+        let _ = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut driver) };
+        let driver = format!("{}.{}", driver / 1000, driver % 1000 / 10);
+        let reason = reason.unwrap_or_default().trim();
+        eprintln!("warning: {kernel:?} does not run here, with a driver for CUDA {driver}: {reason}; {instead}");
+        false
+    })
+}
+
+/// The name that a kernel's source gives to a 16-bit dtype.
+pub(crate) fn half_name(dtype: StorageType) -> Option<&'static str> {
+    match dtype.elem_type() {
+        ElemType::Float(FloatKind::BF16) => Some("bf16"),
+        ElemType::Float(FloatKind::F16) => Some("f16"),
+        _ => None,
+    }
+}

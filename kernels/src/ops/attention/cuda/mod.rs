@@ -1,0 +1,289 @@
+//! Attention for Hopper, in CUDA C++: 16-bit heads of 64 or 128, all keys seen or causal, without dropout.
+
+use std::sync::Mutex;
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::AttentionOptions;
+use super::cubecl::{CubeMask, Dims, Heads};
+use crate::cubecl::{empty, multiprocessors};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+
+/// Rows of the tile that a block keeps, and of a consumer's part of it.
+const KEPT: usize = 128;
+const ROWS: usize = 64;
+/// Bytes of shared memory of a block.
+const SHARED_BYTES: usize = 227 << 10;
+/// With fewer queries there is no full tile.
+const FEWEST_QUERIES: usize = 64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Pass {
+    Forward,
+    BackwardQ,
+    BackwardKv,
+}
+
+/// What a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct AttentionHopper {
+    pass: Pass,
+    /// Its dtype in the source.
+    half: &'static str,
+    head_dim: usize,
+    causal: bool,
+}
+
+impl AttentionHopper {
+    /// Rows of the tiles that come by.
+    fn brought(&self) -> usize {
+        match self.pass {
+            Pass::Forward => 128,
+            Pass::BackwardQ if self.head_dim == 64 => 128,
+            Pass::BackwardQ | Pass::BackwardKv => 64,
+        }
+    }
+
+    /// Bytes beside the stages: what is kept, the result on its way out, and barriers.
+    fn other_bytes(&self) -> usize {
+        let tiles = if self.pass == Pass::Forward { 1 } else { 2 };
+        (tiles + 1) * KEPT * self.head_dim * 2 + 256
+    }
+
+    /// Two tiles, and what is known of each query.
+    fn stage_bytes(&self) -> usize {
+        let statistics = if self.pass == Pass::BackwardKv { self.brought() * 8 } else { 0 };
+        2 * self.brought() * self.head_dim * 2 + statistics
+    }
+
+    /// As many stages as there is room for.
+    fn stages(&self) -> usize {
+        ((SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(8)
+    }
+}
+
+impl CudaKernel for AttentionHopper {
+    const THREADS: u32 = 384;
+
+    fn entry(&self) -> &'static str {
+        match self.pass {
+            Pass::Forward => "attention_forward_hopper",
+            Pass::BackwardQ => "attention_backward_q_hopper",
+            Pass::BackwardKv => "attention_backward_kv_hopper",
+        }
+    }
+
+    fn source(&self) -> String {
+        let Self { pass, half, head_dim, causal } = *self;
+        let stages = self.stages();
+        let defined = [("HEAD_DIM", head_dim), ("CAUSAL", causal.into()), ("STAGES", stages)];
+        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let shared = include_str!("attention.cuh");
+        let pass = match pass {
+            Pass::Forward => include_str!("forward.cu"),
+            Pass::BackwardQ => include_str!("backward_q.cu"),
+            Pass::BackwardKv => include_str!("backward_kv.cu"),
+        };
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{shared}{pass}")
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.other_bytes() + self.stages() * self.stage_bytes()
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<AttentionHopper> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// The kernels in bf16.
+pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+    let kernels = |(head_dim, causal)| {
+        [Pass::Forward, Pass::BackwardQ, Pass::BackwardKv].map(|pass| AttentionHopper {
+            pass,
+            half: "bf16",
+            head_dim,
+            causal,
+        })
+    };
+    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels)
+}
+
+/// An attention that these kernels take.
+#[derive(Clone, Copy)]
+pub(super) struct Hopper {
+    half: &'static str,
+    dims: Dims,
+    causal: bool,
+    window: usize,
+    scale: f32,
+}
+
+impl Hopper {
+    /// If there are kernels for the device, the dtype, the sizes and the mask, and TMA can read and write all of `heads`.
+    pub(super) fn new<R: CubeRuntime>(
+        heads: &[&Heads<R>],
+        dims: Dims,
+        mask: &CubeMask<R>,
+        options: AttentionOptions,
+    ) -> Option<Self> {
+        let x = &heads[0].tensor;
+        let half = cuda::half_name(x.dtype.into())?;
+        let (causal, window) = match mask {
+            CubeMask::None => (false, None),
+            CubeMask::Causal { window } => (true, *window),
+            CubeMask::Positions { .. } | CubeMask::Lengths(_) => return None,
+        };
+        let sizes =
+            [64, 128].contains(&dims.head_dim) && dims.seq_length >= FEWEST_QUERIES && options.dropout.is_none();
+        let reads = |heads: &&Heads<R>| {
+            let begin = heads.tensor.handle.offset_start.unwrap_or(0) as usize + 2 * heads.offset;
+            heads.tensor.dtype == x.dtype
+                && begin.is_multiple_of(16)
+                && heads.strides.iter().all(|stride| stride % 8 == 0)
+        };
+        // More than there are tokens, and still below 2^31 when added to one's place.
+        let most = 1 << 30;
+        let taken = sizes && heads.iter().all(reads) && cuda::on_hopper(x);
+        let window = window.unwrap_or(most).min(most);
+        taken.then_some(Self { half, dims, causal, window, scale: options.scale as f32 })
+    }
+
+    fn kernel(&self, pass: Pass) -> AttentionHopper {
+        AttentionHopper { pass, half: self.half, head_dim: self.dims.head_dim, causal: self.causal }
+    }
+
+    /// Whether the kernels of `passes` run on the device of `x`: each is tried on a head of one tile.
+    fn works<R: CubeRuntime>(&self, x: &CubeTensor<R>, passes: &[Pass]) -> bool {
+        let dims = Dims { batch_size: 1, n_heads: 1, n_kv_heads: 1, seq_length: ROWS, keys: ROWS, ..self.dims };
+        let small = Self { dims, ..*self };
+        let instead = "attention takes the portable kernels";
+        passes.iter().all(|pass| {
+            cuda::works(x, &self.kernel(*pass), instead, || {
+                let heads = || Heads::from_tensor(empty(x, [1, 1, ROWS, dims.head_dim], x.dtype));
+                let [q, k, v, grad, out, other] = [(); 6].map(|()| heads());
+                let rows = empty(x, [1, 1, ROWS, 2], DType::F32);
+                match pass {
+                    Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
+                    Pass::BackwardQ => small.launch_backward_q([&q, &k, &v, &grad], &rows, &out),
+                    Pass::BackwardKv => small.launch_backward_kv([&q, &k, &v, &grad], &rows, [&out, &other]),
+                }
+            })
+        })
+    }
+
+    /// Writes output and log-sum-exp; false where the kernel does not run.
+    pub(super) fn forward<R: CubeRuntime>(
+        &self,
+        inputs: [&Heads<R>; 3],
+        output: &Heads<R>,
+        log_sum_exp: &CubeTensor<R>,
+    ) -> bool {
+        let works = self.works(&inputs[0].tensor, &[Pass::Forward]);
+        if works {
+            self.launch_forward(inputs, output, log_sum_exp);
+        }
+        works
+    }
+
+    /// Writes the gradients; false where a kernel does not run.
+    pub(super) fn backward<R: CubeRuntime>(
+        &self,
+        inputs: [&Heads<R>; 4],
+        statistics: &CubeTensor<R>,
+        [d_query, d_key, d_value]: [&Heads<R>; 3],
+    ) -> bool {
+        let works = self.works(&inputs[0].tensor, &[Pass::BackwardKv, Pass::BackwardQ]);
+        if works {
+            self.launch_backward_kv(inputs, statistics, [d_key, d_value]);
+            self.launch_backward_q(inputs, statistics, d_query);
+        }
+        works
+    }
+
+    fn launch_forward<R: CubeRuntime>(
+        &self,
+        [query, key, value]: [&Heads<R>; 3],
+        output: &Heads<R>,
+        log_sum_exp: &CubeTensor<R>,
+    ) {
+        let kernel = self.kernel(Pass::Forward);
+        let arguments = self.map_queries(Arguments::default(), query, KEPT);
+        let arguments = self.map_keys(self.map_keys(arguments, key, kernel.brought()), value, kernel.brought());
+        let arguments = self.map_queries(arguments, output, ROWS).pointer(log_sum_exp);
+        self.launch(kernel, &query.tensor, arguments);
+    }
+
+    fn launch_backward_q<R: CubeRuntime>(
+        &self,
+        [query, key, value, grad]: [&Heads<R>; 4],
+        statistics: &CubeTensor<R>,
+        d_query: &Heads<R>,
+    ) {
+        let kernel = self.kernel(Pass::BackwardQ);
+        let arguments = self.map_queries(Arguments::default(), query, KEPT);
+        let arguments = self.map_keys(self.map_keys(arguments, key, kernel.brought()), value, kernel.brought());
+        let arguments = self.map_queries(self.map_queries(arguments, grad, KEPT), d_query, ROWS).pointer(statistics);
+        self.launch(kernel, &query.tensor, arguments);
+    }
+
+    fn launch_backward_kv<R: CubeRuntime>(
+        &self,
+        [query, key, value, grad]: [&Heads<R>; 4],
+        statistics: &CubeTensor<R>,
+        [d_key, d_value]: [&Heads<R>; 2],
+    ) {
+        let kernel = self.kernel(Pass::BackwardKv);
+        let arguments = self.map_queries(Arguments::default(), query, kernel.brought());
+        let arguments = self.map_keys(self.map_keys(arguments, key, KEPT), value, KEPT);
+        let arguments = self.map_queries(arguments, grad, kernel.brought());
+        let arguments = self.map_keys(self.map_keys(arguments, d_key, ROWS), d_value, ROWS).pointer(statistics);
+        self.launch(kernel, &query.tensor, arguments);
+    }
+
+    fn map_queries<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
+        map_heads(
+            arguments,
+            heads,
+            [self.dims.batch_size, self.dims.n_heads, self.dims.seq_length],
+            self.dims.head_dim,
+            rows,
+        )
+    }
+
+    fn map_keys<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
+        map_heads(
+            arguments,
+            heads,
+            [self.dims.batch_size, self.dims.n_kv_heads, self.dims.keys],
+            self.dims.head_dim,
+            rows,
+        )
+    }
+
+    fn launch<R: CubeRuntime>(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
+        let Dims { batch_size, n_heads, n_kv_heads, seq_length, keys, .. } = self.dims;
+        let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, self.scale.to_bits() as usize];
+        let arguments = sizes.into_iter().fold(arguments, Arguments::word);
+        // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
+        // below the number of queries.
+        unsafe { cuda::launch(x, kernel, multiprocessors(x), arguments) };
+    }
+}
+
+/// Heads that TMA reads or writes, so many rows at once.
+fn map_heads<R: CubeRuntime>(
+    arguments: Arguments,
+    heads: &Heads<R>,
+    [batch_size, n_heads, rows]: [usize; 3],
+    head_dim: usize,
+    box_rows: usize,
+) -> Arguments {
+    // The stride of an axis of one is never used, but not every number is allowed.
+    let [batch, head, row] = heads.strides.map(|stride| if stride == 0 { head_dim } else { stride });
+    let (shape, strides) = ([batch_size, n_heads, rows, head_dim], [batch, head, row, 1]);
+    arguments.map_boxes(&heads.tensor, heads.offset, shape, strides, [1, 1, box_rows, 64])
+}

@@ -1,0 +1,449 @@
+// out = activation(a * b + bias), or a * b + bias + residual, as far as these are there, for 16-bit matrices on Hopper.
+//
+//                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
+//                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
+//                        | COLUMNS  |                   Every 64 of K are a stage. Each block brings its own rows of `a`,
+//       a  M x K         +----------+                   and half of `b`, to both blocks.
+//   +---------------+    +----------+
+//   | 128, block 0  |    |  block 0 |     producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
+//   +---------------+    +----------+     consumers:      wait full[s] -> wgmma -> arrive at empty[s] of both blocks
+//   | 128, block 1  |    |  block 1 |
+//   +---------------+    +----------+
+//
+// Blocks stay: a cluster takes whole tiles, `whole_rounds` of them, one after the other. What tiles are left, too few for
+// all clusters, are cut along K into as many equal runs as there are clusters (stream-K: Osama et al., 2023). Where a tile
+// was cut, the cluster that has its end adds what the clusters before it have left in `partial`, in a fixed order, so that
+// equal inputs give equal bits. A cluster takes its pieces from the last to the first: it waits only for what clusters of
+// lower numbers do first.
+//
+// Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
+// contiguous), OUT_F32 (1: f32 sums, to which nothing is added), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU).
+
+constexpr int BLOCK_ROWS = 128;
+constexpr int DEPTH = 64;
+constexpr int CONSUMERS = 2;
+constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int BLOCKS = 2;
+// Rows of tiles that are computed at about the same time, so that they share columns of `b` in the L2 cache.
+constexpr int GROUP = 8;
+
+constexpr int A_BYTES = BLOCK_ROWS * DEPTH * 2;
+constexpr int B_BYTES = COLUMNS * DEPTH * 2;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+// Where a consumer puts its 64 rows of the result: blocks of 64 columns.
+constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * COLUMNS * 2;
+constexpr int OUT_BLOCK = 64 * ROW_BYTES;
+
+struct Info {
+    u64 m, n, k;
+    // Tiles that each cluster computes as a whole.
+    u64 whole_rounds;
+    // 0: no bias; 1: of f32; 2: of 16 bits.
+    u64 bias;
+    u64 adds_residual;
+    // Whether the product alone is written as well, where there is an activation.
+    u64 saves_product;
+};
+
+struct Buffers {
+    float* out;
+    const void* bias;
+    float* partial;
+    u32* ready;
+};
+
+// A run of stages of a tile.
+struct Work {
+    int row, column;
+    int begin, end;
+    // The first of all stages of the tile, where it is among those that are cut.
+    int tile_start;
+};
+
+struct Schedule {
+    int rows, columns, stages, clusters, cluster;
+    int tiles, round, whole_rounds;
+    // Of the tiles that are cut: the first one, and what is left of this cluster's stages.
+    int first_cut, begin, end;
+
+    __device__ Schedule(const Info& info) {
+        rows = (static_cast<int>(info.m) + BLOCKS * BLOCK_ROWS - 1) / (BLOCKS * BLOCK_ROWS);
+        columns = (static_cast<int>(info.n) + COLUMNS - 1) / COLUMNS;
+        stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH;
+        clusters = gridDim.x / BLOCKS;
+        cluster = blockIdx.x / BLOCKS;
+        tiles = rows * columns;
+        round = 0;
+        whole_rounds = static_cast<int>(info.whole_rounds);
+        first_cut = min(tiles, whole_rounds * clusters);
+        begin = cut(cluster);
+        end = cut(cluster + 1);
+    }
+
+    // Where the stages of a cluster begin.
+    __device__ int cut(int of_cluster) const {
+        long long all = static_cast<long long>(tiles - first_cut) * stages;
+        return static_cast<int>(all * of_cluster / clusters);
+    }
+
+    __device__ void place(Work& work, int tile) const {
+        int group = tile / (GROUP * columns), in_group = tile % (GROUP * columns);
+        int height = min(GROUP, rows - group * GROUP);
+        work.row = (group * GROUP + in_group % height) * BLOCKS * BLOCK_ROWS;
+        work.column = in_group / height * COLUMNS;
+    }
+
+    __device__ bool next(Work& work) {
+        int tile = cluster + round * clusters;
+        if (round < whole_rounds && tile < tiles) {
+            round++;
+            place(work, tile);
+            work.begin = 0;
+            work.end = stages;
+            return true;
+        }
+        if (begin >= end) {
+            return false;
+        }
+        tile = (end - 1) / stages;
+        place(work, first_cut + tile);
+        work.tile_start = tile * stages;
+        work.end = end - work.tile_start;
+        end = max(begin, work.tile_start);
+        work.begin = end - work.tile_start;
+        return true;
+    }
+};
+
+// What lies in shared memory.
+struct Shared {
+    u32 base;
+
+    __device__ u32 a(int stage) const { return base + stage * STAGE_BYTES; }
+    __device__ u32 b(int stage) const { return a(stage) + A_BYTES; }
+    __device__ u32 out(int consumer) const { return base + STAGES * STAGE_BYTES + consumer * OUT_BYTES; }
+    __device__ u32 full(int stage) const { return out(CONSUMERS) + 8 * stage; }
+    __device__ u32 empty(int stage) const { return full(STAGES + stage); }
+    __device__ u32 residual(int consumer) const { return full(2 * STAGES + consumer); }
+    __device__ u32 bias(int consumer) const { return full(2 * STAGES + CONSUMERS) + consumer * COLUMNS * 4; }
+};
+
+// One thread: brings the stages.
+__device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const Info& info, const Shared& shared) {
+    u32 rank = cluster_rank();
+    Schedule schedule(info);
+    Ring<STAGES> at;
+    for (Work work; schedule.next(work);) {
+        int row = work.row + static_cast<int>(rank) * BLOCK_ROWS;
+        for (int step = work.begin; step < work.end; step++) {
+            int k = step * DEPTH;
+            // Both blocks' consumers are done with what was there.
+            barrier_wait(shared.empty(at.stage), at.parity ^ 1);
+            u32 full = shared.full(at.stage), a = shared.a(at.stage), b = shared.b(at.stage);
+            barrier_expect(full, STAGE_BYTES);
+            if (A_MAJOR_M) {
+                for (int block = 0; block < BLOCK_ROWS / 64; block++) {
+                    tma_load(a + block * OUT_BLOCK, a_map, row + block * 64, k, full);
+                }
+            } else {
+                tma_load(a, a_map, k, row, full);
+            }
+            if (B_MAJOR_N) {
+                constexpr int HALF_DEPTH = DEPTH / 2;
+                u32 half = b + rank * HALF_DEPTH * ROW_BYTES;
+                for (int block = 0; block < COLUMNS / 64; block++) {
+                    int column = work.column + block * 64;
+                    tma_load_multicast(half + block * OUT_BLOCK, b_map, column, k + rank * HALF_DEPTH, full);
+                }
+            } else {
+                constexpr int HALF_COLUMNS = COLUMNS / 2;
+                int column = work.column + rank * HALF_COLUMNS;
+                tma_load_multicast(b + rank * HALF_COLUMNS * ROW_BYTES, b_map, k, column, full);
+            }
+            at.advance();
+        }
+    }
+}
+
+using Sums = float[COLUMNS / 8][4];
+
+// A stage: 64 rows of `a` by all columns of `b`.
+__device__ __forceinline__ void multiply_stage(Sums& sums, u32 a, u32 b, bool add) {
+    wgmma_fence();
+    #pragma unroll
+    for (int k = 0; k < DEPTH / 16; k++) {
+        // 16 of K are 32 bytes of a K-major row, or 16 rows of an MN-major block.
+        u64 a_tile = tile_descriptor<64>(a + k * (A_MAJOR_M ? 16 * ROW_BYTES : 32));
+        u64 b_tile = tile_descriptor<64>(b + k * (B_MAJOR_N ? 16 * ROW_BYTES : 32));
+        Wgmma<COLUMNS>::multiply<A_MAJOR_M, B_MAJOR_N>(sums, a_tile, b_tile, add || k > 0);
+    }
+    wgmma_commit();
+}
+
+// Leaves the sums of a tile's first or middle stages to the cluster that has its end.
+__device__ __forceinline__ void leave(const Sums& sums, const Buffers& buffers, int slot, int barrier) {
+    int thread = threadIdx.x % WARPGROUP;
+    float4* partial = reinterpret_cast<float4*>(buffers.partial) + static_cast<u64>(slot) * (COLUMNS / 8) * WARPGROUP;
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++) {
+        __stcg(partial + i * WARPGROUP + thread, make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
+    }
+    __threadfence();
+    named_barrier(barrier, WARPGROUP);
+    if (thread == 0) {
+        asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(buffers.ready + slot) : "memory");
+    }
+}
+
+// Adds what another cluster has left, and frees its place.
+__device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int slot, int barrier) {
+    int thread = threadIdx.x % WARPGROUP;
+    u32* ready = buffers.ready + slot;
+    if (thread == 0) {
+        u32 there = 0;
+        #pragma unroll 1
+        for (u32 tries = 0; !there; tries++) {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(ready) : "memory");
+            if (tries > 1u << 26) {
+                __trap();
+            }
+        }
+    }
+    named_barrier(barrier, WARPGROUP);
+    const float4* partial =
+        reinterpret_cast<const float4*>(buffers.partial) + static_cast<u64>(slot) * (COLUMNS / 8) * WARPGROUP;
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++) {
+        float4 more = __ldcg(partial + i * WARPGROUP + thread);
+        sums[i][0] += more.x;
+        sums[i][1] += more.y;
+        sums[i][2] += more.z;
+        sums[i][3] += more.w;
+    }
+    named_barrier(barrier, WARPGROUP);
+    if (thread == 0) {
+        *ready = 0;
+    }
+}
+
+// The bias of a tile's columns, from memory to shared memory.
+__device__ __forceinline__ void bring_bias(const Buffers& buffers, const Info& info, u32 place, int column) {
+    for (int i = threadIdx.x % WARPGROUP; i < COLUMNS; i += WARPGROUP) {
+        float bias = 0.0f;
+        if (column + i < info.n) {
+            bias = info.bias == 1 ? static_cast<const float*>(buffers.bias)[column + i]
+                                  : widen(static_cast<const unsigned short*>(buffers.bias)[column + i]);
+        }
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + 4 * i), "f"(bias) : "memory");
+    }
+}
+
+#if OUT_F32
+// Straight from the registers: four threads write 32 bytes of a row.
+__device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, const Info& info, int row, int column) {
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int at = row + warp * 16 + half * 8 + lane / 4;
+        if (at >= info.m) {
+            continue;
+        }
+        float* out = buffers.out + static_cast<u64>(at) * info.n;
+        #pragma unroll
+        for (int i = 0; i < COLUMNS / 8; i++) {
+            int across = column + i * 8 + lane % 4 * 2;
+            if (across < info.n) {
+                *reinterpret_cast<float2*>(out + across) = make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
+            }
+        }
+    }
+}
+#else
+__device__ __forceinline__ float activate(float x) {
+    if (ACTIVATION == 2) {
+        return fmaxf(x, 0.0f);
+    }
+    // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    float y = ACTIVATION == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
+    return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
+}
+
+// Into shared memory, where the residual may be already, in the order that TMA stores: the product alone, or all.
+template <bool ALONE>
+__device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u32 out, u32 bias_place) {
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int row = warp * 16 + lane % 16;
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i += 2) {
+        int chunk = i + lane / 16;
+        u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
+        float values[2][4];
+        #pragma unroll
+        for (int side = 0; side < 2; side++) {
+            float2 bias = make_float2(0.0f, 0.0f);
+            if (!ALONE && info.bias) {
+                u32 place = bias_place + 4 * ((i + side) * 8 + lane % 4 * 2);
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(bias.x), "=f"(bias.y) : "r"(place));
+            }
+            #pragma unroll
+            for (int value = 0; value < 4; value++) {
+                values[side][value] = sums[i + side][value] + (value % 2 ? bias.y : bias.x);
+            }
+        }
+        u32 matrices[4];
+        if (!ALONE && info.adds_residual) {
+            matrices_load(matrices, place);
+            #pragma unroll
+            for (int matrix = 0; matrix < 4; matrix++) {
+                float2 more = unpack(matrices[matrix]);
+                values[matrix / 2][matrix % 2 * 2] += more.x;
+                values[matrix / 2][matrix % 2 * 2 + 1] += more.y;
+            }
+        }
+        #pragma unroll
+        for (int matrix = 0; matrix < 4; matrix++) {
+            float low = values[matrix / 2][matrix % 2 * 2], high = values[matrix / 2][matrix % 2 * 2 + 1];
+            bool activates = !ALONE && ACTIVATION;
+            matrices[matrix] = activates ? pack(activate(low), activate(high)) : pack(low, high);
+        }
+        matrices_store(place, matrices);
+    }
+}
+
+// What a warpgroup has put into shared memory, to memory.
+__device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int column, int barrier) {
+    async_proxy_fence();
+    named_barrier(barrier, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) {
+        for (int block = 0; block < COLUMNS / 64; block++) {
+            tma_store(map, out + block * OUT_BLOCK, column + block * 64, row);
+        }
+        tma_store_commit();
+    }
+}
+#endif
+
+// A warpgroup: multiplies the stages and writes the result. Behind an activation `residual_map` is where the product goes.
+__device__ void consume(const TensorMap* out_map, const TensorMap* residual_map, const Buffers& buffers, const Info& info,
+                        const Shared& shared, int consumer) {
+    u32 rank = cluster_rank();
+    int thread = threadIdx.x % WARPGROUP, barrier = 1 + consumer;
+    Schedule schedule(info);
+    Ring<STAGES> at;
+    [[maybe_unused]] u32 residual_parity = 0;
+    u32 a_rows = consumer * 64 * ROW_BYTES, out = shared.out(consumer);
+    for (Work work; schedule.next(work);) {
+        int row = work.row + static_cast<int>(rank) * BLOCK_ROWS + consumer * 64;
+        bool has_end = work.end == schedule.stages;
+        if (!OUT_F32 && info.adds_residual && has_end && thread == 0) {
+            // Comes while the stages are multiplied.
+            tma_store_wait_read();
+            barrier_expect(shared.residual(consumer), OUT_BYTES);
+            for (int block = 0; block < COLUMNS / 64; block++) {
+                tma_load(out + block * OUT_BLOCK, *residual_map, work.column + block * 64, row, shared.residual(consumer));
+            }
+        }
+        if (!OUT_F32 && info.bias && has_end) {
+            bring_bias(buffers, info, shared.bias(consumer), work.column);
+        }
+        Sums sums;
+        int before = 0;
+        for (int step = work.begin; step < work.end; step++) {
+            barrier_wait(shared.full(at.stage), at.parity);
+            multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), step > work.begin);
+            if (step > work.begin) {
+                wgmma_wait<1>();
+                if (thread < BLOCKS) {
+                    barrier_arrive(shared.empty(before), thread);
+                }
+            }
+            before = at.stage;
+            at.advance();
+        }
+        wgmma_wait<0>();
+        if (thread < BLOCKS) {
+            barrier_arrive(shared.empty(before), thread);
+        }
+        // Two blocks, and two consumers of each.
+        auto slot = [&](int cluster) { return (cluster * BLOCKS + static_cast<int>(rank)) * CONSUMERS + consumer; };
+        if (!has_end) {
+            leave(sums, buffers, slot(schedule.cluster), barrier);
+            continue;
+        }
+        if (work.begin > 0) {
+            for (int cluster = schedule.cluster - 1; schedule.cut(cluster + 1) > work.tile_start; cluster--) {
+                if (schedule.cut(cluster) < schedule.cut(cluster + 1)) {
+                    collect(sums, buffers, slot(cluster), barrier);
+                }
+            }
+        }
+#if OUT_F32
+        store(sums, buffers, info, row, work.column);
+#else
+        if (info.adds_residual) {
+            barrier_wait(shared.residual(consumer), residual_parity);
+            residual_parity ^= 1;
+        } else if (thread == 0) {
+            tma_store_wait_read();
+        }
+        named_barrier(barrier, WARPGROUP);
+        if (ACTIVATION && info.saves_product) {
+            stage_out<true>(sums, info, out, 0);
+            send(*residual_map, out, row, work.column, barrier);
+            if (thread == 0) {
+                tma_store_wait_read();
+            }
+            named_barrier(barrier, WARPGROUP);
+        }
+        stage_out<false>(sums, info, out, shared.bias(consumer));
+        send(*out_map, out, row, work.column, barrier);
+#endif
+    }
+    if (!OUT_F32 && thread == 0) {
+        tma_store_wait();
+    }
+}
+
+__device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_map, const TensorMap* out_map,
+                                     const TensorMap* residual_map, const Buffers& buffers, const Info& info) {
+    Shared shared{shared_base()};
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(shared.full(stage), 1);
+            barrier_init(shared.empty(stage), BLOCKS * CONSUMERS);
+        }
+        for (int consumer = 0; consumer < CONSUMERS; consumer++) {
+            barrier_init(shared.residual(consumer), 1);
+        }
+        barrier_init_fence();
+    }
+    cluster_sync();
+    int warpgroup = threadIdx.x / WARPGROUP;
+    if (warpgroup == 0) {
+        registers_lower<40>();
+        if (threadIdx.x == 0) {
+            produce(a_map, b_map, info, shared);
+        }
+    } else {
+        registers_raise<232>();
+        consume(out_map, residual_map, buffers, info, shared, warpgroup - 1);
+    }
+    // The other block may still write to this one's memory.
+    cluster_sync();
+}
+
+#if OUT_F32
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*, const void*,
+                float* out, float* partial, u32* ready, const __grid_constant__ Info info) {
+    gemm(a_map, b_map, nullptr, nullptr, Buffers{out, nullptr, partial, ready}, info);
+}
+#else
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, const void*,
+                const void*, void*, const void*, const void* bias, float* partial, u32* ready,
+                const __grid_constant__ Info info) {
+    gemm(a_map, b_map, &out_map, &residual_map, Buffers{nullptr, bias, partial, ready}, info);
+}
+#endif

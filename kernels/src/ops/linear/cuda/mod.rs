@@ -1,0 +1,290 @@
+//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, bias and residual added in the same launch.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::device::{Device, DeviceId};
+use cubecl::server::Handle;
+
+use super::cubecl::gemm_tensor_cores::Added;
+use crate::cubecl::{contiguous, empty, multiprocessors};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+use crate::ops::activation::{Activation, ActivationKind};
+use crate::ops::linear::route::{self, HopperTiles};
+
+/// Blocks of a cluster.
+const BLOCKS: u32 = 2;
+/// Warpgroups of a block that multiply, and rows that each has of a tile.
+const CONSUMERS: usize = 2;
+const ROWS: usize = 64;
+/// Of K in a stage.
+const DEPTH: usize = 64;
+/// Bytes of shared memory of a block.
+const SHARED_BYTES: usize = 227 << 10;
+
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct GemmHopper {
+    /// Its dtype in the source.
+    half: &'static str,
+    /// Columns of a tile.
+    columns: usize,
+    /// Whether `a` lies with M contiguous, and not K.
+    a_major_m: bool,
+    /// Whether `b` lies with N contiguous, and not K.
+    b_major_n: bool,
+    /// Whether the result is f32.
+    out_f32: bool,
+    /// The nonlinearity of the result in the source, 0 for none.
+    activation: usize,
+}
+
+impl GemmHopper {
+    /// Bytes beside the stages: the result on its way out, the bias, and barriers.
+    fn other_bytes(&self) -> usize {
+        let out = if self.out_f32 { 0 } else { ROWS * self.columns * 2 };
+        CONSUMERS * (out + self.columns * 4) + 256
+    }
+
+    fn stage_bytes(&self) -> usize {
+        (CONSUMERS * ROWS + self.columns) * DEPTH * 2
+    }
+
+    /// As many stages as there is room for.
+    fn stages(&self) -> usize {
+        (SHARED_BYTES - self.other_bytes()) / self.stage_bytes()
+    }
+}
+
+impl CudaKernel for GemmHopper {
+    const THREADS: u32 = 384;
+
+    fn entry(&self) -> &'static str {
+        "gemm_hopper"
+    }
+
+    fn source(&self) -> String {
+        let Self { half, columns, a_major_m, b_major_n, out_f32, activation } = *self;
+        let stages = self.stages();
+        let defined = [
+            ("COLUMNS", columns),
+            ("STAGES", stages),
+            ("A_MAJOR_M", a_major_m.into()),
+            ("B_MAJOR_N", b_major_n.into()),
+            ("OUT_F32", out_f32.into()),
+            ("ACTIVATION", activation),
+        ];
+        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm.cu"))
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.other_bytes() + self.stages() * self.stage_bytes()
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<GemmHopper> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// The kernels of training in bf16.
+pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+    let lies = [(false, false, false, 0), (false, false, false, 1), (false, true, false, 0), (true, true, true, 0)];
+    let kernel = move |columns| {
+        lies.map(|(a_major_m, b_major_n, out_f32, activation)| GemmHopper {
+            half: "bf16",
+            columns,
+            a_major_m,
+            b_major_n,
+            out_f32,
+            activation,
+        })
+    };
+    [128, 192, route::HOPPER_COLUMNS].into_iter().flat_map(kernel)
+}
+
+/// What stands behind a product.
+#[derive(Clone)]
+enum Behind<R: CubeRuntime> {
+    /// A residual `[m, n]` to add, if there is one.
+    Residual(Option<CubeTensor<R>>),
+    /// A nonlinearity by its number in the source, and where the product itself goes, `[m, n]`.
+    Activation(usize, Option<CubeTensor<R>>),
+}
+
+impl<R: CubeRuntime> Behind<R> {
+    fn activation(&self) -> usize {
+        match self {
+            Self::Residual(_) => 0,
+            Self::Activation(kind, _) => *kind,
+        }
+    }
+}
+
+/// `a * b` for 16-bit `a` `[m, k]` and `b` `[k, n]`, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
+/// operands. None where the device is no Hopper GPU, the product is too small, or something lies as TMA cannot read it.
+pub(super) fn hopper_product<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    added: &Added<R>,
+    dtype: DType,
+) -> Option<CubeTensor<R>> {
+    let reads = |residual: &CubeTensor<R>| residual.dtype == dtype && tma_axis(residual, 1) == Some(1);
+    let nothing = added.bias.is_none() && added.residual.is_none();
+    if !added.residual.as_ref().is_none_or(reads) || !(dtype == a.dtype || dtype == DType::F32 && nothing) {
+        return None;
+    }
+    let behind = Behind::Residual(added.residual.clone());
+    let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &behind)?;
+    let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
+    kernel.launch(a, b, added.bias.clone(), behind, whole_rounds, &out);
+    Some(out)
+}
+
+/// `activation(a * b + bias)` in the dtype of `a`, and `a * b` where it is to be saved; otherwise as [`hopper_product`].
+pub(super) fn hopper_activate<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    bias: Option<&CubeTensor<R>>,
+    activation: Activation,
+    saves: bool,
+) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
+    let kind = match activation {
+        Activation { kind: ActivationKind::GeluTanh, gated: false } => 1,
+        Activation { kind: ActivationKind::Relu, gated: false } => 2,
+        Activation { kind: ActivationKind::Silu, gated: false } => 3,
+        _ => return None,
+    };
+    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Behind::Activation(kind, None))?;
+    let result = || empty(a, [a.meta.shape()[0], b.meta.shape()[1]], a.dtype);
+    let (out, saved) = (result(), saves.then(result));
+    kernel.launch(a, b, bias.cloned(), Behind::Activation(kind, saved.clone()), whole_rounds, &out);
+    Some((out, saved))
+}
+
+/// The kernel for a product, if there is one that works, and how many tiles each cluster computes as a whole.
+fn plan<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    bias: Option<&CubeTensor<R>>,
+    dtype: DType,
+    behind: &Behind<R>,
+) -> Option<(GemmHopper, usize)> {
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    if a.dtype != b.dtype || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+        return None;
+    }
+    let out_f32 = dtype == DType::F32;
+    // Rows of the result begin where they can be written.
+    let stores = n.is_multiple_of(if out_f32 { 2 } else { 8 });
+    let adds = bias.is_none_or(|bias| [DType::F32, dtype].contains(&bias.dtype));
+    let (a_axis, b_axis) = (tma_axis(a, 1)?, tma_axis(b, 0)?);
+    if !stores || !adds {
+        return None;
+    }
+    let HopperTiles { columns, whole_rounds } = route::hopper_tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize);
+    let half = cuda::half_name(a.dtype.into())?;
+    let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
+    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation: behind.activation() };
+    works(a, kernel).then_some((kernel, whole_rounds))
+}
+
+impl GemmHopper {
+    fn launch<R: CubeRuntime>(
+        self,
+        a: &CubeTensor<R>,
+        b: &CubeTensor<R>,
+        bias: Option<CubeTensor<R>>,
+        behind: Behind<R>,
+        whole_rounds: usize,
+        out: &CubeTensor<R>,
+    ) {
+        let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+        let clusters = multiprocessors(a) / BLOCKS;
+        let (a_axis, a_box) = if self.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
+        let (b_axis, b_box) = if self.b_major_n { (1, DEPTH / 2) } else { (0, self.columns / 2) };
+        let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
+        let bias = bias.map(contiguous);
+        let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
+        let (adds, saves, other) = match behind {
+            Behind::Residual(residual) => (residual.is_some(), false, residual),
+            Behind::Activation(_, saved) => (false, saved.is_some(), saved),
+        };
+        let arguments = match self.out_f32 {
+            true => arguments.pointer(out),
+            false => {
+                let arguments = arguments.map(out, 1, ROWS).map(other.as_ref().unwrap_or(out), 1, ROWS);
+                arguments.pointer(bias.as_ref().unwrap_or(out))
+            }
+        };
+        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(self.columns);
+        let [partial, ready] = match tiles > whole_rounds * clusters as usize {
+            true => cut_buffers(a, clusters as usize),
+            false => [out.clone(), out.clone()],
+        };
+        let arguments = arguments.pointer(&partial).pointer(&ready);
+        let words = [m, n, k, whole_rounds, bias_kind, adds.into(), saves.into()];
+        let arguments = words.into_iter().fold(arguments, Arguments::word);
+        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are written below m and n,
+        // and the bias is read below n; each consumer of each block has a place of its own for what it leaves of a tile.
+        unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
+    }
+}
+
+/// The axis along which TMA reads a matrix: `first` where both would do. None where neither is contiguous, or runs do not
+/// begin at multiples of 16 bytes.
+fn tma_axis<R: CubeRuntime>(x: &CubeTensor<R>, first: usize) -> Option<usize> {
+    let (shape, strides, size) = (x.meta.shape(), x.meta.strides(), x.dtype.size());
+    let aligned = |bytes: usize| bytes.is_multiple_of(16);
+    let along = |axis: &usize| {
+        let (run, length) = (strides[1 - *axis], shape[*axis]);
+        strides[*axis] == 1 && run >= length && aligned(run * size)
+    };
+    let begin = x.handle.offset_start.unwrap_or(0) as usize;
+    [first, 1 - first].into_iter().find(along).filter(|_| aligned(begin))
+}
+
+/// What is left of tiles that are cut along K, and marks of where that is ready. The kernel clears the marks that it sets.
+///
+/// Kept per thread, as one stream of launches has them in turn.
+fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTensor<R>; 2] {
+    thread_local! {
+        static KEPT: RefCell<HashMap<DeviceId, [Handle; 2]>> = RefCell::new(HashMap::new());
+    }
+    let places = clusters * BLOCKS as usize * CONSUMERS;
+    let elements = places * ROWS * route::HOPPER_COLUMNS;
+    let handles = KEPT.with_borrow_mut(|kept| {
+        let create = || [like.client.empty(elements * 4), like.client.create_from_slice(&vec![0; places * 4])];
+        kept.entry(like.device.to_id()).or_insert_with(create).clone()
+    });
+    let [partial, ready] = handles;
+    let tensor = |handle, length: usize, dtype| {
+        CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [length].into(), handle, dtype)
+    };
+    [tensor(partial, elements, DType::F32), tensor(ready, places, DType::U32)]
+}
+
+/// Whether the kernel runs on the device of `x`: tried on a product of one tile.
+fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
+    cuda::works(x, &kernel, "products take the portable kernels", || {
+        let matrix = |[rows, columns]: [usize; 2], transposed: bool| {
+            let mut x = empty(x, if transposed { [columns, rows] } else { [rows, columns] }, x.dtype);
+            if transposed {
+                x.meta.swap(0, 1);
+            }
+            x
+        };
+        let a = matrix([BLOCKS as usize * CONSUMERS * ROWS, DEPTH], kernel.a_major_m);
+        let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
+        let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
+        let out = empty(x, [a.meta.shape()[0], kernel.columns], dtype);
+        let behind =
+            if kernel.activation == 0 { Behind::Residual(None) } else { Behind::Activation(kernel.activation, None) };
+        kernel.launch(&a, &b, None, behind, 1, &out);
+    })
+}
