@@ -521,7 +521,8 @@ backend_test!(attention_weights_times_the_values_are_attention::<B>(device) {
         let values = value.clone().reshape([2, 2, 1, 7, 8]).expand([2, 2, 2, 7, 8]).reshape([2, 4, 7, 8]);
         let ours = weights.matmul(values).swap_dims(1, 2).reshape([2, 7, 32]);
         let fused = attention(query.clone(), key.clone(), value.clone(), &mask, options);
-        assert_close("attention weights", &ours, &fused, 1e-5);
+        // CUDA multiplies the weights by the values in TF32.
+        assert_close("attention weights", &ours, &fused, tolerance::<B>(&device) / 10.0);
     }
 });
 

@@ -72,58 +72,6 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// How the GEMM for Hopper cuts a product into tiles of 256 rows, each computed by a cluster of two blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HopperTiles {
-    /// Columns of a tile.
-    pub(crate) columns: usize,
-    /// Whole tiles of each cluster, one after the other; those left are cut along K, in equal parts.
-    pub(crate) whole_rounds: usize,
-}
-
-/// Columns of the widest tile for Hopper.
-pub(crate) const HOPPER_COLUMNS: usize = 256;
-
-/// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile, the parts of tiles that are cut,
-/// and each further part of a tile. Fitted to 33 products.
-struct TileCosts {
-    columns: usize,
-    stage: f64,
-    end: f64,
-    cut: f64,
-    part: f64,
-}
-
-const TILE_COSTS: [TileCosts; 3] = [
-    TileCosts { columns: 128, stage: 0.456, end: 0.75, cut: 4.0, part: 2.6 },
-    TileCosts { columns: 192, stage: 0.588, end: 1.6, cut: 8.0, part: 4.2 },
-    TileCosts { columns: HOPPER_COLUMNS, stage: 0.778, end: 2.7, cut: 14.0, part: 3.6 },
-];
-
-/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
-/// cluster waits long for others.
-pub(crate) fn hopper_tiles([m, n, k]: [usize; 3], clusters: usize) -> HopperTiles {
-    let stages = k.div_ceil(64) as f64;
-    let mut best = (f64::INFINITY, HopperTiles { columns: HOPPER_COLUMNS, whole_rounds: 1 });
-    for TileCosts { columns, stage, end, cut, part } in TILE_COSTS {
-        let tiles = m.div_ceil(256) * n.div_ceil(columns);
-        let full = tiles / clusters;
-        // All whole, with a last round that is not full; or the last one or two rounds cut.
-        for whole_rounds in [tiles.div_ceil(clusters), full, full.saturating_sub(1)] {
-            let cut_tiles = tiles.saturating_sub(whole_rounds * clusters) as f64;
-            let mut time = whole_rounds as f64 * (stages * stage + end);
-            if cut_tiles > 0.0 {
-                let parts = clusters as f64 / cut_tiles;
-                time += stages * stage / parts + end + cut + part * parts;
-            }
-            if time < best.0 {
-                best = (time, HopperTiles { columns, whole_rounds });
-            }
-        }
-    }
-    best.1
-}
-
 /// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes.
 pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let large = m >= TILE && n >= TILE && m * n * k > MOST_SMALL;

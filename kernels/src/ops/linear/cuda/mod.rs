@@ -1,5 +1,7 @@
 //! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, bias and residual added in the same launch.
 
+mod tiles;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -10,11 +12,12 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
+use self::tiles::{Tiles, WIDEST, tiles};
 use super::cubecl::gemm_tensor_cores::Added;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 use crate::ops::activation::{Activation, ActivationKind};
-use crate::ops::linear::route::{self, HopperTiles};
+use crate::ops::linear::route;
 
 /// Blocks of a cluster.
 const BLOCKS: u32 = 2;
@@ -105,7 +108,7 @@ pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
             activation,
         })
     };
-    [128, 192, route::HOPPER_COLUMNS].into_iter().flat_map(kernel)
+    [128, 192, WIDEST].into_iter().flat_map(kernel)
 }
 
 /// What stands behind a product.
@@ -187,7 +190,7 @@ fn plan<R: CubeRuntime>(
     if !stores || !adds {
         return None;
     }
-    let HopperTiles { columns, whole_rounds } = route::hopper_tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize);
+    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize);
     let half = cuda::half_name(a.dtype.into())?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
     let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation: behind.activation() };
@@ -257,7 +260,7 @@ fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTe
         static KEPT: RefCell<HashMap<DeviceId, [Handle; 2]>> = RefCell::new(HashMap::new());
     }
     let places = clusters * BLOCKS as usize * CONSUMERS;
-    let elements = places * ROWS * route::HOPPER_COLUMNS;
+    let elements = places * ROWS * WIDEST;
     let handles = KEPT.with_borrow_mut(|kept| {
         let create = || [like.client.empty(elements * 4), like.client.create_from_slice(&vec![0; places * 4])];
         kept.entry(like.device.to_id()).or_insert_with(create).clone()

@@ -1,0 +1,86 @@
+//! How the GEMM for Hopper cuts a product, computed from what tiles were measured to cost; nothing is tuned at run time.
+
+/// How the GEMM for Hopper cuts a product into tiles of 256 rows, each computed by a cluster of two blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tiles {
+    /// Columns of a tile.
+    pub(super) columns: usize,
+    /// Whole tiles of each cluster, one after the other; those left are cut along K, in equal parts.
+    pub(super) whole_rounds: usize,
+}
+
+/// Columns of the widest tile for Hopper.
+pub(super) const WIDEST: usize = 256;
+
+/// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile, the parts of tiles that are cut,
+/// and each further part of a tile. Fitted to 33 products.
+struct TileCosts {
+    columns: usize,
+    stage: f64,
+    end: f64,
+    cut: f64,
+    part: f64,
+}
+
+const TILE_COSTS: [TileCosts; 3] = [
+    TileCosts { columns: 128, stage: 0.456, end: 0.75, cut: 4.0, part: 2.6 },
+    TileCosts { columns: 192, stage: 0.588, end: 1.6, cut: 8.0, part: 4.2 },
+    TileCosts { columns: WIDEST, stage: 0.778, end: 2.7, cut: 14.0, part: 3.6 },
+];
+
+/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
+/// cluster waits long for others.
+pub(super) fn tiles([m, n, k]: [usize; 3], clusters: usize) -> Tiles {
+    let stages = k.div_ceil(64) as f64;
+    let mut best = (f64::INFINITY, Tiles { columns: WIDEST, whole_rounds: 1 });
+    for TileCosts { columns, stage, end, cut, part } in TILE_COSTS {
+        let tiles = m.div_ceil(256) * n.div_ceil(columns);
+        let full = tiles / clusters;
+        // All whole, with a last round that is not full; or the last one or two rounds cut.
+        for whole_rounds in [tiles.div_ceil(clusters), full, full.saturating_sub(1)] {
+            let cut_tiles = tiles.saturating_sub(whole_rounds * clusters) as f64;
+            let mut time = whole_rounds as f64 * (stages * stage + end);
+            if cut_tiles > 0.0 {
+                let parts = clusters as f64 / cut_tiles;
+                time += stages * stage / parts + end + cut + part * parts;
+            }
+            if time < best.0 {
+                best = (time, Tiles { columns, whole_rounds });
+            }
+        }
+    }
+    best.1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Clusters of an H100 or H200.
+    const CLUSTERS: usize = 66;
+
+    #[test]
+    fn every_tile_is_computed_and_few_clusters_wait() {
+        for m in [128, 300, 2048, 16_384, 65_536] {
+            for n in [128, 384, 776, 3072, 50_432] {
+                for k in [64, 768, 8192, 16_384] {
+                    let Tiles { columns, whole_rounds } = tiles([m, n, k], CLUSTERS);
+                    let all = m.div_ceil(256) * n.div_ceil(columns);
+                    // What is not whole is cut, and there is no round of nothing.
+                    assert!(
+                        whole_rounds * CLUSTERS < all + CLUSTERS,
+                        "{m}x{n}x{k}: {whole_rounds} rounds of {all} tiles"
+                    );
+                    let idle = (whole_rounds * CLUSTERS).saturating_sub(all);
+                    assert!(idle == 0 || whole_rounds == all.div_ceil(CLUSTERS), "{m}x{n}x{k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_gradient_of_few_tiles_and_many_rows_is_cut() {
+        assert_eq!(tiles([768, 768, 16_384], CLUSTERS), Tiles { columns: 128, whole_rounds: 0 });
+        assert_eq!(tiles([16_384, 768, 768], CLUSTERS), Tiles { columns: 192, whole_rounds: 4 });
+    }
+}
