@@ -81,7 +81,11 @@ where
         builder.caption(title, ("sans-serif", 18).into_font().color(&INK));
     }
     let mut chart = builder.build_cartesian_2d(x, y)?;
-    chart.configure_mesh().x_desc(x_label).y_desc(y_label).light_line_style(WHITE).draw()?;
+    // Without the last digits of steps such as 0.1.
+    let number = |x: &f64| ((x * 1e6).round() / 1e6).to_string();
+    let mut mesh = chart.configure_mesh();
+    mesh.x_desc(x_label).y_desc(y_label).x_label_formatter(&number).y_label_formatter(&number);
+    mesh.light_line_style(WHITE).draw()?;
     for (at, (name, points)) in curves.iter().enumerate() {
         // The more points, the thinner: a training loss is noise around what a validation says.
         let width = if points.len() > 100 { 1 } else { 2 };
