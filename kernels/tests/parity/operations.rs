@@ -566,6 +566,24 @@ backend_test!(attention_matches_the_reference_at_the_borders_of_tiles::<B>(devic
     attention_parity("long in a window", &inputs(1, 1000, 1000), &causal(Some(300)), false);
 });
 
+backend_test!(attention_takes_keys_that_all_heads_and_rows_share::<B>(device) {
+    let inputs = [
+        random::<B, 4>(1, [2, 4, 70, 64], &device) * 2.0,
+        random::<B, 4>(2, [1, 1, 70, 64], &device) * 2.0,
+        random::<B, 4>(3, [1, 1, 70, 64], &device),
+    ];
+    let options = AttentionOptions::new(64);
+    let shared = |x: &Tensor<Autodiff<B>, 4>| x.clone().expand([2, 4, 70, 64]);
+    for mask in [AttentionMask::None, AttentionMask::Causal { window: None }] {
+        assert_parity(
+            "attention of expanded keys and values",
+            &inputs,
+            |i| attention(i[0].clone(), shared(&i[1]), shared(&i[2]), &mask, options),
+            |i| plain::attention(i[0].clone(), shared(&i[1]), shared(&i[2]), &mask, options).reshape([2, 70, 256]),
+        );
+    }
+});
+
 backend_test!(attention_of_queries_without_keys_is_finite::<B>(device) {
     let inputs = [4, 5, 6].map(|seed| random::<B, 4>(seed, [2, 1, 70, 16], &device));
     let lengths = AttentionMask::Lengths(Tensor::from_data([0, 70], &device));

@@ -16,7 +16,7 @@ const KEPT: usize = 128;
 const ROWS: usize = 64;
 /// Bytes of shared memory of a block.
 const SHARED_BYTES: usize = 227 << 10;
-/// With fewer queries there is no full tile.
+/// With fewer queries not even one consumer's rows are full.
 const FEWEST_QUERIES: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -137,19 +137,28 @@ impl Hopper {
             CubeMask::Causal { window } => (true, *window),
             CubeMask::Positions { .. } | CubeMask::Lengths(_) => return None,
         };
-        let sizes =
-            [64, 128].contains(&dims.head_dim) && dims.seq_length >= FEWEST_QUERIES && options.dropout.is_none();
+        // The maximum is taken before the scores are scaled.
+        let scale = options.scale as f32;
+        let numbers = options.dropout.is_none() && scale.is_normal() && scale > 0.0;
+        let sizes = [64, 128].contains(&dims.head_dim) && dims.seq_length >= FEWEST_QUERIES;
         let reads = |heads: &&Heads<R>| {
             let begin = heads.tensor.handle.offset_start.unwrap_or(0) as usize + 2 * heads.offset;
+            // TMA knows no axis whose elements are one and the same; a stride of 0 is otherwise that of an axis of one.
+            let shape = heads.tensor.meta.shape();
+            let expanded = shape
+                .iter()
+                .zip(heads.tensor.meta.strides().iter())
+                .any(|(length, stride)| *length > 1 && *stride == 0);
             heads.tensor.dtype == x.dtype
                 && begin.is_multiple_of(16)
                 && heads.strides.iter().all(|stride| stride % 8 == 0)
+                && !expanded
         };
         // More than there are tokens, and still below 2^31 when added to one's place.
         let most = 1 << 30;
-        let taken = sizes && heads.iter().all(reads) && cuda::on_hopper(x);
+        let taken = sizes && numbers && heads.iter().all(reads) && cuda::on_hopper(x);
         let window = window.unwrap_or(most).min(most);
-        taken.then_some(Self { half, dims, causal, window, scale: options.scale as f32 })
+        taken.then_some(Self { half, dims, causal, window, scale })
     }
 
     fn kernel(&self, pass: Pass) -> AttentionHopper {
@@ -282,7 +291,7 @@ fn map_heads<R: CubeRuntime>(
     head_dim: usize,
     box_rows: usize,
 ) -> Arguments {
-    // The stride of an axis of one is never used, but not every number is allowed.
+    // Only an axis of one has no stride here. It is never used, but not every number is allowed.
     let [batch, head, row] = heads.strides.map(|stride| if stride == 0 { head_dim } else { stride });
     let (shape, strides) = ([batch_size, n_heads, rows, head_dim], [batch, head, row, 1]);
     arguments.map_boxes(&heads.tensor, heads.offset, shape, strides, [1, 1, box_rows, 64])

@@ -2,8 +2,8 @@
 //
 //                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
 //                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
-//                        | COLUMNS  |                   Every 64 of K are a stage. Each block brings its own rows of `a`,
-//       a  M x K         +----------+                   and half of `b`, to both blocks.
+//                        | COLUMNS  |                   Every 64 of K are a stage. Each block brings its own rows of `a` for
+//       a  M x K         +----------+                   itself, and half of `b` for both blocks.
 //   +---------------+    +----------+
 //   | 128, block 0  |    |  block 0 |     producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
 //   +---------------+    +----------+     consumers:      wait full[s] -> wgmma -> arrive at empty[s] of both blocks

@@ -97,9 +97,9 @@ impl CudaKernel for GemmHopper {
 
 /// The kernels of training in bf16.
 pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
-    let lies = [(false, false, false, 0), (false, false, false, 1), (false, true, false, 0), (true, true, true, 0)];
+    let variants = [(false, false, false, 0), (false, false, false, 1), (false, true, false, 0), (true, true, true, 0)];
     let kernel = move |columns| {
-        lies.map(|(a_major_m, b_major_n, out_f32, activation)| GemmHopper {
+        variants.map(|(a_major_m, b_major_n, out_f32, activation)| GemmHopper {
             half: "bf16",
             columns,
             a_major_m,
@@ -111,16 +111,16 @@ pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
     [128, 192, WIDEST].into_iter().flat_map(kernel)
 }
 
-/// What stands behind a product.
+/// What follows a product in the same launch.
 #[derive(Clone)]
-enum Behind<R: CubeRuntime> {
+enum Epilogue<R: CubeRuntime> {
     /// A residual `[m, n]` to add, if there is one.
     Residual(Option<CubeTensor<R>>),
     /// A nonlinearity by its number in the source, and where the product itself goes, `[m, n]`.
     Activation(usize, Option<CubeTensor<R>>),
 }
 
-impl<R: CubeRuntime> Behind<R> {
+impl<R: CubeRuntime> Epilogue<R> {
     fn activation(&self) -> usize {
         match self {
             Self::Residual(_) => 0,
@@ -142,10 +142,10 @@ pub(super) fn hopper_product<R: CubeRuntime>(
     if !added.residual.as_ref().is_none_or(reads) || !(dtype == a.dtype || dtype == DType::F32 && nothing) {
         return None;
     }
-    let behind = Behind::Residual(added.residual.clone());
-    let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &behind)?;
+    let epilogue = Epilogue::Residual(added.residual.clone());
+    let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
-    kernel.launch(a, b, added.bias.clone(), behind, whole_rounds, &out);
+    kernel.launch(a, b, added.bias.clone(), epilogue, whole_rounds, &out);
     Some(out)
 }
 
@@ -163,10 +163,10 @@ pub(super) fn hopper_activate<R: CubeRuntime>(
         Activation { kind: ActivationKind::Silu, gated: false } => 3,
         _ => return None,
     };
-    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Behind::Activation(kind, None))?;
+    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Epilogue::Activation(kind, None))?;
     let result = || empty(a, [a.meta.shape()[0], b.meta.shape()[1]], a.dtype);
     let (out, saved) = (result(), saves.then(result));
-    kernel.launch(a, b, bias.cloned(), Behind::Activation(kind, saved.clone()), whole_rounds, &out);
+    kernel.launch(a, b, bias.cloned(), Epilogue::Activation(kind, saved.clone()), whole_rounds, &out);
     Some((out, saved))
 }
 
@@ -176,7 +176,7 @@ fn plan<R: CubeRuntime>(
     b: &CubeTensor<R>,
     bias: Option<&CubeTensor<R>>,
     dtype: DType,
-    behind: &Behind<R>,
+    epilogue: &Epilogue<R>,
 ) -> Option<(GemmHopper, usize)> {
     let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
     if a.dtype != b.dtype || !route::takes_hopper(a, a.dtype, [m, n, k]) {
@@ -185,6 +185,7 @@ fn plan<R: CubeRuntime>(
     let out_f32 = dtype == DType::F32;
     // Rows of the result begin where they can be written.
     let stores = n.is_multiple_of(if out_f32 { 2 } else { 8 });
+    assert!(bias.is_none_or(|bias| bias.meta.num_elements() == n), "linear: a bias for {n} columns");
     let adds = bias.is_none_or(|bias| [DType::F32, dtype].contains(&bias.dtype));
     let (a_axis, b_axis) = (tma_axis(a, 1)?, tma_axis(b, 0)?);
     if !stores || !adds {
@@ -193,7 +194,7 @@ fn plan<R: CubeRuntime>(
     let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize);
     let half = cuda::half_name(a.dtype.into())?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation: behind.activation() };
+    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation: epilogue.activation() };
     works(a, kernel).then_some((kernel, whole_rounds))
 }
 
@@ -203,7 +204,7 @@ impl GemmHopper {
         a: &CubeTensor<R>,
         b: &CubeTensor<R>,
         bias: Option<CubeTensor<R>>,
-        behind: Behind<R>,
+        epilogue: Epilogue<R>,
         whole_rounds: usize,
         out: &CubeTensor<R>,
     ) {
@@ -214,9 +215,9 @@ impl GemmHopper {
         let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
         let bias = bias.map(contiguous);
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
-        let (adds, saves, other) = match behind {
-            Behind::Residual(residual) => (residual.is_some(), false, residual),
-            Behind::Activation(_, saved) => (false, saved.is_some(), saved),
+        let (adds, saves, other) = match epilogue {
+            Epilogue::Residual(residual) => (residual.is_some(), false, residual),
+            Epilogue::Activation(_, saved) => (false, saved.is_some(), saved),
         };
         let arguments = match self.out_f32 {
             true => arguments.pointer(out),
@@ -286,8 +287,11 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
         let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
         let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
         let out = empty(x, [a.meta.shape()[0], kernel.columns], dtype);
-        let behind =
-            if kernel.activation == 0 { Behind::Residual(None) } else { Behind::Activation(kernel.activation, None) };
-        kernel.launch(&a, &b, None, behind, 1, &out);
+        let epilogue = if kernel.activation == 0 {
+            Epilogue::Residual(None)
+        } else {
+            Epilogue::Activation(kernel.activation, None)
+        };
+        kernel.launch(&a, &b, None, epilogue, 1, &out);
     })
 }
