@@ -185,7 +185,7 @@ mod tests {
         let wide = [("d_model", "2048"), ("n_heads", "32")];
         assert!(recipe.with("d_model", "2048").is_err(), "six heads do not share 2,048");
         let both = recipe.with_all(wide).expect("32 heads do");
-        assert!(both.with_all([("n_heads", "3"), ("n_layers", "2")]).is_err());
+        assert!(both.with_all([("n_layers", "2"), ("n_heads", "6")]).is_err());
     }
 
     #[test]
