@@ -567,19 +567,22 @@ backend_test!(attention_matches_the_reference_at_the_borders_of_tiles::<B>(devic
 });
 
 backend_test!(attention_takes_keys_that_all_heads_and_rows_share::<B>(device) {
-    let inputs = [
-        random::<B, 4>(1, [2, 4, 70, 64], &device) * 2.0,
-        random::<B, 4>(2, [1, 1, 70, 64], &device) * 2.0,
-        random::<B, 4>(3, [1, 1, 70, 64], &device),
-    ];
+    let dtype = dtype_under_test::<B>(&device);
+    let query = random::<B, 4>(1, [2, 4, 70, 64], &device) * 2.0;
+    let [key, value] = [2, 3].map(|seed| random::<B, 4>(seed, [1, 1, 70, 64], &device).cast(dtype));
     let options = AttentionOptions::new(64);
-    let shared = |x: &Tensor<Autodiff<B>, 4>| x.clone().expand([2, 4, 70, 64]);
+    let shared = |x: &Tensor<B, 4>, like: &Tensor<Autodiff<B>, 4>| {
+        Tensor::from_inner(x.clone().cast(like.dtype()).expand([2, 4, 70, 64]))
+    };
     for mask in [AttentionMask::None, AttentionMask::Causal { window: None }] {
         assert_parity(
             "attention of expanded keys and values",
-            &inputs,
-            |i| attention(i[0].clone(), shared(&i[1]), shared(&i[2]), &mask, options),
-            |i| plain::attention(i[0].clone(), shared(&i[1]), shared(&i[2]), &mask, options).reshape([2, 70, 256]),
+            from_ref(&query),
+            |i| attention(i[0].clone(), shared(&key, &i[0]), shared(&value, &i[0]), &mask, options),
+            |i| {
+                let [key, value] = [&key, &value].map(|x| shared(x, &i[0]));
+                plain::attention(i[0].clone(), key, value, &mask, options).reshape([2, 70, 256])
+            },
         );
     }
 });
