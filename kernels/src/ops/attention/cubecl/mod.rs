@@ -4,24 +4,24 @@
 //! computes the probabilities again from it, once for the gradients of keys and values, a cube for each tile of keys,
 //! and once for those of queries, a cube for each tile of queries: no two cubes write to one place.
 
+pub(super) mod heads;
 mod mask;
 mod parts;
 mod simt;
 mod tensor_cores;
 
-use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use self::mask::{MaskKind, NO_WINDOW, SizesLaunch};
-use self::parts::PlaceLaunch;
+pub(crate) use self::heads::{CubeMask, Dims, Heads, cube_mask};
+use self::mask::SizesLaunch;
 #[cfg(feature = "cuda")]
 use super::cuda::Hopper;
 use super::{
-    AttentionBackward, AttentionForward, AttentionGradients, AttentionMask, AttentionOps, AttentionOptions,
-    AttentionOutput, QkvAttentionBackward, QkvAttentionForward,
+    AttentionBackward, AttentionForward, AttentionGradients, AttentionOps, AttentionOptions, AttentionOutput,
+    QkvAttentionBackward, QkvAttentionForward,
 };
 use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, vector_width};
@@ -93,147 +93,6 @@ fn packed<R: CubeRuntime>(qkv: &CubeTensor<R>, heads: PackedHeads) -> [Heads<R>;
     [0, heads.n_heads, heads.n_heads + heads.n_kv_heads].map(|first| Heads::packed(qkv, first, heads.head_dim))
 }
 
-/// The mask's tensors as primitives.
-pub(crate) fn cube_mask<R, B>(mask: AttentionMask<B>) -> CubeMask<R>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
-    match mask {
-        AttentionMask::None => CubeMask::None,
-        AttentionMask::Causal { window } => CubeMask::Causal { window },
-        AttentionMask::Positions { positions, window } => {
-            CubeMask::Positions { positions: positions.into_primitive(), window }
-        }
-        AttentionMask::Lengths(lengths) => CubeMask::Lengths(lengths.into_primitive()),
-    }
-}
-
-/// The sizes of an attention.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Dims {
-    pub(crate) batch_size: usize,
-    pub(crate) n_heads: usize,
-    pub(crate) n_kv_heads: usize,
-    pub(crate) seq_length: usize,
-    pub(crate) keys: usize,
-    pub(crate) head_dim: usize,
-}
-
-impl Dims {
-    /// The sizes of a query `[batch_size, n_heads, seq_length, head_dim]` and a key
-    /// `[batch_size, n_kv_heads, keys, head_dim]`.
-    pub(crate) fn new(query: [usize; 4], key: [usize; 4]) -> Self {
-        let [batch_size, n_heads, seq_length, head_dim] = query;
-        let [_, n_kv_heads, keys, _] = key;
-        Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim }
-    }
-
-    /// The sizes of packed heads `[batch_size, seq_length, width]`.
-    fn packed([batch_size, seq_length, _]: [usize; 3], heads: PackedHeads) -> Self {
-        let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-        Self { batch_size, n_heads, n_kv_heads, seq_length, keys: seq_length, head_dim }
-    }
-}
-
-/// Heads `[batch_size, heads, rows, head_dim]` somewhere in a tensor, the elements of a row one after another.
-#[derive(Clone, Debug)]
-pub(crate) struct Heads<R: CubeRuntime> {
-    pub(crate) tensor: CubeTensor<R>,
-    /// Index of the first element.
-    pub(crate) offset: usize,
-    /// Distances between batches, heads and rows.
-    pub(crate) strides: [usize; 3],
-}
-
-impl<R: CubeRuntime> Heads<R> {
-    /// All of a tensor `[batch_size, heads, rows, head_dim]`.
-    pub(crate) fn from_tensor(x: CubeTensor<R>) -> Self {
-        let x = with_unit_stride(x);
-        let strides = [0, 1, 2].map(|axis| stride(&x, axis));
-        Self { tensor: x, offset: 0, strides }
-    }
-
-    /// The heads from `first` on of a tensor `[batch_size, rows, width]` that has all of a row's heads side by side.
-    pub(crate) fn packed(x: &CubeTensor<R>, first: usize, head_dim: usize) -> Self {
-        let x = with_unit_stride(x.clone());
-        let strides = [stride(&x, 0), head_dim, stride(&x, 1)];
-        Self { tensor: x, offset: first * head_dim, strides }
-    }
-
-    /// Heads for the gradient of these, which must be all of a tensor: a new tensor
-    /// `[batch_size, rows, heads, head_dim]`.
-    pub(crate) fn empty_like(&self) -> Self {
-        let [batch_size, heads, rows, head_dim] = [0, 1, 2, 3].map(|axis| self.tensor.meta.shape()[axis]);
-        Self::from_rows(empty(&self.tensor, [batch_size, rows, heads, head_dim], self.tensor.dtype))
-    }
-
-    /// All of a tensor `[batch_size, rows, heads, head_dim]`.
-    pub(crate) fn from_rows(x: CubeTensor<R>) -> Self {
-        let x = with_unit_stride(x);
-        let strides = [0, 2, 1].map(|axis| stride(&x, axis));
-        Self { tensor: x, offset: 0, strides }
-    }
-
-    fn lengths(&self) -> [usize; 4] {
-        let [batch, head, row] = self.strides;
-        [self.offset, batch, head, row]
-    }
-
-    /// Where the heads lie, counted in vectors of `width`.
-    fn place(&self, width: usize) -> PlaceLaunch<R> {
-        let [first, batch, head, row] = self.lengths().map(|length| (length / width) as u32);
-        PlaceLaunch::new(first, batch, head, row)
-    }
-}
-
-fn with_unit_stride<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
-    let last = x.meta.shape().num_dims() - 1;
-    if x.meta.shape()[last] == 1 || x.meta.strides()[last] == 1 { x } else { contiguous(x) }
-}
-
-/// The stride of an axis; that of an axis of one, which may be anything, is zero.
-fn stride<R: CubeRuntime>(x: &CubeTensor<R>, axis: usize) -> usize {
-    if x.meta.shape()[axis] == 1 { 0 } else { x.meta.strides()[axis] }
-}
-
-/// [`AttentionMask`](super::AttentionMask) on the device.
-#[derive(Clone, Debug)]
-pub(crate) enum CubeMask<R: CubeRuntime> {
-    None,
-    Causal { window: Option<usize> },
-    Positions { positions: CubeTensor<R>, window: Option<usize> },
-    Lengths(CubeTensor<R>),
-}
-
-impl<R: CubeRuntime> CubeMask<R> {
-    fn kind(&self) -> MaskKind {
-        match self {
-            Self::None => MaskKind::None,
-            Self::Causal { .. } => MaskKind::Causal,
-            Self::Positions { .. } => MaskKind::Positions,
-            Self::Lengths(_) => MaskKind::Lengths,
-        }
-    }
-
-    fn window(&self) -> i32 {
-        match self {
-            Self::Causal { window } | Self::Positions { window, .. } => {
-                window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW as usize) as i32)
-            }
-            Self::None | Self::Lengths(_) => NO_WINDOW,
-        }
-    }
-
-    /// The mask's integers, or a tensor that stands in for them and is never read.
-    fn ints(&self, other: &CubeTensor<R>) -> CubeTensor<R> {
-        match self {
-            Self::Positions { positions: ints, .. } | Self::Lengths(ints) => contiguous(ints.clone()),
-            Self::None | Self::Causal { .. } => CubeTensor { dtype: DType::I32, ..other.clone() },
-        }
-    }
-}
-
 /// Attention of query, key and value: output `[batch_size, seq_length, n_heads, head_dim]` in the query's dtype, and the log-sum-exp
 /// `[batch_size, n_heads, seq_length, 1]` in f32.
 pub(crate) fn attention_forward<R: CubeRuntime>(
@@ -246,9 +105,14 @@ pub(crate) fn attention_forward<R: CubeRuntime>(
     let like = &inputs[0].tensor;
     let output = Heads::from_rows(empty(like, [batch_size, seq_length, n_heads, head_dim], like.dtype));
     let log_sum_exp = empty(like, [batch_size, n_heads, seq_length, 1], DType::F32);
-    if hopper_forward(inputs, &output, &log_sum_exp, dims, mask, options) {
-        // Done.
-    } else if tensor_cores::supported(&inputs, head_dim) {
+    #[cfg(feature = "cuda")]
+    if let [query, key, value] = inputs
+        && let Some(hopper) = Hopper::new(&[query, key, value, &output], dims, mask, options)
+        && hopper.forward(inputs, &output, &log_sum_exp)
+    {
+        return (output.tensor, log_sum_exp);
+    }
+    if tensor_cores::supported(&inputs, head_dim) {
         tensor_cores::forward(inputs, &output, &log_sum_exp, dims, mask, options);
     } else {
         simt::forward(inputs, &output, &log_sum_exp, dims, mask, options);
@@ -270,70 +134,20 @@ pub(crate) fn attention_backward<R: CubeRuntime>(
     let (grad, output) = (Heads::from_rows(grad), Heads::from_rows(output));
     let rows = simt::row_statistics(&grad, &output, contiguous(log_sum_exp), dims);
     let inputs = [query, key, value, &grad];
-    if hopper_backward(inputs, &rows, [d_query, d_key, d_value], dims, mask, options) {
-        // Done.
-    } else if tensor_cores::supported(&[query, key, value, &grad, d_query, d_key, d_value], dims.head_dim) {
+    let all = [query, key, value, &grad, d_query, d_key, d_value];
+    #[cfg(feature = "cuda")]
+    if let Some(hopper) = Hopper::new(&all, dims, mask, options)
+        && hopper.backward(inputs, &rows, [d_query, d_key, d_value])
+    {
+        return;
+    }
+    if tensor_cores::supported(&all, dims.head_dim) {
         tensor_cores::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         tensor_cores::backward_q(inputs, &rows, d_query, dims, mask, options);
     } else {
         simt::backward_kv(inputs, &rows, [d_key, d_value], dims, mask, options);
         simt::backward_q(inputs, &rows, d_query, dims, mask, options);
     }
-}
-
-/// The forward pass by the kernels for Hopper, if they take it.
-#[cfg(feature = "cuda")]
-fn hopper_forward<R: CubeRuntime>(
-    inputs: [&Heads<R>; 3],
-    output: &Heads<R>,
-    log_sum_exp: &CubeTensor<R>,
-    dims: Dims,
-    mask: &CubeMask<R>,
-    options: AttentionOptions,
-) -> bool {
-    let [query, key, value] = inputs;
-    let hopper = Hopper::new(&[query, key, value, output], dims, mask, options);
-    hopper.is_some_and(|hopper| hopper.forward(inputs, output, log_sum_exp))
-}
-
-/// The backward pass by the kernels for Hopper, if they take it.
-#[cfg(feature = "cuda")]
-fn hopper_backward<R: CubeRuntime>(
-    inputs: [&Heads<R>; 4],
-    rows: &CubeTensor<R>,
-    gradients: [&Heads<R>; 3],
-    dims: Dims,
-    mask: &CubeMask<R>,
-    options: AttentionOptions,
-) -> bool {
-    let heads = [inputs.as_slice(), gradients.as_slice()].concat();
-    let hopper = Hopper::new(&heads, dims, mask, options);
-    hopper.is_some_and(|hopper| hopper.backward(inputs, rows, gradients))
-}
-
-/// There are no kernels for Hopper without CUDA.
-#[cfg(not(feature = "cuda"))]
-fn hopper_forward<R: CubeRuntime>(
-    _: [&Heads<R>; 3],
-    _: &Heads<R>,
-    _: &CubeTensor<R>,
-    _: Dims,
-    _: &CubeMask<R>,
-    _: AttentionOptions,
-) -> bool {
-    false
-}
-
-#[cfg(not(feature = "cuda"))]
-fn hopper_backward<R: CubeRuntime>(
-    _: [&Heads<R>; 4],
-    _: &CubeTensor<R>,
-    _: [&Heads<R>; 3],
-    _: Dims,
-    _: &CubeMask<R>,
-    _: AttentionOptions,
-) -> bool {
-    false
 }
 
 /// The widest vectors, of `most` at the most, in which all heads can be read and written.

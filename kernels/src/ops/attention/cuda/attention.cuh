@@ -253,9 +253,12 @@ struct Turns {
     }
 };
 
-// A barrier that one thread of each consumer arrives at.
+// A barrier that each warp of the consumers arrives at, when all of its threads have read what is released.
+constexpr int RELEASES = CONSUMERS * WARPGROUP / 32;
+
 __device__ __forceinline__ void release(u32 barrier) {
-    if (threadIdx.x % WARPGROUP == 0) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
         barrier_arrive(barrier);
     }
 }

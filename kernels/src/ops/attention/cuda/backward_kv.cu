@@ -197,10 +197,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.kept_full(), 1);
-        barrier_init(shared.kept_empty(), CONSUMERS);
+        barrier_init(shared.kept_empty(), RELEASES);
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(shared.full(stage), 2);
-            barrier_init(shared.empty(stage), CONSUMERS);
+            barrier_init(shared.empty(stage), RELEASES);
         }
         barrier_init_fence();
     }

@@ -193,12 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.q_full(), 1);
-        barrier_init(shared.q_empty(), CONSUMERS);
+        barrier_init(shared.q_empty(), RELEASES);
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(shared.k_full(stage), 1);
             barrier_init(shared.v_full(stage), 1);
-            barrier_init(shared.k_empty(stage), CONSUMERS);
-            barrier_init(shared.v_empty(stage), CONSUMERS);
+            barrier_init(shared.k_empty(stage), RELEASES);
+            barrier_init(shared.v_empty(stage), RELEASES);
         }
         barrier_init_fence();
     }

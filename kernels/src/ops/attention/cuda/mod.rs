@@ -7,7 +7,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::AttentionOptions;
-use super::cubecl::{CubeMask, Dims, Heads};
+use super::cubecl::heads::{CubeMask, Dims, Heads};
 use crate::cubecl::{empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 

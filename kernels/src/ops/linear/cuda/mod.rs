@@ -1,4 +1,4 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, bias and residual added in the same launch.
+//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products; bias, activation and residual in the same launch.
 
 mod tiles;
 
