@@ -47,6 +47,17 @@ pub enum DataError {
         /// How many other lines are malformed.
         more: usize,
     },
+    /// A file or folder cannot be used.
+    #[error("{path}: {reason}")]
+    Refused {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// It was asked to stop.
+    #[error("stopped")]
+    Stopped,
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),

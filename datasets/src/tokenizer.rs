@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -12,10 +13,16 @@ use tokenizers::{
     PreTokenizer,
 };
 
+use crate::encoder::Encoder;
 use crate::error::DataError;
+use crate::inputs::hex;
+use crate::sources::cut_between_words;
 
 /// The token between texts of a trained byte-pair tokenizer.
 const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// Tokens that end a document, where a tokenizer has them.
+const DOCUMENT_ENDS: [&str; 4] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>"];
 
 /// How to make a tokenizer from a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,14 +167,34 @@ impl Tokenizer {
     /// # Errors
     /// If the text holds a word or character that the vocabulary lacks; it is named.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        let pieces = if self.may_cut_lines() { cut_at_lines(text) } else { vec![text] };
-        let mut tokens = Vec::new();
-        for group in pieces.chunks(64) {
-            let encodings =
-                self.0.encode_batch_fast(group.to_vec(), false).map_err(|error| self.unknown(text, error))?;
-            encodings.iter().for_each(|encoding| tokens.extend_from_slice(encoding.get_ids()));
+        match self.may_cut_words() {
+            true if text.len() > LONG => Ok(Encoder::new(self).encode(&cut_between_words(text))?.concat()),
+            _ => self.encode_whole(text),
         }
-        Ok(tokens)
+    }
+
+    /// The tokens of a text, by one core.
+    pub(crate) fn encode_whole(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let encoding = self.0.encode_fast(text, false).map_err(|error| self.unknown(text, error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokenizer of the `tokenizers` crate.
+    pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
+        &self.0
+    }
+
+    /// The token that stands between documents, where there is one.
+    pub fn end_token(&self) -> Option<u32> {
+        DOCUMENT_ENDS.iter().find_map(|end| self.token_id(end))
+    }
+
+    /// sha256 of what decides which tokens a text has: the same for equal tokenizers, however they were written.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot be written.
+    pub fn sha256(&self) -> Result<String, DataError> {
+        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(told)?)))
     }
 
     /// The tokens of a text that a model is to go on from: with those before and behind it that the tokenizer's own
@@ -225,15 +252,17 @@ impl Tokenizer {
         added.filter(|(_, token)| token.special && !token.content.is_empty()).collect()
     }
 
-    /// Whether a text may be cut behind a line break between two words, and encoded in parts, by all cores. It may not
+    /// Whether a text may be cut behind a line break and before a space between two words, and encoded in parts. It may not
     /// where a tokenizer puts something before each text, as Llama's do.
-    fn may_cut_lines(&self) -> bool {
+    pub(crate) fn may_cut_words(&self) -> bool {
         let ids = |text: &str| self.0.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
-        match (ids("e\n"), ids("e"), ids("e\ne")) {
-            (Ok(first), Ok(second), Ok(whole)) => [first, second].concat() == whole,
-            // A closed vocabulary without these letters: words and characters never look beyond themselves.
-            _ => true,
-        }
+        [("e\n", "e", "e\ne"), ("e", " e", "e e")].into_iter().all(|(first, second, whole)| {
+            match (ids(first), ids(second), ids(whole)) {
+                (Ok(first), Ok(second), Ok(whole)) => [first, second].concat() == whole,
+                // A closed vocabulary without these letters: words and characters never look beyond themselves.
+                _ => true,
+            }
+        })
     }
 
     /// Names the first piece of a text that the vocabulary lacks.
@@ -286,26 +315,8 @@ impl Tokenizer {
     }
 }
 
-/// Length after which a piece of text for the batch may end, bytes.
-const PIECE: usize = 1 << 14;
-
-/// A text in pieces that end behind line breaks with words on both sides.
-fn cut_at_lines(text: &str) -> Vec<&str> {
-    let mut pieces = Vec::new();
-    let mut rest = text;
-    while !rest.is_empty() {
-        let between_words = |at: usize| {
-            let solid = |next: char| !next.is_whitespace();
-            rest[..at].ends_with(solid) && rest[at + 1..].starts_with(solid)
-        };
-        let breaks = rest.match_indices('\n').map(|(at, _)| at);
-        let cut = breaks.skip_while(|at| *at < PIECE).find(|at| between_words(*at));
-        let (piece, left) = rest.split_at(cut.map_or(rest.len(), |at| at + 1));
-        pieces.push(piece);
-        rest = left;
-    }
-    pieces
-}
+/// Bytes of a text from which on all cores encode it.
+const LONG: usize = 64 << 10;
 
 fn told(error: tokenizers::Error) -> DataError {
     DataError::Tokenizer(error.to_string())
@@ -415,7 +426,7 @@ mod tests {
             |at: usize| format!("line {at} of a{}long text{}", " ".repeat(at % 4), ["\n", "  \n", "\n\n "][at % 3]);
         let long: String = (0..20_000).map(line).collect();
         let tokenizer = Tokenizer::train(TokenizerKind::Bpe(400), &long[..5_000]).expect("a tokenizer");
-        assert!(cut_at_lines(&long).len() > 10);
+        assert!(cut_between_words(&long).len() > 5);
         let whole = tokenizer.0.encode_fast(long.as_str(), false).expect("any text");
         assert_eq!(tokenizer.encode(&long).expect("any text"), whole.get_ids());
     }

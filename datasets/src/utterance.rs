@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::error::DataError;
+use crate::sources::read_file;
 use crate::spans::{Span, slot_of, spans};
-use crate::text::read_file;
 
 /// Words, a tag in IOB2 for each, and an intent.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,0 +1,92 @@
+//! Parquet: a row a document, with the document in a column of UTF-8.
+
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use parquet::column::reader::ColumnReader;
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::{EachPiece, Piece, lacks};
+use crate::error::DataError;
+
+/// Rows that are read at once.
+const ROWS: usize = 256;
+
+/// Hands on a document a row; nulls count for nothing. Tells which share of the rows was read since it last did.
+pub(super) fn pieces(
+    file: File,
+    path: &Path,
+    field: &str,
+    each: EachPiece<'_>,
+    read_share: &mut dyn FnMut(f64),
+) -> Result<ControlFlow<()>, DataError> {
+    let broken = |error: ParquetError| {
+        let reason = format!("is not Parquet, or damaged: {}", error.to_string().replace('\n', " "));
+        DataError::Refused { path: path.to_path_buf(), reason }
+    };
+    let reader = SerializedFileReader::new(file).map_err(broken)?;
+    let columns = reader.metadata().file_metadata().schema_descr_ptr();
+    let name = |at: usize| columns.column(at).path().string();
+    let Some(column) = (0..columns.num_columns()).find(|at| name(*at) == field) else {
+        return Err(lacks(path, field, (0..columns.num_columns()).map(name)));
+    };
+    for group in 0..reader.num_row_groups() {
+        let group = reader.get_row_group(group).map_err(broken)?;
+        let ColumnReader::ByteArrayColumnReader(mut values) = group.get_column_reader(column).map_err(broken)? else {
+            let reason = format!("the column '{field}' is no text");
+            return Err(DataError::Refused { path: path.to_path_buf(), reason });
+        };
+        loop {
+            let (mut levels, mut repeated, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+            let read = values.read_records(ROWS, Some(&mut levels), Some(&mut repeated), &mut rows);
+            let (records, _, _) = read.map_err(broken)?;
+            for row in rows {
+                let text = String::from_utf8(row.data().to_vec()).map_err(|_| {
+                    let reason = format!("the column '{field}' is not UTF-8 text");
+                    DataError::Refused { path: path.to_path_buf(), reason }
+                })?;
+                if each(Piece { text, ends_document: true })?.is_break() {
+                    return Ok(ControlFlow::Break(()));
+                }
+            }
+            if records == 0 {
+                break;
+            }
+        }
+        read_share(1.0 / reader.num_row_groups() as f64);
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::Arc;
+
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::properties::WriterProperties;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+
+    use super::*;
+
+    /// Writes a column `text`.
+    pub(in super::super) fn write(path: &Path, rows: &[Option<&str>]) {
+        let schema = parse_message_type("message rows { OPTIONAL BINARY text (UTF8); }").expect("a schema");
+        let file = File::create(path).expect("writable");
+        let properties = Arc::new(WriterProperties::builder().build());
+        let mut writer = SerializedFileWriter::new(file, Arc::new(schema), properties).expect("a writer");
+        // Several groups of rows.
+        for rows in rows.chunks(2) {
+            let mut group = writer.next_row_group().expect("a group");
+            let mut column = group.next_column().expect("no failure").expect("a column");
+            let levels: Vec<i16> = rows.iter().map(|row| i16::from(row.is_some())).collect();
+            let values: Vec<ByteArray> = rows.iter().flatten().map(|row| ByteArray::from(*row)).collect();
+            column.typed::<ByteArrayType>().write_batch(&values, Some(&levels), None).expect("writable");
+            column.close().expect("writable");
+            group.close().expect("writable");
+        }
+        writer.close().expect("writable");
+    }
+}
