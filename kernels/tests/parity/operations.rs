@@ -493,7 +493,12 @@ backend_test!(attention_matches_the_reference::<B>(device) {
         let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
         let positions = ints(&positions).reshape([batch_size, queries]);
         let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row.min(keys - 1)) as i32).collect();
-        let masks = [
+        // Documents of 1 to 40 tokens, and places that are none.
+        let start = |at: usize| if at % 41 == 40 { -3 } else { (at % queries / 40 * 40 + at % 3 / 2 * 7) as i32 };
+        let starts: Vec<i32> = (0..batch_size * queries).map(start).collect();
+        let starts = ints(&starts).reshape([batch_size, queries]);
+        let documents = |window| ("documents", AttentionMask::Documents { starts: starts.clone(), window });
+        let mut masks = vec![
             ("full", AttentionMask::None),
             ("causal", AttentionMask::Causal { window: None }),
             ("window", AttentionMask::Causal { window: Some(3) }),
@@ -501,6 +506,9 @@ backend_test!(attention_matches_the_reference::<B>(device) {
             ("positions in a window", AttentionMask::Positions { positions, window: Some(4) }),
             ("lengths", AttentionMask::Lengths(ints(&lengths))),
         ];
+        if queries == keys {
+            masks.extend([documents(None), documents(Some(5))]);
+        }
         for (name, mask) in &masks {
             let name = format!("attention {name} {batch_size}x{n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}");
             attention_parity(&name, &inputs, mask, false);
@@ -508,6 +516,23 @@ backend_test!(attention_matches_the_reference::<B>(device) {
             attention_parity(&format!("{name} with dropout"), &inputs, mask, true);
         }
     }
+});
+
+backend_test!(documents_in_a_row_attend_as_if_each_were_alone::<B>(device) {
+    let (lengths, total) = ([1, 70, 3, 66], 140);
+    let random = |seed| random::<B, 4>(seed, [1, 2, total, 16], &device);
+    let inputs = [random(1), random(2), random(3)];
+    let begins: Vec<usize> = lengths.iter().scan(0, |end, length| Some(std::mem::replace(end, *end + length))).collect();
+    let starts: Vec<i32> =
+        begins.iter().zip(lengths).flat_map(|(begin, length)| vec![*begin as i32; length]).collect();
+    let starts = Tensor::<B, 1, Int>::from_data(starts.as_slice(), &device).reshape([1, total]);
+    let attend = |[q, k, v]: [Tensor<B, 4>; 3], mask| attention(q, k, v, &mask, AttentionOptions::new(16));
+    let together = attend(inputs.clone(), AttentionMask::Documents { starts, window: None });
+    let alone = begins.iter().zip(lengths).map(|(begin, length)| {
+        let own = inputs.clone().map(|x| x.slice([0..1, 0..2, *begin..begin + length]));
+        attend(own, AttentionMask::Causal { window: None })
+    });
+    assert_close("documents", &together, &Tensor::cat(alone.collect(), 1), 1e-5);
 });
 
 backend_test!(attention_weights_times_the_values_are_attention::<B>(device) {
@@ -626,6 +651,8 @@ backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device)
             ([1, 1, 1, 130, 130, 144], 1, true),
             ([1, 2, 1, 100, 100, 256], 1, false),
             ([1, 2, 1, 65, 65, 33], 4, true),
+            ([2, 2, 1, 150, 150, 64], 5, false),
+            ([1, 2, 2, 130, 130, 32], 5, true),
         ] {
             // Rounded first, so that both sides start from the same numbers.
             let rounded = |x: Tensor<B, 4>| x.cast(dtype).cast(DType::F32);
@@ -637,12 +664,14 @@ backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device)
             let ints = |values: &[i32]| Tensor::<Autodiff<B>, 1, Int>::from_data(values, &device);
             let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
             let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row * keys / 2) as i32).collect();
+            let starts: Vec<i32> = (0..batch_size * queries).map(|at| (at % queries / 45 * 45) as i32).collect();
             let masks = [
                 AttentionMask::None,
                 AttentionMask::Causal { window: None },
                 AttentionMask::Causal { window: Some(70) },
                 AttentionMask::Positions { positions: ints(&positions).reshape([batch_size, queries]), window: Some(4) },
                 AttentionMask::Lengths(ints(&lengths)),
+                AttentionMask::Documents { starts: ints(&starts).reshape([batch_size, queries]), window: None },
             ];
             let what = format!("{dtype:?} {n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}, mask {mask}");
             let mask = &masks[mask];

@@ -187,6 +187,14 @@ backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
         let named = format!("positions {positions:?}");
         refused("attention", &[&named, "query"], || call(good, kv, kv, mask));
     }
+    for starts in [[1, 6], [2, 5]] {
+        let mask = AttentionMask::Documents { starts: make.ints(starts), window: None };
+        refused("attention", &[&format!("starts {starts:?}"), "query"], || call([2, 4, 6, 8], kv, kv, mask));
+    }
+    let starts = make.ints([2, 5]);
+    refused("attention", &["documents want as many"], || {
+        call(good, kv, kv, AttentionMask::Documents { starts, window: None })
+    });
     for lengths in [1, 3] {
         let named = format!("lengths [{lengths}]");
         refused("attention", &[&named], || call(good, kv, kv, AttentionMask::Lengths(make.ints([lengths]))));

@@ -92,6 +92,7 @@ fn inner_mask<B: AttentionOps, C: CheckpointStrategy>(mask: AttentionMask<Autodi
             AttentionMask::Positions { positions: inner_int(positions), window }
         }
         AttentionMask::Lengths(lengths) => AttentionMask::Lengths(inner_int(lengths)),
+        AttentionMask::Documents { starts, window } => AttentionMask::Documents { starts: inner_int(starts), window },
     }
 }
 

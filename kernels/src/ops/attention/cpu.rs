@@ -34,6 +34,7 @@ enum Visible {
     Causal(Option<usize>),
     Positions(Vec<i64>, Option<usize>),
     Lengths(Vec<i64>),
+    Documents(Vec<i64>, Option<usize>),
 }
 
 impl Problem {
@@ -49,6 +50,7 @@ impl Problem {
             AttentionMask::Causal { window } => Visible::Causal(window),
             AttentionMask::Positions { positions, window } => Visible::Positions(integers(positions), window),
             AttentionMask::Lengths(lengths) => Visible::Lengths(integers(lengths)),
+            AttentionMask::Documents { starts, window } => Visible::Documents(integers(starts), window),
         };
         Self { batch_size, n_heads, n_kv_heads, seq_length, keys, head_dim, mask, options }
     }
@@ -77,6 +79,11 @@ impl Problem {
             Visible::Positions(positions, window) => {
                 let at = clamp_index(positions[batch * self.seq_length + query], self.keys - 1);
                 last(at as i64, *window)
+            }
+            Visible::Documents(starts, window) => {
+                let start = clamp_index(starts[batch * self.seq_length + query], query);
+                let seen = last(query as i64, *window);
+                seen.start.max(start)..seen.end
             }
             Visible::Lengths(lengths) => 0..(lengths[batch].max(1) as usize).min(self.keys),
         }

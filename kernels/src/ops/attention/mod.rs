@@ -44,6 +44,14 @@ pub enum AttentionMask<B: Backend> {
     /// The first `lengths` `[batch_size]` of a row padded on the right. A length below one counts as one, and one above the
     /// number of keys as all of them.
     Lengths(Tensor<B, 1, Int>),
+    /// Those of its own document up to its own, in rows of several documents, as many keys as queries.
+    Documents {
+        /// Index in its row of the first token of each token's document, `[batch_size, seq_length]`. One outside `0..=i` for token
+        /// `i` counts as `i`.
+        starts: Tensor<B, 2, Int>,
+        /// Number of keys that a query sees at the most.
+        window: Option<usize>,
+    },
 }
 
 /// The numbers of an attention.
@@ -90,10 +98,10 @@ pub struct AttentionGradients<B: Backend> {
 
 impl<B: Backend> AttentionMask<B> {
     /// Multiplications and additions of `count` products over the scores that are seen, of sizes
-    /// `[batch_size, n_heads, queries, keys, head_dim]`. Where the device alone knows what is seen, all of it counts.
+    /// `[batch_size, n_heads, queries, keys, head_dim]`. Where the device alone knows what is seen, all that may be counts.
     fn products(&self, count: u64, [batch_size, n_heads, queries, keys, head_dim]: [usize; 5]) -> u64 {
         let seen = match self {
-            Self::Causal { window } => {
+            Self::Causal { window } | Self::Documents { window, .. } => {
                 let window = window.unwrap_or(keys);
                 (0..queries).map(|query| window.min((keys + query + 1).saturating_sub(queries))).sum()
             }
@@ -116,6 +124,11 @@ impl<B: Backend> AttentionMask<B> {
             Self::Positions { positions, window } => {
                 assert!(*window != Some(0), "{op}: a window of no keys");
                 part(op, "positions", positions).integer().shaped(&[batch_size, seq_length], x);
+            }
+            Self::Documents { starts, window } => {
+                assert!(*window != Some(0), "{op}: a window of no keys");
+                assert!(seq_length == keys, "{op}: {seq_length} queries and {keys} keys: documents want as many");
+                part(op, "starts", starts).integer().shaped(&[batch_size, seq_length], x);
             }
             Self::Lengths(lengths) => {
                 part(op, "lengths", lengths).integer().shaped(&[batch_size], x);

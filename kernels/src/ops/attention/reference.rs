@@ -141,6 +141,16 @@ fn hidden<B: Backend>(
             let positions = clamp_index(positions.clone(), keys - 1);
             Some(outside(positions.reshape([batch_size, 1, seq_length, 1]), *window))
         }
+        AttentionMask::Documents { starts, window } => {
+            let [batch_size, _] = starts.dims();
+            let shape = [batch_size, 1, seq_length, keys];
+            let query_at = Tensor::<B, 1, Int>::arange(0..keys as i64, device).reshape([1, seq_length]);
+            let own = query_at.clone().expand([batch_size, seq_length]);
+            let legal = starts.clone().greater_equal_elem(0).bool_and(starts.clone().lower_equal(own.clone()));
+            let starts = own.mask_where(legal, starts.clone()).reshape([batch_size, 1, seq_length, 1]).expand(shape);
+            let before = key_at.clone().expand(shape).lower(starts);
+            Some(before.bool_or(outside(query_at.reshape([1, 1, seq_length, 1]), *window).expand(shape)))
+        }
         AttentionMask::Lengths(lengths) => {
             let [batch_size] = lengths.dims();
             let shape = [batch_size, 1, seq_length, keys];

@@ -24,6 +24,7 @@ where
             CubeMask::Positions { positions: positions.into_primitive(), window }
         }
         AttentionMask::Lengths(lengths) => CubeMask::Lengths(lengths.into_primitive()),
+        AttentionMask::Documents { starts, window } => CubeMask::Documents { starts: starts.into_primitive(), window },
     }
 }
 
@@ -122,6 +123,7 @@ pub(crate) enum CubeMask<R: CubeRuntime> {
     Causal { window: Option<usize> },
     Positions { positions: CubeTensor<R>, window: Option<usize> },
     Lengths(CubeTensor<R>),
+    Documents { starts: CubeTensor<R>, window: Option<usize> },
 }
 
 impl<R: CubeRuntime> CubeMask<R> {
@@ -131,12 +133,13 @@ impl<R: CubeRuntime> CubeMask<R> {
             Self::Causal { .. } => MaskKind::Causal,
             Self::Positions { .. } => MaskKind::Positions,
             Self::Lengths(_) => MaskKind::Lengths,
+            Self::Documents { .. } => MaskKind::Documents,
         }
     }
 
     pub(super) fn window(&self) -> i32 {
         match self {
-            Self::Causal { window } | Self::Positions { window, .. } => {
+            Self::Causal { window } | Self::Positions { window, .. } | Self::Documents { window, .. } => {
                 window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW as usize) as i32)
             }
             Self::None | Self::Lengths(_) => NO_WINDOW,
@@ -146,7 +149,9 @@ impl<R: CubeRuntime> CubeMask<R> {
     /// The mask's integers, or a tensor that stands in for them and is never read.
     pub(super) fn ints(&self, other: &CubeTensor<R>) -> CubeTensor<R> {
         match self {
-            Self::Positions { positions: ints, .. } | Self::Lengths(ints) => contiguous(ints.clone()),
+            Self::Positions { positions: ints, .. } | Self::Lengths(ints) | Self::Documents { starts: ints, .. } => {
+                contiguous(ints.clone())
+            }
             Self::None | Self::Causal { .. } => CubeTensor { dtype: DType::I32, ..other.clone() },
         }
     }

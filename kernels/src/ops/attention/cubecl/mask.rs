@@ -14,6 +14,7 @@ pub(super) enum MaskKind {
     Causal,
     Positions,
     Lengths,
+    Documents,
 }
 
 /// The numbers of an attention that may differ from launch to launch.
@@ -32,7 +33,7 @@ pub(super) struct Sizes {
     pub(super) kept: f32,
 }
 
-/// The last key that a query may see; the window before it ends there. `ints` are the mask's positions or lengths.
+/// The last key that a query may see; the window before it ends there. `ints` are the mask's positions, lengths or starts of documents.
 #[cube]
 pub(super) fn last_key<I: Int>(
     ints: &Array<I>,
@@ -43,11 +44,30 @@ pub(super) fn last_key<I: Int>(
 ) -> i32 {
     match mask {
         MaskKind::None => i32::cast_from(sizes.keys) - 1,
-        MaskKind::Causal => i32::cast_from(query + sizes.keys) - i32::cast_from(sizes.queries),
+        MaskKind::Causal | MaskKind::Documents => i32::cast_from(query + sizes.keys) - i32::cast_from(sizes.queries),
         MaskKind::Positions => {
             i32::cast_from(clamp_index::<I>(ints[(batch * sizes.queries + query) as usize], sizes.keys - 1))
         }
         MaskKind::Lengths => length::<I>(ints, batch, sizes) - 1,
+    }
+}
+
+/// The first key that a query may see; below zero where its window begins before all keys.
+#[cube]
+pub(super) fn first_seen<I: Int>(
+    ints: &Array<I>,
+    batch: u32,
+    query: u32,
+    sizes: &Sizes,
+    #[comptime] mask: MaskKind,
+) -> i32 {
+    let of_window = last_key::<I>(ints, batch, query, sizes, mask) - sizes.window + 1;
+    match mask {
+        MaskKind::Documents => {
+            let start = clamp_index::<I>(ints[(batch * sizes.queries + query) as usize], query);
+            max(of_window, i32::cast_from(start))
+        }
+        MaskKind::None | MaskKind::Causal | MaskKind::Positions | MaskKind::Lengths => of_window,
     }
 }
 
@@ -59,11 +79,11 @@ fn length<I: Int>(ints: &Array<I>, batch: u32, sizes: &Sizes) -> i32 {
     select(length < I::from_int(1), 1i32, some)
 }
 
-/// Whether a query whose last key is `last` sees `key`.
+/// Whether a query that may see the keys from `first` to `last` sees `key`.
 #[cube]
-pub(super) fn sees(key: u32, last: i32, sizes: &Sizes) -> bool {
+pub(super) fn sees(key: u32, first: i32, last: i32) -> bool {
     let key = i32::cast_from(key);
-    key <= last && key > last - sizes.window
+    key <= last && key >= first
 }
 
 /// Whether each of the queries `first_query .. first_query + queries` sees each of the keys
@@ -79,7 +99,7 @@ pub(super) fn all_seen<I: Int>(
     sizes: &Sizes,
     #[comptime] mask: MaskKind,
 ) -> bool {
-    if mask == MaskKind::Positions {
+    if mask == MaskKind::Positions || mask == MaskKind::Documents {
         false.runtime()
     } else {
         let there = first_query + queries <= sizes.queries && first_key + keys <= sizes.keys;
@@ -104,7 +124,12 @@ pub(super) fn keys_of<I: Int>(
     let after = min(first + count, sizes.queries);
     let mut start = keys;
     let mut end = 0i32;
-    if mask == MaskKind::Positions {
+    if mask == MaskKind::Documents {
+        for query in first..after {
+            start = min(start, max(first_seen::<I>(ints, batch, query, sizes, mask), 0i32));
+        }
+        end = last_key::<I>(ints, batch, after - 1, sizes, mask) + 1;
+    } else if mask == MaskKind::Positions {
         for query in first..after {
             let last = last_key::<I>(ints, batch, query, sizes, mask);
             let (row_start, row_end) = needed(last, last, sizes);
@@ -154,6 +179,8 @@ pub(super) fn queries_of<I: Int>(
             let high = select(blind, queries, min(after - 1 + sizes.window - ahead, queries));
             (u32::cast_from(low), u32::cast_from(max(low, high)))
         }
+        // A query sees its own key and others before it.
+        MaskKind::Documents => (first, sizes.queries),
         MaskKind::Lengths => {
             let length = length::<I>(ints, batch, sizes);
             let hidden = length > 0 && start >= length;

@@ -135,7 +135,7 @@ impl Hopper {
         let (causal, window) = match mask {
             CubeMask::None => (false, None),
             CubeMask::Causal { window } => (true, *window),
-            CubeMask::Positions { .. } | CubeMask::Lengths(_) => return None,
+            CubeMask::Positions { .. } | CubeMask::Lengths(_) | CubeMask::Documents { .. } => return None,
         };
         // The maximum is taken before the scores are scaled.
         let scale = options.scale as f32;

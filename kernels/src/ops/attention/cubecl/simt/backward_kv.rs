@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{Sizes, last_key, queries_of, sees};
+use super::super::mask::{Sizes, first_seen, last_key, queries_of, sees};
 use super::super::parts::{Place, cube_place};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, score_gradient, store, write_tile, zeroed};
@@ -133,6 +133,7 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
                 let row = first_query + x * 4 + j as u32;
                 let inside = row < sizes.queries;
                 let row = min(row, sizes.queries - 1);
+                let begin = first_seen::<I>(ints, batch, row, sizes, mask);
                 let last = last_key::<I>(ints, batch, row, sizes, mask);
                 let log = statistics[((line + row) * 2) as usize];
                 let delta = statistics[((line + row) * 2 + 1) as usize];
@@ -146,7 +147,7 @@ fn backward_kv_kernel<F: Float, I: Int, N: Size>(
                     let (dropped, d_score) = score_gradient(
                         scores[i * 4 + j],
                         d_scores[i * 4 + j],
-                        sees(key, last, sizes),
+                        sees(key, begin, last),
                         inside,
                         log,
                         delta,

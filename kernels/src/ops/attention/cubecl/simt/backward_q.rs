@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{Sizes, keys_of, last_key, sees};
+use super::super::mask::{Sizes, first_seen, keys_of, last_key, sees};
 use super::super::parts::{Place, cube_place};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, score_gradient, store, write_tile, zeroed};
@@ -99,6 +99,7 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
 
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
+    let mut begin = Array::<i32>::new(4usize);
     let mut last = Array::<i32>::new(4usize);
     let mut log = Array::<f32>::new(4usize);
     let mut delta = Array::<f32>::new(4usize);
@@ -106,6 +107,7 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
     #[unroll]
     for i in 0..4usize {
         let row = min(first + y * 4 + i as u32, sizes.queries - 1);
+        begin[i] = first_seen::<I>(ints, batch, row, sizes, mask);
         last[i] = last_key::<I>(ints, batch, row, sizes, mask);
         log[i] = statistics[((line + row) * 2) as usize];
         delta[i] = statistics[((line + row) * 2 + 1) as usize];
@@ -146,7 +148,7 @@ fn backward_q_kernel<F: Float, I: Int, N: Size>(
                 let (_, d_score) = score_gradient(
                     scores[i * 4 + j],
                     d_scores[i * 4 + j],
-                    sees(key, last[i], sizes),
+                    sees(key, begin[i], last[i]),
                     key < sizes.keys,
                     log[i],
                     delta[i],

@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{Sizes, keys_of, last_key, sees};
+use super::super::mask::{Sizes, first_seen, keys_of, last_key, sees};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept_pair};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes, width};
 use super::tile::{accumulate, clear, dots, load, store, zeroed};
@@ -96,11 +96,13 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
 
     let x = UNIT_POS % side;
     let y = UNIT_POS / side;
+    let mut begin = Array::<i32>::new(4usize);
     let mut last = Array::<i32>::new(4usize);
     let mut bits = Array::<u32>::new(4usize);
     #[unroll]
     for i in 0..4usize {
         let row = min(first + y * 4 + i as u32, sizes.queries - 1);
+        begin[i] = first_seen::<I>(ints, batch, row, sizes, mask);
         last[i] = last_key::<I>(ints, batch, row, sizes, mask);
         if comptime!(variant.drops) {
             bits[i] = row_bits(line + row, rounds);
@@ -135,7 +137,7 @@ fn forward_kernel<F: Float, I: Int, N: Size>(
             #[unroll]
             for j in 0..4usize {
                 let key = first_key + x * 4 + j as u32;
-                let score = select(sees(key, last[i], sizes), scores[i * 4 + j] * sizes.scale, MASKED);
+                let score = select(sees(key, begin[i], last[i]), scores[i * 4 + j] * sizes.scale, MASKED);
                 let score = select(key < sizes.keys, score, OUTSIDE);
                 scores[i * 4 + j] = score;
                 row_highest = max(row_highest, score);

@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{Sizes, all_seen, last_key, queries_of, sees};
+use super::super::mask::{Sizes, all_seen, first_seen, last_key, queries_of, sees};
 use super::super::parts::{OUTSIDE, Place, cube_place, kept};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes};
 use super::tile::{accumulate, dots, fetch, hold, load, put, store};
@@ -176,13 +176,15 @@ fn backward_kv_kernel<F: Float, I: Int>(
                 #[unroll]
                 for j in 0..2usize {
                     let query = first_query + comptime!((block * 8 + j) as u32) + lane_column;
-                    let last = last_key::<I>(ints, batch, min(query, sizes.queries - 1), sizes, mask);
+                    let row = min(query, sizes.queries - 1);
+                    let begin = first_seen::<I>(ints, batch, row, sizes, mask);
+                    let last = last_key::<I>(ints, batch, row, sizes, mask);
                     #[unroll]
                     for i in 0..lines {
                         let index = comptime!(((i / 2) * blocks + block) * 2 + i % 2);
                         let key = first + plane_row + lane_row + comptime!(i as u32 * 8);
                         let mut pair = scores[index];
-                        let score = select(sees(key, last, sizes), pair[j], MASKED);
+                        let score = select(sees(key, begin, last), pair[j], MASKED);
                         pair[j] = select(query < sizes.queries, score, OUTSIDE);
                         scores[index] = pair;
                     }

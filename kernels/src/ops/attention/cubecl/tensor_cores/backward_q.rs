@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::super::mask::{Sizes, all_seen, keys_of, last_key};
+use super::super::mask::{Sizes, all_seen, first_seen, keys_of, last_key};
 use super::super::parts::{Place, cube_place, kept_pair};
 use super::super::{CubeMask, Dims, Heads, rounds, sizes};
 use super::tile::{accumulate, dots, fetch, hide, hold, load, put, store};
@@ -101,6 +101,7 @@ fn backward_q_kernel<F: Float, I: Int>(
     let plane_row = UNIT_POS / 32 * comptime!(16 * variant.bands as u32);
     let lane_row = UNIT_POS % 32 / 4;
     let lane_column = UNIT_POS % 4 * 2;
+    let mut begin = Array::<i32>::new(lines);
     let mut last = Array::<i32>::new(lines);
     let mut bits = Array::<u32>::new(lines);
     let mut log = Array::<f32>::new(lines);
@@ -108,6 +109,7 @@ fn backward_q_kernel<F: Float, I: Int>(
     #[unroll]
     for i in 0..lines {
         let row = min(first + plane_row + lane_row + comptime!(i as u32 * 8), sizes.queries - 1);
+        begin[i] = first_seen::<I>(ints, batch, row, sizes, mask);
         last[i] = last_key::<I>(ints, batch, row, sizes, mask);
         let pair = statistics[(line + row) as usize];
         log[i] = pair[0usize];
@@ -160,7 +162,7 @@ fn backward_q_kernel<F: Float, I: Int>(
             scores[i] *= scale;
         }
         if !all_seen::<I>(ints, batch, first, tile, first_key, columns, sizes, mask) {
-            hide(&mut scores, &last, first_key + lane_column, sizes, variant);
+            hide(&mut scores, &begin, &last, first_key + lane_column, sizes, variant);
         }
         #[unroll]
         for i in 0..lines {

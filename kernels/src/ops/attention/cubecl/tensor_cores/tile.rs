@@ -8,11 +8,12 @@ use super::{UNITS, Variant};
 use crate::cubecl::tensor_cores::{Half, Pair, Wide, left_rows, multiply, right_columns, right_rows};
 use crate::masked::MASKED;
 
-/// Hides scores of a plane's queries: those of keys that a row, of which `last` holds the last keys, does not see, and
-/// those of keys past the last one. `first_key` is that of the lane's first column.
+/// Hides scores of a plane's queries: those of keys that a row, which may see those from its `begin` to its `last`, does not
+/// see, and those of keys past the last one. `first_key` is that of the lane's first column.
 #[cube]
 pub(super) fn hide(
     scores: &mut Array<Pair>,
+    begin: &Array<i32>,
     last: &Array<i32>,
     first_key: u32,
     sizes: &Sizes,
@@ -28,7 +29,7 @@ pub(super) fn hide(
             #[unroll]
             for j in 0..2usize {
                 let key = first_key + comptime!((block * 8 + j) as u32);
-                let score = select(sees(key, last[i], sizes), pair[j], MASKED);
+                let score = select(sees(key, begin[i], last[i]), pair[j], MASKED);
                 pair[j] = select(key < sizes.keys, score, OUTSIDE);
             }
             scores[index] = pair;
