@@ -119,7 +119,12 @@ def train(size, batch=None):
         optimizer.zero_grad(set_to_none=True)
 
     name = "compile" if GPU else "eager"
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
     show(what, f"{name} {label}B={batch} T={seq_length}", batch * seq_length / seconds(step), "tokens/s")
+    if GPU:
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        show(f"peak memory, {what}", f"{name} {label}B={batch} T={seq_length}", peak, "GB")
 
 
 class QwenLayer(nn.Module):

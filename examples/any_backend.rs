@@ -11,7 +11,7 @@ use fireclay::Failure;
 use fireclay::backend::{BackendName, OnBackend};
 use fireclay::tasks::language;
 use fireclay::training::optimizer::{Optimizer, ParameterGradients};
-use fireclay_datasets::{Corpus, TextCorpus, Tokenizer, TokenizerKind};
+use fireclay_datasets::{BatchKey, Corpus, TextCorpus, Tokenizer, TokenizerKind};
 use fireclay_kernels::{AdamW, Backend, HeadLossOptions, SampledRows, Sampling};
 use fireclay_model::TransformerConfig;
 
@@ -52,7 +52,7 @@ impl OnBackend for Counting {
         let mut model = config.init::<Autodiff<B>>(1, &device)?;
         let mut optimizer = Optimizer::new(&model);
         for step in 0..self.steps {
-            let batch = corpus.batch(1, step, 8);
+            let batch = corpus.batch(BatchKey::new(1, step), 8)?;
             let loss = language::loss(&model, &batch, HeadLossOptions::new(), &device);
             let gradients = ParameterGradients::take(&model, loss.backward());
             (model, _) = optimizer.step(model, gradients, ADAMW);

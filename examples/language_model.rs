@@ -21,7 +21,7 @@ fn main() -> Result<(), Failure> {
 
     let (mut losses, mut pending) = (Vec::new(), Vec::new());
     while trainer.step() < recipe.training.steps {
-        pending.push(trainer.train_step());
+        pending.push(trainer.train_step()?);
         // Losses stay on the device until they are read, some at a time.
         if pending.len() == 50 || trainer.step() == recipe.training.steps {
             for (loss, _) in read_steps(&std::mem::take(&mut pending))? {

@@ -80,9 +80,9 @@ fn repeater(folder: &Path) -> Result<PathBuf, Failure> {
         .with("seq_length", "44")?
         .with("batch_size", "32")?
         .with("steps", "600")?;
-    let mut trainer = Trainer::<B>::new(&recipe, Task::Language(Language { corpus, tokenizer }), Default::default())?;
+    let mut trainer = Trainer::<B>::new(&recipe, Task::Language(Language::new(corpus, tokenizer)), Default::default())?;
     while trainer.step() < recipe.training.steps {
-        let step = trainer.train_step();
+        let step = trainer.train_step()?;
         if trainer.step() % 100 == 0 {
             println!("step {}: loss {:.3}", trainer.step(), step.loss()?);
         }

@@ -19,7 +19,7 @@ fn main() -> Result<(), Failure> {
     let recipe = Recipe::shipped("home")?.with("steps", &steps)?;
     let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device)?;
     while trainer.step() < recipe.training.steps {
-        let step = trainer.train_step();
+        let step = trainer.train_step()?;
         if trainer.step() % 100 == 0 {
             println!("step {}: loss {:.3}", trainer.step(), step.loss()?);
         }

@@ -10,7 +10,7 @@
 //!
 //! let recipe = Recipe::shipped("stories")?.with("d_model", "16")?.with("n_layers", "1")?.with("batch_size", "2")?;
 //! let mut trainer = Trainer::<NdArray>::new(&recipe, recipe.task()?, Default::default())?;
-//! let first = trainer.train_step().loss()?;
+//! let first = trainer.train_step()?.loss()?;
 //! assert!(first > 4.0, "an untrained model knows nothing of 394 words: {first}");
 //! # Ok::<(), fireclay::Failure>(())
 //! ```
@@ -31,10 +31,14 @@ pub mod language_model;
 pub mod plots;
 pub mod precision;
 pub mod prediction;
+mod process_memory;
 pub mod profiling;
+pub mod progress;
 pub mod run_folder;
+pub mod runs;
 pub mod stdout;
 pub mod tasks;
+pub mod token_cache;
 pub mod training;
 
 pub use failure::Failure;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! config.json  model.safetensors  tokenizer.json     the best model so far; labels.json, done.json where there are such
-//! metrics.jsonl  loss.svg  confusion.svg             how it went; the last for utterances
+//! run.json  metrics.jsonl                            what it was, and how it went
+//! report.html  loss.svg  confusion.svg  tensorboard/ the same to look at; confusion.svg for utterances
 //! training/step-00000500/                            the last few checkpoints, each a model folder with
 //!     optimizer.safetensors  state.json              the optimizer's moments and everything else
 //! training/run.lock                                  held by the process that trains
@@ -30,6 +31,12 @@ pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 pub(crate) const STATE: &str = "state.json";
 /// Where a finished run keeps the figures of its `done` line.
 pub(crate) const DONE: &str = "done.json";
+/// What the run was.
+pub(crate) const RECORD: &str = "run.json";
+/// How it went, for TensorBoard.
+pub(crate) const TENSORBOARD: &str = "tensorboard";
+/// How it went, as a page.
+pub(crate) const REPORT: &str = "report.html";
 const LOCK: &str = "run.lock";
 /// What a model folder holds; the last two only where texts have an end token, or utterances labels.
 const MODEL_FILES: [&str; 5] = [CONFIG, TOKENIZER, WEIGHTS, GENERATION, LABELS];
@@ -241,6 +248,12 @@ fn lock(folder: &Path) -> Result<File, Failure> {
         }
         Err(TryLockError::Error(error)) => Err(Failure::io(&path)(error)),
     }
+}
+
+/// Whether a process trains in `folder`.
+pub(crate) fn is_locked(folder: &Path) -> bool {
+    let file = File::options().write(true).open(training(folder).join(LOCK));
+    file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
 /// A file of a model in `folder`, if there is one.

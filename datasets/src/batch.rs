@@ -11,13 +11,21 @@ pub const IGNORED_TARGET: i32 = -100;
 pub struct TokenBatch {
     inputs: Vec<i32>,
     targets: Vec<i32>,
+    /// Where documents are to be told apart, the token that ends one, and for each token the place in its row where its document
+    /// begins.
+    documents: Option<(u32, Vec<i32>)>,
     seq_length: usize,
 }
 
 impl TokenBatch {
     /// A batch without rows, of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
-        Self { inputs: Vec::new(), targets: Vec::new(), seq_length }
+        Self { inputs: Vec::new(), targets: Vec::new(), documents: None, seq_length }
+    }
+
+    /// A batch without rows, in whose rows `end` ends a document.
+    pub(crate) fn of_documents(seq_length: usize, end: u32) -> Self {
+        Self { documents: Some((end, Vec::new())), ..Self::empty(seq_length) }
     }
 
     /// Adds a row that predicts each of `tokens` after the first, filled up with positions that do not count.
@@ -25,6 +33,16 @@ impl TokenBatch {
         let pairs = tokens.len().saturating_sub(1).min(self.seq_length);
         let filling = self.seq_length - pairs;
         let padding = tokens.first().map_or(0, |token| *token as i32);
+        if let Some((end, starts)) = &mut self.documents {
+            let mut start = 0;
+            starts.extend((0..self.seq_length).map(|at| {
+                let here = start;
+                if tokens.get(at) == Some(end) {
+                    start = at as i32 + 1;
+                }
+                here
+            }));
+        }
         self.inputs.extend(tokens[..pairs].iter().map(|token| *token as i32));
         self.inputs.extend(std::iter::repeat_n(padding, filling));
         self.targets.extend(tokens[1..=pairs].iter().map(|token| *token as i32));
@@ -39,6 +57,11 @@ impl TokenBatch {
     /// What follows each token, or [`IGNORED_TARGET`].
     pub fn targets(&self) -> &[i32] {
         &self.targets
+    }
+
+    /// For each token the place in its row where its document begins, where documents are to be told apart.
+    pub fn document_starts(&self) -> Option<&[i32]> {
+        self.documents.as_ref().map(|(_, starts)| starts.as_slice())
     }
 
     /// Number of rows.
@@ -59,20 +82,30 @@ impl TokenBatch {
     /// The same rows in `parts` batches of equal size, or in fewer where there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
         let rows = self.batch_size().div_ceil(parts.max(1)).max(1) * self.seq_length;
-        let chunks = self.inputs.chunks(rows).zip(self.targets.chunks(rows));
-        let part = |(inputs, targets): (&[i32], &[i32])| Self {
-            inputs: inputs.to_vec(),
-            targets: targets.to_vec(),
-            seq_length: self.seq_length,
+        let part = |begin: usize| {
+            let range = begin..self.inputs.len().min(begin + rows);
+            Self {
+                inputs: self.inputs[range.clone()].to_vec(),
+                targets: self.targets[range.clone()].to_vec(),
+                documents: self.documents.as_ref().map(|(end, starts)| (*end, starts[range].to_vec())),
+                seq_length: self.seq_length,
+            }
         };
-        chunks.map(part).collect()
+        (0..self.inputs.len()).step_by(rows).map(part).collect()
     }
 
     /// Tokens and targets on the device, each `[batch_size, seq_length]`, in one upload each.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
-        let shape = [self.batch_size(), self.seq_length];
+        (self.upload(&self.inputs, device), self.upload(&self.targets, device))
+    }
+
+    /// [`document_starts`](Self::document_starts) on the device, `[batch_size, seq_length]`.
+    pub fn document_starts_on<B: Backend>(&self, device: &B::Device) -> Option<Tensor<B, 2, Int>> {
+        self.document_starts().map(|starts| self.upload(starts, device))
+    }
+
+    fn upload<B: Backend>(&self, values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> {
         // As one row, and then as many: devices may lay the rows of a matrix apart.
-        let upload = |values: &[i32]| Tensor::<B, 1, Int>::from_data(values, device).reshape(shape);
-        (upload(&self.inputs), upload(&self.targets))
+        Tensor::<B, 1, Int>::from_data(values, device).reshape([self.batch_size(), self.seq_length])
     }
 }

@@ -1,9 +1,13 @@
 //! What a language model trains on: a text, or stories that the program writes itself.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use crate::batch::TokenBatch;
 use crate::embedded::stories::StoryGrammar;
 use crate::error::DataError;
 use crate::random::Generator;
+use crate::token_files::TokenFiles;
 use crate::tokenizer::Tokenizer;
 
 /// The part of a corpus to take from.
@@ -13,6 +17,32 @@ pub enum Split {
     Train,
     /// What is held out.
     Valid,
+}
+
+/// Which training batch: all that it depends on beside the corpus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchKey {
+    /// Where all draws come from.
+    pub seed: u64,
+    /// Counted from zero.
+    pub step: u64,
+    /// Which of `ranks` processes it is for, each of which has its own rows of the step.
+    pub rank: u64,
+    /// How many share the step's rows.
+    pub ranks: u64,
+}
+
+impl BatchKey {
+    /// All rows of a step.
+    pub fn new(seed: u64, step: u64) -> Self {
+        Self { seed, step, rank: 0, ranks: 1 }
+    }
+
+    /// The numbers of this rank's rows among those of its step.
+    fn rows(self, batch_size: usize) -> std::ops::Range<u64> {
+        let first = self.rank * batch_size as u64;
+        first..first + batch_size as u64
+    }
 }
 
 /// A source of training and validation batches.
@@ -25,22 +55,29 @@ pub enum Corpus {
 }
 
 impl Corpus {
-    /// The training batch of a step: a pure function of `seed` and `step`.
-    pub fn batch(&self, seed: u64, step: u64, batch_size: usize) -> TokenBatch {
+    /// A training batch of `batch_size` rows: a pure function of `key`.
+    ///
+    /// # Errors
+    /// If the tokens are in files, and these cannot be read any more.
+    pub fn batch(&self, key: BatchKey, batch_size: usize) -> Result<TokenBatch, DataError> {
         match self {
-            Self::Text(text) => text.batch(seed, step, batch_size),
-            Self::Stories(stories) => stories.batch(Split::Train, seed, step, batch_size),
+            Self::Text(text) => text.batch(key, batch_size),
+            Self::Stories(stories) => Ok(stories.rows(Split::Train, key, batch_size)),
         }
     }
 
     /// Validation batches: the same ones every time, about `tokens` targets of them, or all there are.
-    pub fn valid_batches(&self, batch_size: usize, tokens: usize) -> Vec<TokenBatch> {
+    ///
+    /// # Errors
+    /// As [`batch`](Self::batch).
+    pub fn valid_batches(&self, batch_size: usize, tokens: usize) -> Result<Vec<TokenBatch>, DataError> {
         match self {
             Self::Text(text) => text.valid_batches(batch_size, tokens),
             Self::Stories(stories) => {
                 let per_batch = batch_size * stories.seq_length;
                 let batches = tokens.div_ceil(per_batch).max(1) as u64;
-                (0..batches).map(|step| stories.batch(Split::Valid, 0, step, batch_size)).collect()
+                let batch = |step| stories.rows(Split::Valid, BatchKey::new(0, step), batch_size);
+                Ok((0..batches).map(batch).collect())
             }
         }
     }
@@ -48,7 +85,7 @@ impl Corpus {
     /// The token that ends a text of this corpus, where there is one.
     pub fn end_token(&self) -> Option<u32> {
         match self {
-            Self::Text(_) => None,
+            Self::Text(text) => text.end_token,
             Self::Stories(stories) => Some(stories.line_break),
         }
     }
@@ -62,12 +99,51 @@ impl Corpus {
     }
 }
 
-/// A text as tokens, the tail of it held out.
+/// One or several texts as tokens, a part of each held out.
 #[derive(Debug)]
 pub struct TextCorpus {
-    train: Vec<u32>,
-    valid: Vec<u32>,
+    parts: Vec<Part>,
     seq_length: usize,
+    end_token: Option<u32>,
+    /// Whether a token sees none before its own document.
+    documents_apart: bool,
+}
+
+/// A text, and how often it is drawn from.
+#[derive(Debug)]
+struct Part {
+    train: Tokens,
+    valid: Tokens,
+    weight: f64,
+}
+
+/// A stretch of tokens.
+#[derive(Debug)]
+struct Tokens {
+    place: Place,
+    range: Range<u64>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Memory(Vec<u32>),
+    Train(Arc<TokenFiles>),
+    Valid(Arc<TokenFiles>),
+}
+
+impl Tokens {
+    fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    fn read(&self, begin: u64, count: usize) -> Result<Vec<u32>, DataError> {
+        let begin = self.range.start + begin;
+        match &self.place {
+            Place::Memory(tokens) => Ok(tokens[begin as usize..begin as usize + count].to_vec()),
+            Place::Train(files) => files.train.read(begin, count),
+            Place::Valid(files) => files.valid.read(begin, count),
+        }
+    }
 }
 
 impl TextCorpus {
@@ -76,39 +152,111 @@ impl TextCorpus {
     /// # Errors
     /// If what is left to train on is shorter than one row and its targets, or nothing could be held out.
     pub fn new(mut tokens: Vec<u32>, seq_length: usize, holdout: f64) -> Result<Self, DataError> {
-        let total = tokens.len();
-        let train = (total as f64 * (1.0 - holdout)) as usize;
-        if train <= seq_length || total - train < 2 {
-            let needed = ((seq_length + 1) as f64 / (1.0 - holdout)).ceil().max(2.0 / holdout) as usize;
-            return Err(DataError::Short { tokens: total, seq_length, needed });
-        }
-        let valid = tokens.split_off(train);
-        Ok(Self { train: tokens, valid, seq_length })
+        let train = held_in(tokens.len() as u64, seq_length, holdout)?;
+        let valid = tokens.split_off(train as usize);
+        let whole = |tokens: Vec<u32>| Tokens { range: 0..tokens.len() as u64, place: Place::Memory(tokens) };
+        let parts = vec![Part { train: whole(tokens), valid: whole(valid), weight: 1.0 }];
+        Ok(Self { parts, seq_length, end_token: None, documents_apart: false })
     }
 
-    fn batch(&self, seed: u64, step: u64, batch_size: usize) -> TokenBatch {
-        let mut batch = TokenBatch::empty(self.seq_length);
-        for row in 0..batch_size {
-            let start = Generator::new(seed, step, row as u64).below(self.train.len() - self.seq_length);
-            batch.push(&self.train[start..=start + self.seq_length]);
-        }
-        batch
+    /// Token files, each drawn from as often as its weight says, above 0 and to be compared with those of the others. Of those that
+    /// have no documents held out the share `holdout` at the end is. Rows are of `seq_length` tokens.
+    ///
+    /// # Errors
+    /// If one has too few tokens for a row, or nothing could be held out.
+    pub fn of_files(files: Vec<(TokenFiles, f64)>, seq_length: usize, holdout: f64) -> Result<Self, DataError> {
+        let end_token = files.first().and_then(|(files, _)| files.manifest().end_token);
+        let part = |(files, weight): (TokenFiles, f64)| {
+            let files = Arc::new(files);
+            let (train, total) = (files.train.len(), files.len());
+            let (train, valid) = if files.manifest().held_out_documents.is_some() {
+                let valid = files.valid.len();
+                if train <= seq_length as u64 || valid < 2 {
+                    return Err(short(total, seq_length, holdout));
+                }
+                (0..train, Tokens { place: Place::Valid(Arc::clone(&files)), range: 0..valid })
+            } else {
+                let train = held_in(total, seq_length, holdout)?;
+                (0..train, Tokens { place: Place::Train(Arc::clone(&files)), range: train..total })
+            };
+            Ok(Part { train: Tokens { place: Place::Train(files), range: train }, valid, weight })
+        };
+        let parts = files.into_iter().map(part).collect::<Result<_, _>>()?;
+        Ok(Self { parts, seq_length, end_token, documents_apart: false })
     }
 
-    /// The held-out tail from its start, row after row, each predicting from nothing but its own beginning.
-    fn valid_batches(&self, batch_size: usize, tokens: usize) -> Vec<TokenBatch> {
-        let rows: Vec<&[u32]> = (0..self.valid.len() - 1)
-            .step_by(self.seq_length)
-            .map(|start| &self.valid[start..self.valid.len().min(start + self.seq_length + 1)])
-            .take(tokens.div_ceil(self.seq_length).max(1))
-            .collect();
-        let batch = |rows: &[&[u32]]| {
-            let mut batch = TokenBatch::empty(self.seq_length);
+    /// In whose rows a token sees none before its own document.
+    ///
+    /// # Errors
+    /// If its tokenizer has no token between documents.
+    pub fn with_documents_apart(mut self) -> Result<Self, DataError> {
+        if self.end_token.is_none() {
+            let reason = "its tokenizer has no token that ends a document, so that they cannot be told apart";
+            return Err(DataError::Tokenizer(reason.into()));
+        }
+        self.documents_apart = true;
+        Ok(self)
+    }
+
+    fn batch(&self, key: BatchKey, batch_size: usize) -> Result<TokenBatch, DataError> {
+        let mut batch = self.empty();
+        for row in key.rows(batch_size) {
+            let mut generator = Generator::new(key.seed, key.step, row);
+            let part = match self.parts.as_slice() {
+                [only] => only,
+                parts => {
+                    let whole: f64 = parts.iter().map(|part| part.weight).sum();
+                    let odds = parts.iter().map(|part| part.weight / whole).enumerate();
+                    &parts[generator.pick(odds).0]
+                }
+            };
+            let start = generator.below((part.train.len() - self.seq_length as u64) as usize);
+            batch.push(&part.train.read(start as u64, self.seq_length + 1)?);
+        }
+        Ok(batch)
+    }
+
+    /// The held-out parts from their starts, each for its share of `tokens`, row after row, each predicting from nothing but its own
+    /// beginning.
+    fn valid_batches(&self, batch_size: usize, tokens: usize) -> Result<Vec<TokenBatch>, DataError> {
+        let whole: f64 = self.parts.iter().map(|part| part.weight).sum();
+        let mut rows = Vec::new();
+        for Part { valid, weight, .. } in &self.parts {
+            let wanted = (tokens as f64 * weight / whole) as usize;
+            let starts = (0..valid.len() - 1).step_by(self.seq_length);
+            for start in starts.take(wanted.div_ceil(self.seq_length).max(1)) {
+                let count = (valid.len() - start).min(self.seq_length as u64 + 1);
+                rows.push(valid.read(start, count as usize)?);
+            }
+        }
+        let batch = |rows: &[Vec<u32>]| {
+            let mut batch = self.empty();
             rows.iter().for_each(|row| batch.push(row));
             batch
         };
-        rows.chunks(batch_size).map(batch).collect()
+        Ok(rows.chunks(batch_size).map(batch).collect())
     }
+
+    fn empty(&self) -> TokenBatch {
+        match self.end_token.filter(|_| self.documents_apart) {
+            Some(end) => TokenBatch::of_documents(self.seq_length, end),
+            None => TokenBatch::empty(self.seq_length),
+        }
+    }
+}
+
+/// How many of `total` tokens are not held out.
+fn held_in(total: u64, seq_length: usize, holdout: f64) -> Result<u64, DataError> {
+    let train = (total as f64 * (1.0 - holdout)) as u64;
+    if train <= seq_length as u64 || total - train < 2 {
+        return Err(short(total, seq_length, holdout));
+    }
+    Ok(train)
+}
+
+fn short(total: u64, seq_length: usize, holdout: f64) -> DataError {
+    let needed = ((seq_length + 1) as f64 / (1.0 - holdout)).ceil().max(2.0 / holdout) as usize;
+    DataError::Short { tokens: total as usize, seq_length, needed }
 }
 
 /// Stories without end, whole stories in each row.
@@ -141,13 +289,17 @@ impl StoryCorpus {
 
     /// A batch of rows, each a line break and then as many whole stories as fit.
     pub fn batch(&self, split: Split, seed: u64, step: u64, batch_size: usize) -> TokenBatch {
+        self.rows(split, BatchKey::new(seed, step), batch_size)
+    }
+
+    fn rows(&self, split: Split, key: BatchKey, batch_size: usize) -> TokenBatch {
         let mut batch = TokenBatch::empty(self.seq_length);
-        for row in 0..batch_size as u64 {
-            let first = (step * batch_size as u64 + row) * self.seq_length as u64;
+        for row in key.rows(batch_size) {
+            let first = (key.step * key.ranks * batch_size as u64 + row) * self.seq_length as u64;
             let first = if split == Split::Valid { first + HELD_OUT } else { first };
             let mut tokens = vec![self.line_break];
             for index in first.. {
-                let story = self.grammar.story(seed, index);
+                let story = self.grammar.story(key.seed, index);
                 if tokens.len() + story.tokens.len() > self.seq_length + 1 && tokens.len() > 1 {
                     break;
                 }
@@ -156,5 +308,100 @@ impl StoryCorpus {
             batch.push(&tokens);
         }
         batch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::ops::ControlFlow;
+
+    use super::*;
+    use crate::sources::TextSource;
+    use crate::token_files::{PrepareOptions, prepare};
+    use crate::tokenizer::TokenizerKind;
+
+    fn text(words: &str, count: usize) -> String {
+        (0..count).map(|at| format!("{at} {words}\n")).collect()
+    }
+
+    fn files(folder: &std::path::Path, name: &str, text: &str, kind: TokenizerKind) -> TokenFiles {
+        let path = folder.join(format!("{name}.txt"));
+        fs::write(&path, text).expect("writable");
+        let tokenizer = Tokenizer::train(kind, text).expect("a tokenizer");
+        let source = TextSource::open(&path, "text").expect("a file");
+        let options = PrepareOptions { shard: 500, ..PrepareOptions::default() };
+        prepare(&source, &tokenizer, &folder.join(name), options, &mut |_| ControlFlow::Continue(())).expect("prepared")
+    }
+
+    #[test]
+    fn files_and_memory_give_the_same_batches() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let text = text("kiln", 400);
+        let files = files(folder.path(), "a", &text, TokenizerKind::Byte);
+        let encoded = files.tokenizer().expect("its own").encode(&text).expect("any text");
+        let memory = Corpus::Text(TextCorpus::new(encoded, 16, 0.2).expect("long enough"));
+        let files = Corpus::Text(TextCorpus::of_files(vec![(files, 1.0)], 16, 0.2).expect("long enough"));
+        for step in 0..5 {
+            let of = |corpus: &Corpus| corpus.batch(BatchKey::new(3, step), 4).expect("readable");
+            assert_eq!(of(&memory), of(&files));
+        }
+        let of = |corpus: &Corpus| corpus.valid_batches(4, 500).expect("readable");
+        assert_eq!(of(&memory), of(&files));
+    }
+
+    #[test]
+    fn the_ranks_of_a_step_share_its_rows() {
+        let tokens = Corpus::Text(TextCorpus::new((0..5000).collect(), 8, 0.1).expect("long enough"));
+        for corpus in [tokens, Corpus::Stories(StoryCorpus::new(64))] {
+            let whole = corpus.batch(BatchKey::new(1, 7), 6).expect("in memory");
+            let of_rank = |rank| corpus.batch(BatchKey { seed: 1, step: 7, rank, ranks: 3 }, 2).expect("in memory");
+            let shared: Vec<i32> = (0..3).flat_map(|rank| of_rank(rank).inputs().to_vec()).collect();
+            assert_eq!(shared, whole.inputs());
+        }
+    }
+
+    #[test]
+    fn several_texts_are_drawn_from_by_their_weights() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let files = |name, words| files(folder.path(), name, &text(words, 900), TokenizerKind::Byte);
+        let corpus = vec![(files("a", "aaaa"), 3.0), (files("b", "bbbb"), 1.0)];
+        let a = corpus[0].0.tokenizer().expect("its own").encode("a").expect("any text")[0] as i32;
+        let corpus = TextCorpus::of_files(corpus, 32, 0.1).expect("long enough");
+        let batch = corpus.batch(BatchKey::new(1, 0), 400).expect("readable");
+        let rows = batch.inputs().chunks(32).filter(|row| row.contains(&a)).count();
+        assert!((260..340).contains(&rows), "{rows} of 400");
+        let valid = corpus.valid_batches(1, 400).expect("readable");
+        let rows = valid.iter().filter(|row| row.inputs().contains(&a)).count();
+        assert_eq!((rows, valid.len()), (10, 14));
+    }
+
+    #[test]
+    fn a_token_sees_none_before_its_own_document() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let lines: String = (0..80).map(|at| format!("{{\"text\": \"kiln {at}\"}}\n")).collect();
+        let path = folder.path().join("a.jsonl");
+        fs::write(&path, lines).expect("writable");
+        let tokenizer = Tokenizer::train(TokenizerKind::Bpe(260), "kiln 0123456789").expect("a tokenizer");
+        let source = TextSource::open(&path, "text").expect("a file");
+        let tokens = folder.path().join("tokens");
+        let made = prepare(&source, &tokenizer, &tokens, PrepareOptions::default(), &mut |_| ControlFlow::Continue(()));
+        let corpus = TextCorpus::of_files(vec![(made.expect("prepared"), 1.0)], 24, 0.1).expect("long enough");
+        let corpus = corpus.with_documents_apart().expect("there is an end token");
+        let batch = corpus.batch(BatchKey::new(1, 0), 10).expect("readable");
+        let (end, starts) = (tokenizer.end_token().expect("one") as i32, batch.document_starts().expect("apart"));
+        for (row, starts) in batch.inputs().chunks(24).zip(starts.chunks(24)) {
+            let mut start = 0;
+            for (at, token) in row.iter().enumerate() {
+                assert_eq!(starts[at], start, "{row:?}");
+                if *token == end {
+                    start = at as i32 + 1;
+                }
+            }
+            assert!(start > 0);
+        }
+        let bytes = files(folder.path(), "b", &text("b", 300), TokenizerKind::Byte);
+        let refused = TextCorpus::of_files(vec![(bytes, 1.0)], 8, 0.1).expect("long enough").with_documents_apart();
+        assert!(refused.expect_err("no end token").to_string().contains("has no token that ends a document"));
     }
 }

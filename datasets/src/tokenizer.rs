@@ -1,8 +1,14 @@
 //! Text to tokens and back: bytes, characters, words or byte pairs, each kept as the hub's `tokenizer.json`.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
+use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
@@ -13,10 +19,10 @@ use tokenizers::{
     PreTokenizer,
 };
 
-use crate::encoder::Encoder;
 use crate::error::DataError;
 use crate::inputs::hex;
-use crate::sources::cut_between_words;
+use crate::sources::{TextSource, cut_between_words};
+use crate::words::Words;
 
 /// The token between texts of a trained byte-pair tokenizer.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -47,15 +53,63 @@ impl Tokenizer {
     pub fn train(kind: TokenizerKind, text: &str) -> Result<Self, DataError> {
         match kind {
             TokenizerKind::Byte => Self::byte_level(Map::new()),
-            TokenizerKind::Char => {
-                let mut characters: Vec<char> = text.chars().collect();
-                characters.sort_unstable();
-                characters.dedup();
-                let words: Vec<String> = characters.into_iter().map(String::from).collect();
-                Self::split(&words, r"[\s\S]")
-            }
-            TokenizerKind::Bpe(vocab_size) => Self::train_bpe(vocab_size, text),
+            TokenizerKind::Char => Self::characters(text.chars().collect()),
+            // Whole lines: a word never crosses one, and equal pieces are counted once.
+            TokenizerKind::Bpe(vocab_size) => Self::train_bpe(vocab_size, text.split_inclusive('\n')),
         }
+    }
+
+    /// Makes a tokenizer for the texts of `sources`: of byte pairs, by their first gigabyte.
+    ///
+    /// # Errors
+    /// As [`train`](Self::train), and if a source cannot be read.
+    pub fn train_on(kind: TokenizerKind, sources: &[TextSource]) -> Result<Self, DataError> {
+        match kind {
+            TokenizerKind::Byte => Self::byte_level(Map::new()),
+            TokenizerKind::Char => {
+                let mut characters = HashSet::new();
+                for source in sources {
+                    source.read(true, &mut |piece| {
+                        characters.extend(piece.text.chars());
+                        Ok(ControlFlow::Continue(()))
+                    })?;
+                }
+                Self::characters(characters)
+            }
+            TokenizerKind::Bpe(vocab_size) => thread::scope(|scope| {
+                let (sender, receiver) = sync_channel::<Result<String, DataError>>(64);
+                scope.spawn(move || {
+                    let mut bytes = 0;
+                    let read = sources.iter().try_for_each(|source| {
+                        source.read(true, &mut |piece| {
+                            bytes += piece.text.len() as u64;
+                            let taken = bytes < TRAINED_ON && sender.send(Ok(piece.text)).is_ok();
+                            Ok(if taken { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+                        })
+                    });
+                    // Whoever does not listen any more has failed already.
+                    let _ = read.map_err(|error| sender.send(Err(error)));
+                });
+                let failed = Mutex::new(None);
+                let texts = receiver.into_iter().map_while(|read| {
+                    read.map_err(|error| failed.lock().unwrap_or_else(PoisonError::into_inner).replace(error)).ok()
+                });
+                let lines = texts.flat_map(|text| text.split_inclusive('\n').map(str::to_string).collect::<Vec<_>>());
+                let trained = Self::train_bpe(vocab_size, lines);
+                match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                    Some(error) => Err(error),
+                    None => trained,
+                }
+            }),
+        }
+    }
+
+    /// A token for each of `characters`.
+    fn characters(characters: HashSet<char>) -> Result<Self, DataError> {
+        let mut characters: Vec<char> = characters.into_iter().collect();
+        characters.sort_unstable();
+        let words: Vec<String> = characters.into_iter().map(String::from).collect();
+        Self::split(&words, r"[\s\S]")
     }
 
     /// A tokenizer of a closed vocabulary of words, each with the space before it, punctuation and line breaks.
@@ -98,7 +152,10 @@ impl Tokenizer {
         }))
     }
 
-    fn train_bpe(vocab_size: usize, text: &str) -> Result<Self, DataError> {
+    fn train_bpe<S: AsRef<str> + Send>(
+        vocab_size: usize,
+        lines: impl Iterator<Item = S> + Send,
+    ) -> Result<Self, DataError> {
         if vocab_size < 257 {
             let reason = format!("a byte-pair vocabulary needs at least 257 tokens, and {vocab_size} were asked for");
             return Err(DataError::Tokenizer(reason));
@@ -110,8 +167,6 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
             .build();
-        // Whole lines: a word never crosses one, and equal pieces are counted once.
-        let lines = text.split_inclusive('\n');
         tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(told)?;
         Ok(Self(tokenizer))
     }
@@ -157,6 +212,17 @@ impl Tokenizer {
         largest.map_or(0, |id| id as usize + 1)
     }
 
+    /// A token's name in the vocabulary.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.0.id_to_token(id)
+    }
+
+    /// For each of its tokens the one of the same name that `other` has.
+    pub fn tokens_of(&self, other: &Self) -> Vec<Option<u32>> {
+        let name = |token: u32| self.0.id_to_token(token);
+        (0..self.vocab_size() as u32).map(|token| name(token).and_then(|name| other.token_id(&name))).collect()
+    }
+
     /// The id of a token by its name in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.0.token_to_id(token)
@@ -180,6 +246,7 @@ impl Tokenizer {
     }
 
     /// The tokenizer of the `tokenizers` crate.
+    #[cfg(test)]
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
         &self.0
     }
@@ -315,11 +382,42 @@ impl Tokenizer {
     }
 }
 
+/// Bytes of text that a byte-pair vocabulary is made of, at the most.
+const TRAINED_ON: u64 = 1 << 30;
+
 /// Bytes of a text from which on all cores encode it.
 const LONG: usize = 64 << 10;
 
 fn told(error: tokenizers::Error) -> DataError {
     DataError::Tokenizer(error.to_string())
+}
+
+/// A tokenizer at work on much text, by all cores.
+pub struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    words: Option<Words>,
+}
+
+impl<'a> Encoder<'a> {
+    /// For texts of any size.
+    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+        Self { tokenizer, words: Words::of(&tokenizer.0) }
+    }
+
+    /// The tokens of each of `pieces`, in order.
+    ///
+    /// # Errors
+    /// If a piece holds a word or character that the vocabulary lacks; it is named.
+    pub fn encode<S: AsRef<str> + Sync>(&self, pieces: &[S]) -> Result<Vec<Vec<u32>>, DataError> {
+        pieces.par_iter().map(|piece| self.encode_one(piece.as_ref())).collect()
+    }
+
+    fn encode_one(&self, piece: &str) -> Result<Vec<u32>, DataError> {
+        match self.words.as_ref().and_then(|words| words.encode(piece, &self.tokenizer.0)) {
+            Some(tokens) => tokens.map_err(|error| self.tokenizer.unknown(piece, error)),
+            None => self.tokenizer.encode_whole(piece),
+        }
+    }
 }
 
 type Inner<'a> = DecodeStream<

@@ -361,6 +361,16 @@ impl TransformerConfig {
         Ok(())
     }
 
+    /// Multiplications and additions of a token in training, forward and backward, in rows of `seq_length`: six for each parameter of a
+    /// product, and those of attention, of which a causal mask hides half (Chowdhery et al., 2022).
+    pub fn training_flops(&self, seq_length: usize) -> f64 {
+        let looked_up = if self.tied_embeddings { 0 } else { self.vocab_size * self.d_model };
+        let positions = if self.positions == Positions::Learned { self.context_length * self.d_model } else { 0 };
+        let products = self.parameter_count() - looked_up - positions;
+        let of_pair = if self.attention == AttentionDirection::Causal { 6 } else { 12 };
+        (6 * products + of_pair * self.n_layers * self.n_heads * self.head_dim * seq_length) as f64
+    }
+
     /// Number of parameters, each counted once.
     pub fn parameter_count(&self) -> usize {
         let norm = self.d_model * if self.norm == NormKind::LayerNorm { 2 } else { 1 };

@@ -56,6 +56,7 @@ pub struct Tokens<B: Backend> {
     pub(crate) ids: Tensor<B, 2, Int>,
     types: Option<Tensor<B, 2, Int>>,
     lengths: Option<Tensor<B, 1, Int>>,
+    document_starts: Option<Tensor<B, 2, Int>>,
 }
 
 impl<B: Backend> Tokens<B> {
@@ -71,11 +72,18 @@ impl<B: Backend> Tokens<B> {
         self.lengths = Some(lengths);
         self
     }
+
+    /// With the place in its row where each token's document begins, `[batch_size, seq_length]`: nothing before it is attended to. For
+    /// causal models.
+    pub fn with_document_starts(mut self, starts: Tensor<B, 2, Int>) -> Self {
+        self.document_starts = Some(starts);
+        self
+    }
 }
 
 impl<B: Backend> From<Tensor<B, 2, Int>> for Tokens<B> {
     fn from(ids: Tensor<B, 2, Int>) -> Self {
-        Self { ids, types: None, lengths: None }
+        Self { ids, types: None, lengths: None, document_starts: None }
     }
 }
 
@@ -281,10 +289,10 @@ impl<B: Backend> Transformer<B> {
 
     /// What enters the first block, `[batch_size * seq_length, d_model]`, and what all blocks of the pass share.
     pub(crate) fn begin(&self, tokens: Tokens<B>, cached: Option<CachedTokens<B>>) -> (Tensor<B, 2>, Pass<B>) {
-        let Tokens { ids, types, lengths } = tokens;
+        let Tokens { ids, types, lengths, document_starts } = tokens;
         let [batch_size, seq_length] = ids.dims();
         let _in_embedding = part("embedding");
-        let pass = self.pass([batch_size, seq_length], cached, lengths);
+        let pass = self.pass([batch_size, seq_length], cached, lengths, document_starts);
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
@@ -317,6 +325,7 @@ impl<B: Backend> Transformer<B> {
         [batch_size, seq_length]: [usize; 2],
         cached: Option<CachedTokens<B>>,
         lengths: Option<Tensor<B, 1, Int>>,
+        document_starts: Option<Tensor<B, 2, Int>>,
     ) -> Pass<B> {
         let positions = match &cached {
             Some(at) => at.positions.clone(),
@@ -325,10 +334,12 @@ impl<B: Backend> Transformer<B> {
                 positions.reshape([1, seq_length]).expand([batch_size, seq_length])
             }
         };
-        let mask = match (self.config.attention, lengths) {
-            (AttentionDirection::Causal, _) => AttentionMask::Causal { window: self.config.sliding_window },
-            (AttentionDirection::Bidirectional, Some(lengths)) => AttentionMask::Lengths(lengths),
-            (AttentionDirection::Bidirectional, None) => AttentionMask::None,
+        let window = self.config.sliding_window;
+        let mask = match (self.config.attention, lengths, document_starts) {
+            (AttentionDirection::Causal, _, Some(starts)) => AttentionMask::Documents { starts, window },
+            (AttentionDirection::Causal, _, None) => AttentionMask::Causal { window },
+            (AttentionDirection::Bidirectional, Some(lengths), _) => AttentionMask::Lengths(lengths),
+            (AttentionDirection::Bidirectional, None, _) => AttentionMask::None,
         };
         let rotary = match (&self.rotary_cos, &self.rotary_sin) {
             (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
@@ -343,6 +354,25 @@ impl<B: Backend> Transformer<B> {
             activation: self.config.kernel_activation(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
         }
+    }
+
+    /// The same model with another vocabulary: token `i` begins with the embedding, and the row of the output projection, of the old
+    /// token `rows[i]`, or with the mean of all where there is none (Hewitt, 2021). Not for a model loaded as INT8.
+    ///
+    /// # Panics
+    /// If a row is not there.
+    pub fn with_vocabulary(mut self, rows: &[Option<u32>]) -> Self {
+        let old = self.config.vocab_size as u32;
+        assert!(rows.iter().flatten().all(|row| *row < old), "with_vocabulary: a token that the model does not know");
+        let rows: Vec<i32> = rows.iter().map(|row| row.unwrap_or(old) as i32).collect();
+        for matrix in std::iter::once(&mut self.embedding).chain(&mut self.head) {
+            let table = matrix.val();
+            let chosen = Tensor::<B, 1, Int>::from_data(rows.as_slice(), &table.device());
+            let with_mean = Tensor::cat(vec![table.clone(), table.mean_dim(0)], 0);
+            *matrix = Param::from_tensor(with_mean.select(0, chosen).detach()).into();
+        }
+        self.config.vocab_size = rows.len();
+        self
     }
 
     /// Whether any matrix was loaded as INT8.

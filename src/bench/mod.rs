@@ -47,7 +47,7 @@ pub struct Measurement {
     pub what: String,
     /// With what: `B=16 T=1024`.
     pub case: String,
-    /// `tokens/s`, `ms`, `GB/s`, `TFLOP/s`.
+    /// `tokens/s`, `ms`, `GB/s`, `TFLOP/s`, `GB`.
     pub unit: &'static str,
     /// Median of the repeats.
     pub value: f64,
@@ -63,7 +63,7 @@ pub struct Measurement {
 
 /// Whether more of a unit is better.
 pub fn more_is_better(unit: &str) -> bool {
-    !matches!(unit, "ms" | "us" | "s")
+    !matches!(unit, "ms" | "us" | "s" | "GB")
 }
 
 impl Measurement {

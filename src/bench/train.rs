@@ -35,10 +35,10 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for TrainBench<S> {
         };
         for name in sizes {
             let measured = match name.as_str() {
-                "intent-slot" => epoch::<B>(&self.options, &device)?,
+                "intent-slot" => vec![epoch::<B>(&self.options, &device)?],
                 name => steps::<B>(trainer(name)?, &self.options, &device)?,
             };
-            (self.show)(measured)?;
+            measured.into_iter().try_for_each(&mut self.show)?;
         }
         Ok(())
     }
@@ -57,12 +57,13 @@ fn asked(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
     Ok(recipe)
 }
 
-fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Measurement, Failure> {
+/// The speed of training steps, and the memory at their peak, where the device tells.
+fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device) -> Result<Vec<Measurement>, Failure> {
     let TrainSize { what, label, recipe, vocab_size } = size;
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
-    let batches: Vec<Batch> = (0..8).map(|step| task.batch(&recipe.training, step)).collect();
+    let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let mut batches = batches.iter().cycle();
     let mut last = None;
@@ -78,22 +79,27 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
     let case = format!("{label} B={batch_size} T={seq_length}");
     let values = seconds.iter().map(|seconds| tokens / seconds).collect();
+    trainer.watch_memory();
+    for batch in batches.by_ref().take(2) {
+        trainer.train_on(batch.clone());
+    }
+    let memory = trainer
+        .peak_memory()
+        .map(|bytes| Measurement::new(format!("peak memory, {what}"), case.trim(), "GB", vec![bytes as f64 / 1e9]));
     let measured = Measurement::new(what, case.trim(), "tokens/s", values);
     let value = measured.value;
-    // Six for each parameter and token, and attention's, of which a causal mask hides half (Chowdhery et al., 2022).
-    let config = trainer.model().config();
-    let attention = 6 * config.n_layers * config.n_heads * config.head_dim * seq_length;
-    let flops = (6 * config.parameter_count() + attention) as f64;
+    let flops = trainer.model().config().training_flops(seq_length);
     let peaks = options
         .peak
         .map(|peak| Peaks { half: peak * 1e12, single: peak * 1e12 })
         .or_else(|| Peaks::of(&options.device));
-    Ok(match peaks {
+    let measured = match peaks {
         Some(peaks) => {
             measured.of(value * flops / peaks.for_dtype(trainer.model().activations().into()), "the matrix peak (MFU)")
         }
         None => measured,
-    })
+    };
+    Ok(std::iter::once(measured).chain(memory).collect())
 }
 
 /// A text of words drawn at random, each a token.
@@ -104,7 +110,7 @@ fn random_language(vocab_size: usize, seq_length: usize, batch_size: usize) -> R
     let count = (20 * batch_size * seq_length).max(20_000);
     let tokens: Vec<u32> = (0..count).map(|_| draw(vocab_size as u32)).collect();
     let corpus = Corpus::Text(TextCorpus::new(tokens, seq_length, 0.1)?);
-    Ok(Language { corpus, tokenizer })
+    Ok(Language::new(corpus, tokenizer))
 }
 
 /// Numbers below what is asked, the same each time.
@@ -137,7 +143,8 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     };
     let task = Task::IntentSlot(random_utterances(recipe.training.seq_length)?);
     // Full batches only: the last one goes back to where 32 are left.
-    let mut batches: Vec<Batch> = (0..).map(|step| task.batch(&recipe.training, step)).take(8).collect();
+    let batches = (0..8).map(|step| task.batch(&recipe.training, step));
+    let mut batches = batches.collect::<Result<Vec<Batch>, _>>()?;
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == 32));
     batches.truncate(200usize.div_ceil(32));
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use fireclay::Failure;
 use fireclay::backend::BackendName;
-use fireclay::download::{model_folder, show_fetching};
+use fireclay::download::{dataset_folder, model_folder, show_fetching};
 use fireclay::generation::Generated;
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
 use serde_json::{Value, json};
@@ -90,6 +90,12 @@ pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Fai
     backend.devices()?;
     let mut progress = show_fetching();
     Ok(model_folder(model, &mut progress)?)
+}
+
+/// The file or folder of a text; a dataset that is named as on the hub is fetched, shown on a terminal.
+pub(super) fn fetched_data(data: &Path) -> Result<PathBuf, Failure> {
+    let mut progress = show_fetching();
+    Ok(dataset_folder(data, &mut progress)?)
 }
 
 /// What came of a prompt, for programs.

@@ -3,11 +3,14 @@
 mod arguments;
 mod bench;
 mod chat;
+mod compare;
 mod devices;
 mod evaluate;
 mod generate;
 mod predict;
+mod prepare;
 mod profile;
+mod runs;
 mod signals;
 mod tokenizer;
 mod train;
@@ -27,6 +30,12 @@ struct Cli {
 enum Command {
     /// Train a model: the embedded stories, or your own text
     Train(train::TrainArgs),
+    /// Tokenize a text once, into files that training reads in place
+    Prepare(prepare::PrepareArgs),
+    /// List the runs in runs/
+    Runs(runs::RunsArgs),
+    /// Show runs beside each other: a table of what differs, a picture, a page
+    Compare(compare::CompareArgs),
     /// Write text with a trained model
     Generate(generate::GenerateArgs),
     /// Talk with a model that has a chat template
@@ -51,6 +60,9 @@ pub(crate) fn main() -> ExitCode {
     stop_on_device_panics();
     let result = match Cli::parse().command {
         Command::Train(args) => train::train(args),
+        Command::Prepare(args) => prepare::prepare(args),
+        Command::Runs(args) => runs::runs(&args),
+        Command::Compare(args) => compare::compare(&args),
         Command::Generate(args) => generate::generate(args),
         Command::Chat(args) => chat::chat(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
@@ -70,6 +82,7 @@ pub(crate) fn main() -> ExitCode {
 fn stop_on_device_panics() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
+        fireclay::training::leave_terminal();
         let thread = std::thread::current();
         if thread.name().is_some_and(|name| name.starts_with("DS")) {
             let reason = panic.payload_as_str().unwrap_or("unknown").split_whitespace().collect::<Vec<_>>().join(" ");

@@ -1,4 +1,4 @@
-//! Ctrl-C, and what Slurm and Kubernetes send before they take a machine: a run stops, and saves.
+//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone: a run stops, and saves.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -7,11 +7,13 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use burn::train::Interrupter;
 use fireclay::Failure;
 use fireclay::generation::Interrupt;
+use fireclay::training::{has_terminal, leave_terminal};
 
 /// Exit code of a run that Ctrl-C ended, as shells have it.
 pub(super) const INTERRUPTED: u8 = 130;
-/// And of one that SIGTERM ended.
+/// And of one that SIGTERM ended, or the end of its terminal.
 const TERMINATED: u8 = 143;
+const HUNG_UP: u8 = 129;
 
 /// The last signal; zero for none.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
@@ -22,7 +24,11 @@ pub(super) fn signalled() -> ExitCode {
 }
 
 fn code() -> u8 {
-    if SIGNAL.load(Ordering::Relaxed) == signal::TERM { TERMINATED } else { INTERRUPTED }
+    match SIGNAL.load(Ordering::Relaxed) {
+        signal::TERM => TERMINATED,
+        signal::HUP => HUNG_UP,
+        _ => INTERRUPTED,
+    }
 }
 
 /// Success, or that a signal set `interrupt`.
@@ -34,10 +40,13 @@ pub(super) fn exit_code(interrupt: &Interrupt) -> ExitCode {
 pub(super) fn stop_on_signals(interrupter: Interrupter) -> Result<(), Failure> {
     on_signals(move || {
         if interrupter.should_stop() {
+            leave_terminal();
             std::process::exit(code().into());
         }
-        eprintln!("stopping after this step; once more to stop without saving");
         interrupter.stop(Some("interrupted"));
+        if !has_terminal() {
+            eprintln!("stopping after this step; once more to stop without saving");
+        }
     })
 }
 
@@ -46,14 +55,14 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
     let interrupt = Interrupt::default();
     let set = Arc::clone(&interrupt);
     on_signals(move || {
-        if set.swap(true, Ordering::Relaxed) || (term_ends && code() == TERMINATED) {
+        if set.swap(true, Ordering::Relaxed) || (term_ends && code() != INTERRUPTED) {
             std::process::exit(code().into());
         }
     })?;
     Ok(interrupt)
 }
 
-/// Calls `handler`, on a thread of its own, for each SIGINT and SIGTERM.
+/// Calls `handler`, on a thread of its own, for each SIGINT, SIGTERM and SIGHUP.
 fn on_signals(handler: impl FnMut() + Send + 'static) -> Result<(), Failure> {
     signal::listen(handler).map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))
 }
@@ -62,13 +71,14 @@ fn on_signals(handler: impl FnMut() + Send + 'static) -> Result<(), Failure> {
 mod signal {
     use std::sync::atomic::Ordering;
 
-    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     use signal_hook::iterator::Signals;
 
     pub(super) const TERM: i32 = SIGTERM;
+    pub(super) const HUP: i32 = SIGHUP;
 
     pub(super) fn listen(mut handler: impl FnMut() + Send + 'static) -> std::io::Result<()> {
-        let mut signals = Signals::new([SIGINT, SIGTERM])?;
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             for signal in signals.forever() {
                 super::SIGNAL.store(signal, Ordering::Relaxed);
@@ -83,6 +93,7 @@ mod signal {
 mod signal {
     /// No other signal than Ctrl-C is told of.
     pub(super) const TERM: i32 = -1;
+    pub(super) const HUP: i32 = -2;
 
     pub(super) fn listen(handler: impl FnMut() + Send + 'static) -> Result<(), ctrlc::Error> {
         ctrlc::set_handler(handler)

@@ -5,15 +5,24 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use fireclay::Failure;
-use fireclay_datasets::{Tokenizer, TokenizerKind, read_text};
+use fireclay_datasets::{TextSource, Tokenizer, TokenizerKind};
+
+use super::arguments::fetched_data;
+
+/// Bytes of the text that say how long a token is.
+const SAMPLE: usize = 16 << 20;
 
 #[derive(Subcommand)]
 pub(super) enum TokenizerCommand {
     /// Train a byte-level BPE tokenizer
     Train {
-        /// Text to learn from: a file or a folder of them
+        /// What to learn from, the first gigabyte of it: text, JSON lines or Parquet, a file or a folder of them, a dataset on the hub,
+        /// OWNER/NAME, or - for text on standard input
         #[arg(long, value_name = "PATH")]
         data: PathBuf,
+        /// The field of JSON lines, or the column of Parquet, that holds a document
+        #[arg(long, value_name = "NAME", default_value = "text")]
+        field: String,
         /// Number of tokens, 257 at least
         #[arg(long, value_name = "N")]
         vocab_size: usize,
@@ -25,16 +34,17 @@ pub(super) enum TokenizerCommand {
 
 pub(super) fn tokenizer(command: TokenizerCommand) -> Result<ExitCode, Failure> {
     match command {
-        TokenizerCommand::Train { data, vocab_size, out } => train(&data, vocab_size, &out),
+        TokenizerCommand::Train { data, field, vocab_size, out } => train(&data, &field, vocab_size, &out),
     }
 }
 
-fn train(data: &Path, vocab_size: usize, out: &Path) -> Result<ExitCode, Failure> {
-    let text = read_text(data)?;
-    let tokenizer = Tokenizer::train(TokenizerKind::Bpe(vocab_size), &text)?;
+fn train(data: &Path, field: &str, vocab_size: usize, out: &Path) -> Result<ExitCode, Failure> {
+    let source = TextSource::open(&fetched_data(data)?, field)?;
+    let tokenizer = Tokenizer::train_on(TokenizerKind::Bpe(vocab_size), std::slice::from_ref(&source))?;
     tokenizer.save(out)?;
-    let tokens = tokenizer.encode(&text)?.len();
-    let per_token = text.len() as f64 / tokens.max(1) as f64;
-    eprintln!("{}: {} tokens, {per_token:.2} bytes of this text each", out.display(), tokenizer.vocab_size());
+    let sample = source.beginning(SAMPLE)?;
+    let per_token = sample.len() as f64 / tokenizer.encode(&sample)?.len().max(1) as f64;
+    let (out, known) = (out.display(), tokenizer.vocab_size());
+    eprintln!("{out}: {known} tokens, {per_token:.2} bytes of this text each");
     Ok(ExitCode::SUCCESS)
 }

@@ -10,13 +10,14 @@ use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::precision::Precision;
+use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
 use fireclay::tasks::TaskName;
 use fireclay::training::{EMBEDDED, Outcome, Recipe, TrainingRun, View};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
-use super::arguments::{RunArgs, fetched};
+use super::arguments::{RunArgs, fetched, fetched_data};
 use super::signals::{signalled, stop_on_signals};
 
 #[derive(Args)]
@@ -27,8 +28,9 @@ pub(super) struct TrainArgs {
     /// What to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
-    /// What to learn from: text, a file or a folder of them; for intent-slot a folder with train, valid and test, each
-    /// with seq.in, seq.out and label, or train.jsonl, valid.jsonl and test.jsonl
+    /// What to learn from: text, JSON lines or Parquet, a file or a folder of them, a dataset on the hub, OWNER/NAME, or a folder that
+    /// `prepare` wrote; for intent-slot a folder with train, valid and test, each with seq.in, seq.out and label, or train.jsonl,
+    /// valid.jsonl and test.jsonl
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// A model to begin from: its folder, or its name on the hub, OWNER/NAME
@@ -43,6 +45,10 @@ pub(super) struct TrainArgs {
     /// Train this many models, each from the next seed, and report mean and standard deviation
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "resume")]
     seeds: Option<u64>,
+    /// Train a model for each of several values of a setting, in turn, and show them beside each other; with several such settings for
+    /// each of their combinations
+    #[arg(long, value_name = "KEY=A,B,..", conflicts_with_all = ["resume", "seeds"])]
+    sweep: Vec<String>,
     /// Go on with the run in --out, or with the latest in runs/
     #[arg(long, conflicts_with_all = ["recipe", "data", "task"])]
     resume: bool,
@@ -52,6 +58,9 @@ pub(super) struct TrainArgs {
     /// Lines rather than the dashboard
     #[arg(long)]
     plain: bool,
+    /// Tell Weights & Biases of the run, in this project, through its own Python client
+    #[arg(long, value_name = "PROJECT")]
+    wandb: Option<String>,
     #[command(flatten)]
     run: RunArgs,
     /// Dtype of activations [default: the recipe's]
@@ -80,6 +89,9 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
     let recipe = recipe_from(args.recipe.as_deref(), args.task, args.data.is_some(), args.init.is_some())?;
     let recipe = apply(recipe, args)?;
     let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
+    if !args.sweep.is_empty() {
+        return train_sweep(&recipe, &out, args, backend, interrupter);
+    }
     match args.seeds {
         Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
         None => train_one(TrainingRun::begin(recipe, &out)?, args, backend, interrupter),
@@ -108,7 +120,8 @@ pub(super) fn recipe_from(
 }
 
 fn view(args: &TrainArgs) -> View {
-    match (args.run.json, args.plain || !std::io::stdout().is_terminal()) {
+    let is_dumb = std::env::var_os("TERM").is_some_and(|term| term.is_empty() || term == "dumb");
+    match (args.run.json, args.plain || is_dumb || !std::io::stdout().is_terminal()) {
         (true, _) => View::Json,
         (false, true) => View::Plain,
         (false, false) => View::Dashboard,
@@ -122,7 +135,7 @@ fn train_one(
     interrupter: Interrupter,
 ) -> Result<ExitCode, Failure> {
     let (folder, task) = (run.folder(), run.task());
-    match backend.run(run.with_view(view(args)).with_interrupter(interrupter))? {
+    match backend.run(shown(run, args, backend).with_interrupter(interrupter))? {
         Outcome::Done(summary) if args.run.json => stdout::line(&summary),
         Outcome::Done(summary) => {
             tell(&summary);
@@ -166,7 +179,7 @@ fn train_seeds(
             true => TrainingRun::resume(&folder, args.allow_changed_data, Ok)?,
             false => TrainingRun::begin(recipe.with("training.seed", &seed.to_string())?, &folder)?,
         };
-        match backend.run(run.with_view(view(args)).with_interrupter(interrupter.clone()))? {
+        match backend.run(shown(run, args, backend).with_interrupter(interrupter.clone()))? {
             Outcome::Done(summary) => summaries.push(of_seed(summary, seed, args.run.json)),
             Outcome::Interrupted(step) => {
                 eprintln!("stopped at step {step} of seed {seed}; the same command goes on from there");
@@ -186,6 +199,78 @@ fn train_seeds(
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Trains a model for each combination of the settings' values, one after the other, into folders of their own. One that is done
+/// already is not trained again, and one that was interrupted goes on.
+fn train_sweep(
+    recipe: &Recipe,
+    out: &Path,
+    args: &TrainArgs,
+    backend: BackendName,
+    interrupter: Interrupter,
+) -> Result<ExitCode, Failure> {
+    let mut combinations: Vec<Vec<(&str, &str)>> = vec![Vec::new()];
+    for sweep in &args.sweep {
+        let Some((key, values)) = sweep.split_once('=') else {
+            return Err(Failure::usage(format!("--sweep {sweep}: write it as key=a,b,c")));
+        };
+        combinations = combinations
+            .iter()
+            .flat_map(|before| {
+                values.split(',').map(move |value| [before.as_slice(), &[(key.trim(), value.trim())]].concat())
+            })
+            .collect();
+    }
+    // All are checked before any is trained.
+    let recipes = combinations.iter().map(|settings| recipe.with_all(settings.iter().copied()));
+    let recipes = recipes.collect::<Result<Vec<_>, _>>()?;
+    let mut folders = Vec::new();
+    for (settings, recipe) in combinations.iter().zip(recipes) {
+        let name: Vec<String> = settings.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let folder = out.join(name.join(",").replace(['/', '\\'], "-"));
+        folders.push(folder.clone());
+        if TrainingRun::done(&folder)?.is_some() {
+            continue;
+        }
+        let run = match TrainingRun::is_begun(&folder) {
+            true => TrainingRun::resume(&folder, args.allow_changed_data, Ok)?,
+            false => TrainingRun::begin(recipe, &folder)?,
+        };
+        match backend.run(shown(run, args, backend).with_interrupter(interrupter.clone()))? {
+            Outcome::Done(mut summary) if args.run.json => {
+                summary["event"] = json!("run");
+                stdout::line(&summary);
+            }
+            Outcome::Done(summary) => tell(&summary),
+            Outcome::Interrupted(step) => {
+                eprintln!("stopped at step {step} of {}; the same command goes on from there", name.join(", "));
+                return Ok(signalled());
+            }
+        }
+    }
+    let runs = folders.iter().map(|folder| Run::read(folder)).collect::<Result<Vec<_>, _>>()?;
+    let comparison = Comparison::new(runs);
+    comparison.picture()?.save(&out.join("compare.svg"))?;
+    comparison.write_page(&out.join("compare.html"))?;
+    let loss = |run: &&Run| run.best().map_or(f64::INFINITY, |best| best.1);
+    let best = comparison.runs().iter().min_by(|a, b| loss(a).total_cmp(&loss(b)));
+    let best = best.map_or_else(String::new, |run| run.folder.display().to_string());
+    if args.run.json {
+        let runs = comparison.to_json();
+        stdout::line(json!({ "event": "done", "runs": runs, "best": best, "out": out.display().to_string() }));
+    } else {
+        stdout::line(format!("\n{}", comparison.table()));
+        eprintln!("\nthe best is {best}; curves of all are in {}", out.join("compare.html").display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A run as the command line wants it shown and recorded.
+fn shown(run: TrainingRun, args: &TrainArgs, backend: BackendName) -> TrainingRun {
+    let device = backend.devices().ok().and_then(|devices| devices.into_iter().next());
+    let device = device.map_or_else(|| backend.as_str().to_string(), |device| device.name);
+    run.with_view(view(args)).with_record(device, std::env::args().collect()).with_wandb(args.wandb.clone())
 }
 
 /// Tells the summary of one of several runs.
@@ -233,6 +318,7 @@ pub(super) fn with_settings(
         // A folder may have the name of an embedded source.
         let shown = data.display().to_string();
         recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
+        recipe.data.corpora.clear();
     }
     if let Some(precision) = precision {
         if !precision.trains() {
@@ -241,7 +327,7 @@ pub(super) fn with_settings(
         recipe.training.precision = precision;
     }
     if settings.is_empty() {
-        return Ok(recipe);
+        return recipe.check();
     }
     let pair = |setting: &'_ String| match setting.split_once('=') {
         Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
@@ -259,13 +345,19 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     if let Some(init) = &args.init {
         recipe.init = Some(init.clone());
     }
-    if let Some(steps) = args.steps {
-        recipe = recipe.with("training.steps", &steps.to_string())?;
+    let steps = args.steps.map(|steps| format!("training.steps={steps}"));
+    let seed = args.seed.map(|seed| format!("training.seed={seed}"));
+    let settings: Vec<String> = steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect();
+    recipe = with_settings(recipe, args.data.as_deref(), args.precision, &settings)?;
+    if recipe.task == TaskName::Language {
+        let fetched = |source: &str| Ok::<_, Failure>(fetched_data(Path::new(source))?.display().to_string());
+        if !EMBEDDED.contains(&recipe.data.source.as_str()) && !recipe.data.source.is_empty() {
+            recipe.data.source = fetched(&recipe.data.source)?;
+        }
+        let corpora = std::mem::take(&mut recipe.data.corpora).into_iter();
+        recipe.data.corpora =
+            corpora.map(|(source, weight)| Ok((fetched(&source)?, weight))).collect::<Result<_, Failure>>()?;
     }
-    if let Some(seed) = args.seed {
-        recipe = recipe.with("training.seed", &seed.to_string())?;
-    }
-    recipe = with_settings(recipe, args.data.as_deref(), args.precision, &args.run.set)?;
     // A run that goes on has its weights.
     if !args.resume
         && let Some(init) = recipe.begins_with()?

@@ -1,4 +1,4 @@
-//! A model's folder, fetched from the hub where only its name is given.
+//! The folder of a model or of a dataset, fetched from the hub where only its name is given.
 //!
 //! Files go where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they are there,
 //! no network is needed.
@@ -16,6 +16,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
+use crate::progress::Line;
 
 mod client;
 
@@ -88,9 +89,25 @@ pub fn model_folder(model: &Path, progress: FileProgress<'_>) -> Result<PathBuf,
     }
 }
 
+/// The folder of a text: `data` itself, or, where that does not exist and is an `owner/name` or `owner/name@revision` of the hub's
+/// datasets, the one in the hub's cache. Of its files those are fetched that text is read from, Parquet, JSON lines and plain text, and
+/// of these the training part, where their names tell parts apart.
+///
+/// # Errors
+/// As [`model_folder`].
+pub fn dataset_folder(data: &Path, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
+    match HubModel::parse(data) {
+        Some(wanted) if !data.exists() => {
+            let wanted = HubModel { kind: Kind::Dataset, ..wanted };
+            Hub::new(wanted, |name| std::env::var_os(name))?.fetch_dataset(progress)
+        }
+        _ => Ok(data.to_path_buf()),
+    }
+}
+
 /// Shows on a terminal how much of a large file is there, and nothing more when all of it is.
 pub fn show_fetching() -> impl FnMut(&str, u64, u64) {
-    let (terminal, mut line) = (io::stderr().is_terminal(), Line(String::new()));
+    let (terminal, mut line) = (io::stderr().is_terminal(), Line::default());
     move |file, done, total| {
         if terminal && total >= LARGE {
             line.show(if done < total { fetching(file, done, total) } else { String::new() });
@@ -104,30 +121,34 @@ fn fetching(file: &str, done: u64, total: u64) -> String {
     format!("fetching {file}: {:>3}% of {:.2} {name}", percent.floor(), total as f64 / unit)
 }
 
-/// What a terminal's last line shows; cleared in the end.
-struct Line(String);
+/// What the hub keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Model,
+    Dataset,
+}
 
-impl Line {
-    fn show(&mut self, text: String) {
-        if text != self.0 {
-            let line = format!("\r{:width$}\r{text}", "", width = self.0.chars().count());
-            let mut stderr = io::stderr();
-            // A terminal that is gone is no reason to stop.
-            let _ = stderr.write_all(line.as_bytes()).and_then(|()| stderr.flush());
-            self.0 = text;
+impl Kind {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Dataset => "dataset",
+        }
+    }
+
+    /// What stands before a name in an address.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Model => "",
+            Self::Dataset => "datasets/",
         }
     }
 }
 
-impl Drop for Line {
-    fn drop(&mut self) {
-        self.show(String::new());
-    }
-}
-
-/// A model's name on the hub.
+/// The name of a model, or of a dataset, on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct HubModel {
+    kind: Kind,
     asked: String,
     id: String,
     revision: String,
@@ -139,7 +160,7 @@ impl HubModel {
         let (id, revision) = asked.split_once('@').unwrap_or((asked, "main"));
         let (owner, name) = id.split_once('/')?;
         let legal = is_plain(owner) && is_plain(name) && revision.split('/').all(is_plain);
-        legal.then(|| Self { asked: asked.into(), id: id.into(), revision: revision.into() })
+        legal.then(|| Self { kind: Kind::Model, asked: asked.into(), id: id.into(), revision: revision.into() })
     }
 
     fn refused(&self, reason: String) -> DownloadError {
@@ -200,7 +221,7 @@ impl Hub {
 
     /// The model's folder in the cache, laid out as the hub's own programs do it.
     fn repo(&self) -> PathBuf {
-        self.cache.join(format!("models--{}", self.model.id.replace('/', "--")))
+        self.cache.join(format!("{}s--{}", self.model.kind.as_str(), self.model.id.replace('/', "--")))
     }
 
     /// Where the files of a commit are.
@@ -239,15 +260,39 @@ impl Hub {
                 self.file(&commit, &shard, progress)?;
             }
         }
+        self.refer(&commit)?;
+        Ok(folder)
+    }
+
+    fn fetch_dataset(&self, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
+        // What is whole is so named; a folder that is not is one that broke off.
+        if self.reference().is_file() && self.folder().is_dir() {
+            return Ok(self.folder());
+        }
+        let Listing { commit, files } = self.listing()?;
+        let chosen = text_files(&files);
+        if chosen.is_empty() {
+            let reason = format!("{} has this dataset, but without Parquet, JSON lines or text", self.endpoint);
+            return Err(self.model.refused(reason));
+        }
+        for file in chosen {
+            self.file(&commit, file, progress)?;
+        }
+        self.refer(&commit)?;
+        Ok(self.snapshot(&commit))
+    }
+
+    /// Keeps which commit the revision is.
+    fn refer(&self, commit: &str) -> Result<(), DownloadError> {
         let reference = self.reference();
         let named = reference.parent().map_or(Ok(()), fs::create_dir_all);
-        named.and_then(|()| fs::write(&reference, &commit)).map_err(|error| self.explain(None, error.into()))?;
-        Ok(folder)
+        named.and_then(|()| fs::write(&reference, commit)).map_err(|error| self.explain(None, error.into()))
     }
 
     /// The commit that the revision is now, and its files.
     fn listing(&self) -> Result<Listing, DownloadError> {
-        let path = format!("/api/models/{}/revision/{}", self.model.id, self.model.revision.replace('/', "%2F"));
+        let (kind, id) = (self.model.kind.as_str(), &self.model.id);
+        let path = format!("/api/{kind}s/{id}/revision/{}", self.model.revision.replace('/', "%2F"));
         let ask = || Ok(self.client.get(&path, None)?.response.body_mut().read_to_string()?);
         let text = self.patiently(ask).map_err(|error| self.explain(None, error))?;
         let listing = |json: Value| {
@@ -283,7 +328,7 @@ impl Hub {
         if pointer.exists() {
             return Ok(());
         }
-        let path = format!("/{}/resolve/{commit}/{file}", self.model.id);
+        let path = format!("/{}{}/resolve/{commit}/{file}", self.model.kind.prefix(), self.model.id);
         let answer = self.client.get(&path, Some("bytes=0-0"))?;
         if answer.commit.as_deref() != Some(commit) {
             return Err(FetchError::Header("x-repo-commit"));
@@ -293,14 +338,14 @@ impl Hub {
         let blobs = self.repo().join("blobs");
         let blob = blobs.join(&etag);
         fs::create_dir_all(&blobs)?;
-        fs::create_dir_all(self.snapshot(commit))?;
+        fs::create_dir_all(pointer.parent().unwrap_or(&pointer))?;
         let _lock = lock(blobs.join(format!("{etag}.lock")))?;
         if length(&blob) != Some(size) {
             let part = blobs.join(format!("{etag}.part"));
             self.transfer(&path, Described { file, size, sha256: sha256(&etag) }, &part, progress)?;
             fs::rename(&part, &blob)?;
         }
-        link(&etag, &blob, &pointer)
+        link(&etag, &blob, &pointer, file.matches('/').count())
     }
 
     /// Goes on with a file where its part ends, and checks the whole.
@@ -365,15 +410,18 @@ impl Hub {
     /// What an error means to whoever asked for the model, or for `file` after the hub has shown the model.
     fn explain(&self, file: Option<&str>, error: FetchError) -> DownloadError {
         let (endpoint, id, folder) = (&self.endpoint, &self.model.id, self.folder());
+        let kind = self.model.kind.as_str();
         let mend = format!("set HF_TOKEN or write a token to {}", self.token_file.display());
         let cause = error.to_string();
         self.model.refused(match (error.status(), file) {
             (Some(401), None) if self.token.is_none() => {
-                format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}")
+                format!("no such folder, and {endpoint} shows no such {kind} without a token: if it is private, {mend}")
             }
             (Some(401), None) => format!("{endpoint} does not know the token: {mend} that is valid"),
-            (Some(401 | 403), _) => format!("not for everyone: ask for access at {endpoint}/{id}, then {mend}"),
-            (Some(404), None) => format!("no such folder, and {endpoint} has no such model or revision"),
+            (Some(401 | 403), _) => {
+                format!("not for everyone: ask for access at {endpoint}/{}{id}, then {mend}", self.model.kind.prefix())
+            }
+            (Some(404), None) => format!("no such folder, and {endpoint} has no such {kind} or revision"),
             (None, None) if matches!(error, FetchError::Network(_)) => {
                 let (endpoint, model) = (endpoint.clone(), self.model.asked.clone());
                 return DownloadError::Unreachable { endpoint, model, cause, folder };
@@ -410,13 +458,13 @@ fn lock(path: PathBuf) -> Result<File, FetchError> {
 }
 
 /// Makes a blob a file of a snapshot, as the hub's own programs do.
-fn link(etag: &str, blob: &Path, pointer: &Path) -> Result<(), FetchError> {
+fn link(etag: &str, blob: &Path, pointer: &Path, depth: usize) -> Result<(), FetchError> {
     // A link to what is gone is there, but does not exist.
     if fs::symlink_metadata(pointer).is_ok() {
         fs::remove_file(pointer)?;
     }
     #[cfg(unix)]
-    let linked = std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), pointer);
+    let linked = std::os::unix::fs::symlink(Path::new(&"../".repeat(2 + depth)).join("blobs").join(etag), pointer);
     #[cfg(not(unix))]
     let linked = Err(io::Error::from(ErrorKind::Unsupported));
     // Not every file system has links.
@@ -425,6 +473,23 @@ fn link(etag: &str, blob: &Path, pointer: &Path) -> Result<(), FetchError> {
         fs::copy(blob, &beside).and_then(|_| fs::rename(&beside, pointer))
     };
     Ok(linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| copy())?)
+}
+
+/// The files of a dataset that text is read from; where names tell parts apart, those for training.
+fn text_files(files: &BTreeSet<String>) -> Vec<&str> {
+    let is_text = |file: &&str| {
+        let inner = file.strip_suffix(".gz").or_else(|| file.strip_suffix(".zst")).unwrap_or(file);
+        let known = [".parquet", ".jsonl", ".ndjson", ".txt"].iter().any(|end| inner.ends_with(end));
+        known && file.split('/').all(is_plain)
+    };
+    let found: Vec<&str> = files.iter().map(String::as_str).filter(is_text).collect();
+    let has = |file: &str, part: &str| file.to_lowercase().split(['/', '-', '_', '.']).any(|word| word == part);
+    let train: Vec<&str> = found.iter().copied().filter(|file| has(file, "train")).collect();
+    let held_out = |file: &&str| ["test", "valid", "validation", "dev"].iter().any(|part| has(file, part));
+    // One format of several is enough, and a note beside the data is none of it.
+    let chosen = if train.is_empty() { found.into_iter().filter(|file| !held_out(file)).collect() } else { train };
+    let of = |ending: &str| -> Vec<&str> { chosen.iter().copied().filter(|file| file.contains(ending)).collect() };
+    [of(".parquet"), of(".jsonl"), of(".ndjson"), of(".txt")].into_iter().find(|of| !of.is_empty()).unwrap_or_default()
 }
 
 fn length(path: &Path) -> Option<u64> {

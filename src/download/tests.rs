@@ -41,14 +41,15 @@ impl Scene {
         if let Some((_, status)) = self.status.filter(|(word, _)| path.contains(word)) {
             return (format!("HTTP/1.1 {status} No\r\nContent-Length: 0\r\n"), Vec::new());
         }
-        if path.starts_with("/api/models/") {
+        if path.starts_with("/api/models/") || path.starts_with("/api/datasets/") {
             let names = self.files.keys().map(|name| format!(r#"{{"rfilename": "{name}"}}"#)).collect::<Vec<_>>();
             let commit = self.commit.unwrap_or(COMMIT);
             let body = format!(r#"{{"sha": "{commit}", "siblings": [{}]}}"#, names.join(", ")).into_bytes();
             return (format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n", body.len()), body);
         }
         let name = path.rsplit('/').next().unwrap();
-        let Some(body) = self.files.get(name) else {
+        let at = |file: &&str| file.rsplit('/').next() == Some(name);
+        let Some(body) = self.files.iter().find(|(file, _)| at(file)).map(|(_, body)| body) else {
             return ("HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n".into(), Vec::new());
         };
         let etag = self.etag.map_or_else(|| format!("etag-of-{name}"), String::from);
@@ -223,6 +224,49 @@ fn sharded_model(index: &str) -> Scene {
 fn nowhere() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("http://{}", listener.local_addr().unwrap())
+}
+
+#[test]
+fn a_datasets_training_files_are_fetched_once_into_its_folder() {
+    let files = [
+        ("README.md", b"# Texts".to_vec()),
+        ("data/train-00000-of-00002.jsonl.gz", b"one".to_vec()),
+        ("data/train-00001-of-00002.jsonl.gz", b"two".to_vec()),
+        ("data/validation-00000-of-00001.jsonl.gz", b"three".to_vec()),
+        ("notes/train.txt", b"four".to_vec()),
+    ];
+    let served = Served::new(Scene { files: files.into(), ..Scene::default() });
+    let hub = || {
+        let hub = served.hub("owner/texts", &[]);
+        Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub }
+    };
+    let folder = hub().fetch_dataset(&mut |_, _, _| {}).unwrap();
+    assert_eq!(folder, served.home.path().join("hub/datasets--owner--texts/snapshots").join(COMMIT));
+    for (name, body) in [("train-00000-of-00002", "one"), ("train-00001-of-00002", "two")] {
+        assert_eq!(fs::read_to_string(folder.join(format!("data/{name}.jsonl.gz"))).unwrap(), body);
+    }
+    assert_eq!(fs::read_dir(folder.join("data")).unwrap().count(), 2);
+    assert!(!folder.join("notes").exists() && !folder.join("README.md").exists());
+    served.asked();
+    assert_eq!(hub().fetch_dataset(&mut |_, _, _| {}).unwrap(), folder);
+    assert!(served.asked().is_empty(), "what is there needs no network");
+    served.change(|scene| scene.status = Some(("/api/", 404)));
+    let hub = served.hub("owner/others", &[]);
+    let hub = Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub };
+    let message = hub.fetch_dataset(&mut |_, _, _| {}).unwrap_err().to_string();
+    assert!(message.contains("no such folder") && message.contains("no such dataset or revision"), "{message}");
+}
+
+#[test]
+fn of_a_datasets_files_one_format_is_chosen_and_the_held_out_parts_are_not() {
+    let chosen = |files: &[&str]| -> Vec<String> {
+        let files: BTreeSet<String> = files.iter().map(|file| file.to_string()).collect();
+        text_files(&files).into_iter().map(String::from).collect()
+    };
+    assert_eq!(chosen(&["a.txt", "b.parquet", "c.csv"]), ["b.parquet"]);
+    assert_eq!(chosen(&["test.jsonl", "corpus.jsonl", "dev.jsonl"]), ["corpus.jsonl"]);
+    assert_eq!(chosen(&["en/train.parquet", "en/valid.parquet", "x.parquet"]), ["en/train.parquet"]);
+    assert!(chosen(&["../train.txt", ".hidden.txt", "a.csv"]).is_empty());
 }
 
 #[test]

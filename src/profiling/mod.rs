@@ -1,6 +1,6 @@
 //! Where the time of real work goes: a few warm steps are recorded, and turned into a table, verdicts, a trace, a page.
 
-mod ceilings;
+pub(crate) mod ceilings;
 mod html;
 mod idle;
 mod rows;

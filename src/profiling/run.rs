@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use fireclay_kernels::Backend;
-use fireclay_kernels::recorder::{Memory, RecorderError, Recording, Report};
+use fireclay_kernels::recorder::{RecorderError, Recording, Report};
 
 use super::{Ceilings, Profile};
 use crate::backend::OnBackend;
@@ -12,6 +12,7 @@ use crate::failure::Failure;
 use crate::generation::{GenerationOptions, Generator, Prepared};
 use crate::precision::Precision;
 use crate::prediction::Predictor;
+use crate::process_memory::process_memory;
 use crate::training::{Recipe, StepOutput, Trainer, read_steps};
 
 /// What all profiles need to know.
@@ -42,7 +43,7 @@ impl OnBackend for ProfileTraining {
         let Self { recipe, options } = self;
         let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
         let mut steps = |count: u64| -> Result<Vec<StepOutput<B>>, Failure> {
-            let steps = (0..count).map(|_| trainer.train_step()).collect();
+            let steps = (0..count).map(|_| trainer.train_step()).collect::<Result<_, _>>()?;
             sync::<B>(&device)?;
             Ok(steps)
         };
@@ -179,14 +180,4 @@ fn finish<B: Backend>(
     let memory = B::memory(device).or_else(|| B::is_synchronous().then(process_memory).flatten());
     let ceilings = Ceilings::measure::<B>(&options.device, options.peak, device)?;
     Ok(Profile { name, unit, count, seconds, device: options.device.clone(), report, ceilings, memory, note })
-}
-
-/// Memory of this process, where the system tells.
-fn process_memory() -> Option<Memory> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
-    };
-    Some(Memory { in_use: field("VmRSS:")?, reserved: field("VmHWM:")? })
 }

@@ -13,7 +13,7 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceHeads, Utt
 use super::counts::TargetCounts;
 use super::name::ModelSizes;
 use super::scores::{ClassificationReport, Prediction};
-use super::validation::Validation;
+use super::validation::{Judged, Validation};
 use crate::device_read::{read_scalars, told};
 use crate::failure::Failure;
 use crate::run_folder::{LABELS, TOKENIZER, write_atomic};
@@ -132,13 +132,13 @@ impl IntentSlot {
         write_atomic(&folder.join(LABELS), text.as_bytes())
     }
 
-    /// Loss and scores on the validation part.
+    /// Loss and scores on the validation part, and which intents were taken for others.
     pub(crate) fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
         training: &TrainingRecipe,
         device: &B::Device,
-    ) -> Result<Validation, Failure> {
+    ) -> Result<Judged, Failure> {
         let heads = heads(model)?;
         let batches = self.valid.encoded.batches(BATCH_SIZE);
         let total = batches.iter().map(|(_, batch)| counts(batch)).fold(TargetCounts::default(), |a, b| a + b);
@@ -152,7 +152,8 @@ impl IntentSlot {
             predicted.read(indices, heads.logits(hidden))?;
         }
         let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
-        Ok(Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) })
+        let validation = Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) };
+        Ok(Judged { validation, confusions: report.confusions })
     }
 
     /// How `model` does on the test part.

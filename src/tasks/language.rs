@@ -3,13 +3,18 @@
 use std::path::Path;
 
 use burn::tensor::Tensor;
-use fireclay_datasets::{Corpus, StoryCorpus, TextCorpus, TokenBatch, Tokenizer, TokenizerKind, read_text};
+use fireclay_datasets::{
+    Corpus, StoryCorpus, TextCorpus, TextSource, TokenBatch, TokenFiles, Tokenizer, TokenizerKind,
+};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::{Transformer, TransformerConfig};
+use fireclay_model::{Tokens, Transformer, TransformerConfig};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
+use crate::generation::{GenerationOptions, Generator};
+use crate::progress::Watch;
 use crate::run_folder::{GENERATION, TOKENIZER, write_atomic};
+use crate::token_cache::tokens;
 use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// A text, and how it is cut into tokens.
@@ -18,6 +23,8 @@ pub struct Language {
     pub corpus: Corpus,
     /// How text becomes tokens.
     pub tokenizer: Tokenizer,
+    /// For each token the one of the model that a run begins from whose embedding it takes.
+    pub(crate) rows: Option<Vec<Option<u32>>>,
 }
 
 /// Mean cross entropy of a batch's predictions, times the options' weight, `[1]` nats a token.
@@ -28,34 +35,70 @@ pub fn loss<B: Backend>(
     device: &B::Device,
 ) -> Tensor<B, 1> {
     let (inputs, targets) = batch.to_device(device);
-    let hidden = model.forward(inputs, None);
+    let hidden = match batch.document_starts_on(device) {
+        Some(starts) => model.forward(Tokens::from(inputs).with_document_starts(starts), None),
+        None => model.forward(inputs, None),
+    };
     model.loss(hidden, targets, options)
 }
 
 impl Language {
-    /// The text of `recipe`, by the tokenizer in the folder `model`, where there is one, or else the recipe's.
-    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
-        let tokenizer = model.map(|model| Tokenizer::load(&model.join(TOKENIZER))).transpose()?;
-        let seq_length = recipe.training.seq_length;
-        if recipe.data.source == "stories" {
+    /// A corpus and its tokenizer.
+    pub fn new(corpus: Corpus, tokenizer: Tokenizer) -> Self {
+        Self { corpus, tokenizer, rows: None }
+    }
+
+    /// The text of `recipe`, by the tokenizer of the model to begin from, where there is one, or else the recipe's.
+    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
+        let Some(model) = model else {
+            return Self::of(recipe, None, watch);
+        };
+        let known = Tokenizer::load(&model.join(TOKENIZER))?;
+        let Some(file) = recipe.tokenizer_file() else {
+            return Self::of(recipe, Some(known), watch);
+        };
+        let wanted = Tokenizer::load(file)?;
+        if wanted.sha256()? == known.sha256()? {
+            return Self::of(recipe, Some(known), watch);
+        }
+        if !recipe.data.resize_embedding {
+            let (file, model) = (file.display(), model.display());
+            return Err(Failure::usage(format!(
+                "{file} is not the tokenizer of {model}, whose embedding knows other tokens: leave the tokenizer out, or \
+                 --set resize_embedding=true to give each token that {model} does not know a new row"
+            )));
+        }
+        let rows = wanted.tokens_of(&known);
+        Ok(Self { rows: Some(rows), ..Self::of(recipe, Some(wanted), watch)? })
+    }
+
+    /// The text of `recipe`, by the tokenizer in the checkpoint `folder`.
+    pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
+        Self::of(recipe, Some(Tokenizer::load(&folder.join(TOKENIZER))?), watch)
+    }
+
+    /// The text of `recipe`, by `tokenizer` or the one that the recipe asks for.
+    fn of(recipe: &Recipe, tokenizer: Option<Tokenizer>, watch: Watch<'_>) -> Result<Self, Failure> {
+        let (seq_length, data) = (recipe.training.seq_length, &recipe.data);
+        if data.source == "stories" {
             let stories = StoryCorpus::new(seq_length);
             let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
-            return Ok(Self { corpus: Corpus::Stories(stories), tokenizer });
+            return Ok(Self::new(Corpus::Stories(stories), tokenizer));
         }
-        if recipe.data.source.is_empty() {
-            return Err(recipe.lacks_data("text"));
-        }
-        let text = read_text(Path::new(&recipe.data.source))?;
-        let tokenizer = match (tokenizer, recipe.data.tokenizer.as_str()) {
-            (Some(tokenizer), _) => tokenizer,
-            (None, "byte") => Tokenizer::train(TokenizerKind::Byte, "")?,
-            (None, "char") => Tokenizer::train(TokenizerKind::Char, &text)?,
-            (None, "bpe") => Tokenizer::train(TokenizerKind::Bpe(recipe.data.bpe_size), &text)?,
-            (None, file) => Tokenizer::load(Path::new(file))?,
+        let texts = recipe.texts()?;
+        let tokenizer = match tokenizer {
+            Some(tokenizer) => tokenizer,
+            None => make_tokenizer(recipe, &texts)?,
         };
-        let corpus = TextCorpus::new(tokenizer.encode(&text)?, seq_length, recipe.data.holdout)
-            .map_err(|error| Failure::new(format!("{}: {error}", recipe.data.source)))?;
-        Ok(Self { corpus: Corpus::Text(corpus), tokenizer })
+        let mut files = Vec::new();
+        for (path, weight) in &texts {
+            files.push((tokens(path, &tokenizer, data, watch)?, *weight));
+        }
+        let shown: Vec<String> = texts.iter().map(|(path, _)| path.display().to_string()).collect();
+        let corpus = TextCorpus::of_files(files, seq_length, data.holdout);
+        let corpus = if data.documents_apart { corpus.and_then(TextCorpus::with_documents_apart) } else { corpus };
+        let corpus = corpus.map_err(|error| Failure::new(format!("{}: {error}", shown.join(", "))))?;
+        Ok(Self::new(Corpus::Text(corpus), tokenizer))
     }
 
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
@@ -72,7 +115,7 @@ impl Language {
         tokens: usize,
         device: &B::Device,
     ) -> Result<f64, Failure> {
-        let batches = self.corpus.valid_batches(batch_size, tokens);
+        let batches = self.corpus.valid_batches(batch_size, tokens)?;
         let total: usize = batches.iter().map(TokenBatch::target_count).sum();
         let mut sum = Tensor::<B, 1>::zeros([1], device);
         for batch in &batches {
@@ -80,6 +123,29 @@ impl Language {
             sum = sum + loss(model, batch, HeadLossOptions::new().with_weight(share), device);
         }
         Ok(read_scalars(vec![sum])?[0])
+    }
+
+    /// Text that `model` writes after `prompt` or, where that is empty, from the beginning of a text.
+    pub(crate) fn sample<B: Backend>(
+        &self,
+        model: Transformer<B>,
+        prompt: &str,
+        tokens: usize,
+        seed: u64,
+        device: &B::Device,
+    ) -> Result<String, Failure> {
+        let beginning = || {
+            let end = self.corpus.end_token().and_then(|end| self.tokenizer.token(end));
+            end.unwrap_or_else(|| if self.tokenizer.encode("\n").is_ok() { "\n".into() } else { " ".into() })
+        };
+        let from = if prompt.is_empty() { beginning() } else { prompt.to_string() };
+        let generator = Generator::new(model, self.tokenizer.clone(), device.clone());
+        let context = generator.model().config().context_length;
+        let wanted = tokens.min(context.saturating_sub(1)).max(1);
+        let options = GenerationOptions { max_tokens: Some(wanted), seed, ..GenerationOptions::default() };
+        let prepared = generator.prepare(&from, &options)?;
+        let written = generator.generate(&prepared, &options, |_| {})?.text;
+        Ok(if prompt.is_empty() { written } else { format!("{prompt}{written}") })
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
@@ -92,4 +158,23 @@ impl Language {
             None => Ok(()),
         }
     }
+}
+
+/// The tokenizer that a recipe asks for, made of its texts where it is to be made.
+fn make_tokenizer(recipe: &Recipe, texts: &[(&Path, f64)]) -> Result<Tokenizer, Failure> {
+    let data = &recipe.data;
+    if let Some(file) = recipe.tokenizer_file() {
+        return Ok(Tokenizer::load(file)?);
+    }
+    if let Some((prepared, _)) = texts.iter().find(|(path, _)| TokenFiles::are_in(path)) {
+        return Ok(TokenFiles::open(prepared)?.tokenizer()?);
+    }
+    let kind = match data.tokenizer.as_str() {
+        "char" => TokenizerKind::Char,
+        "bpe" => TokenizerKind::Bpe(data.bpe_size),
+        _ => TokenizerKind::Byte,
+    };
+    let open = |(path, _): &(&Path, f64)| TextSource::open(path, &data.field);
+    let sources = texts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    Ok(Tokenizer::train_on(kind, &sources)?)
 }

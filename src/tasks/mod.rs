@@ -10,6 +10,7 @@ pub mod validation;
 
 use std::path::Path;
 
+use fireclay_datasets::BatchKey;
 use fireclay_kernels::Backend;
 use fireclay_model::{Transformer, TransformerConfig};
 
@@ -18,9 +19,10 @@ pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use name::{ModelSizes, TaskName};
 pub use scores::{ClassificationReport, Scores};
-pub use validation::Validation;
+pub use validation::{Judged, Validation};
 
 use crate::failure::Failure;
+use crate::progress::Watch;
 use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// A kind of work, with its data.
@@ -44,11 +46,14 @@ impl Task {
     }
 
     /// The rows of a training step: a pure function of the recipe's seed and `step`.
-    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Batch {
+    ///
+    /// # Errors
+    /// If the data is in files that cannot be read any more.
+    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
         match self {
-            Self::Language(language) => language.corpus.batch(training.seed, step, rows).into(),
-            Self::IntentSlot(task) => task.batch(training, step, rows).into(),
+            Self::Language(language) => Ok(language.corpus.batch(BatchKey::new(training.seed, step), rows)?.into()),
+            Self::IntentSlot(task) => Ok(task.batch(training, step, rows).into()),
         }
     }
 
@@ -62,11 +67,11 @@ impl Task {
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
-    ) -> Result<Validation, Failure> {
+    ) -> Result<Judged, Failure> {
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device)?;
-                Ok(Validation { loss, scores: None })
+                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
@@ -87,9 +92,9 @@ impl Task {
     ///
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
-    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>) -> Result<Self, Failure> {
+    pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
-            TaskName::Language => Language::begin(recipe, model).map(Self::Language),
+            TaskName::Language => Language::begin(recipe, model, watch).map(Self::Language),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
         }
     }
@@ -98,10 +103,19 @@ impl Task {
     ///
     /// # Errors
     /// As [`begin`](Self::begin), and if the tokenizer lacks something in the text.
-    pub(crate) fn resume(recipe: &Recipe, folder: &Path) -> Result<Self, Failure> {
+    pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
-            TaskName::Language => Language::begin(recipe, Some(folder)).map(Self::Language),
+            TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
+        }
+    }
+
+    /// For each token of the task the one of the model that a run begins from whose embedding it takes, where the run has another
+    /// tokenizer than that model.
+    pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+        match self {
+            Self::Language(language) => language.rows.as_deref(),
+            Self::IntentSlot(_) => None,
         }
     }
 

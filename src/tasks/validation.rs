@@ -25,3 +25,12 @@ impl Validation {
         rank(self).partial_cmp(&rank(other)).is_some_and(std::cmp::Ordering::is_gt)
     }
 }
+
+/// A validation, and what it was about.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Judged {
+    /// The figures.
+    pub validation: Validation,
+    /// Intents taken for others, `(expected, predicted, how often)`, the most frequent first.
+    pub confusions: Vec<(String, String, usize)>,
+}

@@ -26,6 +26,9 @@ pub struct Best {
     pub step: u64,
     /// How well it did.
     pub validation: Validation,
+    /// Validations since then.
+    #[serde(default)]
+    pub without_improvement: u64,
 }
 
 /// What a checkpoint holds besides model and optimizer.

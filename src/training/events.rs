@@ -1,13 +1,14 @@
 //! What a run tells as it goes on: one type and one JSON schema, for `metrics.jsonl`, for `--json` and for people.
 
+use fireclay_kernels::recorder::Memory;
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::tasks::scores::Scores;
 
 /// Something that happened in a run.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Event {
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
     /// A training step.
     Trained {
         /// Counted from one.
@@ -22,6 +23,8 @@ pub(crate) enum Event {
         gradient_norm: f64,
         /// Targets learnt from in a second.
         tokens_per_second: f64,
+        /// Of the last of the steps that were read together.
+        memory: Option<MemoryUse>,
     },
     /// A validation.
     Validated {
@@ -34,10 +37,40 @@ pub(crate) enum Event {
         /// Percentages, where the task has them.
         scores: Option<Scores>,
     },
+    /// Text that the model wrote at a validation.
+    Sampled {
+        /// Steps taken.
+        step: u64,
+        /// What it wrote.
+        text: String,
+    },
+    /// Intents that were taken for others at a validation.
+    Confused {
+        /// Steps taken.
+        step: u64,
+        /// `(expected, predicted, how often)`, the most frequent first.
+        confusions: Vec<(String, String, usize)>,
+    },
+    /// Something that somebody should look at.
+    Warned {
+        /// Steps taken.
+        step: u64,
+        /// What it is.
+        text: String,
+    },
+}
+
+/// Memory that a run uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Of the device, where it has its own.
+    pub device: Option<Memory>,
+    /// Bytes of this process.
+    pub host: Option<u64>,
 }
 
 /// Who is told of events.
-pub(crate) trait Sink {
+pub trait Sink {
     /// Is told of an event.
     ///
     /// # Errors
@@ -47,22 +80,35 @@ pub(crate) trait Sink {
 
 impl Event {
     /// As one line for programs.
-    pub(crate) fn to_json(self) -> Value {
+    pub fn to_json(&self) -> Value {
         match self {
-            Self::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second } => {
+            Self::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, memory } => {
                 let mut line = json!({ "event": "train", "step": step, "loss": loss });
-                add_perplexity(&mut line, perplexity);
+                add_perplexity(&mut line, *perplexity);
                 line["learning_rate"] = json!(learning_rate);
                 line["gradient_norm"] = json!(gradient_norm);
                 line["tokens_per_second"] = json!(tokens_per_second);
+                if let Some(device) = memory.and_then(|memory| memory.device) {
+                    line["device_memory"] = json!({ "in_use": device.in_use, "reserved": device.reserved });
+                }
+                if let Some(host) = memory.and_then(|memory| memory.host) {
+                    line["host_memory"] = json!(host);
+                }
                 line
             }
             Self::Validated { step, loss, perplexity, scores } => {
                 let mut line = json!({ "event": "valid", "step": step, "loss": loss });
-                add_perplexity(&mut line, perplexity);
-                add_scores(&mut line, scores);
+                add_perplexity(&mut line, *perplexity);
+                add_scores(&mut line, *scores);
                 line
             }
+            Self::Sampled { step, text } => json!({ "event": "sample", "step": step, "text": text }),
+            Self::Confused { step, confusions } => {
+                let confusion = |(expected, predicted, count): &(String, String, usize)| json!({ "expected": expected, "predicted": predicted, "count": count });
+                let confusions: Vec<Value> = confusions.iter().map(confusion).collect();
+                json!({ "event": "confusions", "step": step, "confusions": confusions })
+            }
+            Self::Warned { step, text } => json!({ "event": "warning", "step": step, "text": text }),
         }
     }
 }

@@ -1,31 +1,38 @@
 //! Training: recipes, the optimizer, the loop, checkpoints, and how a run is shown.
 
+mod batches;
 mod chart;
 pub mod checkpoint;
-mod events;
+pub mod events;
 pub mod optimizer;
 pub mod origin;
 pub mod recipe;
+pub mod run_record;
 pub mod schedule;
 mod session;
 pub mod trainer;
 mod views;
+mod watchdog;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use burn::train::Interrupter;
+use fireclay_datasets::Inputs;
 use fireclay_kernels::Backend;
 use serde_json::Value;
 
-pub use recipe::{DataRecipe, EMBEDDED, Recipe, TrainingRecipe};
+pub use recipe::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};
+pub use run_record::RunRecord;
 pub use schedule::{Schedule, ScheduleKind};
 pub use trainer::{StepOutput, Trainer, read_steps};
-pub use views::{View, duration};
+pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
+use crate::progress::show_preparing;
 use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
+use crate::runs;
 use crate::tasks::TaskName;
 use crate::training::checkpoint::{Best, RunState};
 use crate::training::origin::Origin;
@@ -40,6 +47,11 @@ pub struct TrainingRun {
     origin: Origin,
     view: View,
     interrupter: Interrupter,
+    /// What it runs on, and the command that began it.
+    device: String,
+    command: Vec<String>,
+    /// The project at Weights & Biases that is told of it.
+    wandb: Option<String>,
     begun: Instant,
 }
 
@@ -58,7 +70,7 @@ impl TrainingRun {
     /// # Errors
     /// If the folder cannot be written, or holds a run already.
     pub fn begin(recipe: Recipe, out: &Path) -> Result<Self, Failure> {
-        let origin = Origin::of(&recipe)?;
+        let origin = Origin::of(&recipe, None)?;
         Ok(Self::new(recipe, RunFolder::create(out)?, None, origin))
     }
 
@@ -73,15 +85,17 @@ impl TrainingRun {
         change: impl FnOnce(Recipe) -> Result<Recipe, Failure>,
     ) -> Result<Self, Failure> {
         let (folder, mut state) = checkpoint::resume(out)?;
-        if let Some(Origin { data, tokenizer }) = &state.origin {
+        if let Some(Origin { data, corpora, tokenizer }) = &state.origin {
             // By their full paths: the run may go on from another folder than it began in.
-            let path = |source: &origin::Source| source.path.display().to_string();
+            let path = |inputs: &Inputs| inputs.path.display().to_string();
             if let Some(data) = data {
                 state.recipe.data.source = path(data);
             }
             if let Some(tokenizer) = tokenizer {
                 state.recipe.data.tokenizer = path(tokenizer);
             }
+            let weights = std::mem::take(&mut state.recipe.data.corpora).into_values();
+            state.recipe.data.corpora = corpora.iter().map(path).zip(weights).collect();
         }
         state.recipe = change(state.recipe)?;
         let moved = |failure: Failure| {
@@ -89,7 +103,7 @@ impl TrainingRun {
                 "{failure}; if it was moved, say so: --resume --set source=PATH or --set tokenizer=PATH"
             ))
         };
-        let origin = Origin::of(&state.recipe).map_err(moved)?;
+        let origin = Origin::of(&state.recipe, state.origin.as_ref()).map_err(moved)?;
         let changes = state.origin.as_ref().map_or_else(Vec::new, |then| then.changes(&origin));
         if !changes.is_empty() && !allow_changed_data {
             let (shown, changes) = (out.display(), changes.join("; "));
@@ -120,7 +134,8 @@ impl TrainingRun {
 
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
-        Self { recipe, folder, resumed, origin, view, interrupter, begun: Instant::now() }
+        let (device, command, begun) = (String::new(), Vec::new(), Instant::now());
+        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb: None, begun }
     }
 
     /// Shown in this way.
@@ -132,6 +147,18 @@ impl TrainingRun {
     /// Stopped, and saved, when `interrupter` says so.
     pub fn with_interrupter(mut self, interrupter: Interrupter) -> Self {
         self.interrupter = interrupter;
+        self
+    }
+
+    /// On a device of this name, by this command, for the run's record.
+    pub fn with_record(mut self, device: String, command: Vec<String>) -> Self {
+        (self.device, self.command) = (device, command);
+        self
+    }
+
+    /// Told of at Weights & Biases, in a project.
+    pub fn with_wandb(mut self, project: Option<String>) -> Self {
+        self.wandb = project;
         self
     }
 
@@ -150,13 +177,31 @@ impl OnBackend for TrainingRun {
     type Output = Outcome;
 
     fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
-        let Self { recipe, folder, resumed, origin, view, interrupter, begun } = self;
-        let prepared = prepare::<B>(recipe, &folder, resumed, &device);
-        let (trainer, best) = prepared.inspect_err(|_| folder.forget_if_empty())?;
-        describe(&trainer, &folder, view);
-        let session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
-        let (session, outcome) = views::run(session, view, interrupter);
-        let finished = outcome?;
+        let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, command, wandb, begun } =
+            self;
+        let resumed_at = resumed.as_ref().map(|state| state.step);
+        let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device);
+        let (trainer, best) = match prepared {
+            Ok(prepared) => prepared,
+            // It was stopped while tokens were made, which stay.
+            Err(_) if interrupter.should_stop() => {
+                folder.forget_if_empty();
+                return Ok(Outcome::Interrupted(resumed_at.unwrap_or(0)));
+            }
+            Err(failure) => {
+                folder.forget_if_empty();
+                return Err(failure);
+            }
+        };
+        let record = RunRecord::new(trainer.recipe(), trainer.model().config(), device_name, command);
+        let wandb = wandb.map(|project| Wandb::begin(&project, &record, folder.path())).transpose();
+        let wandb = wandb.inspect_err(|_| folder.forget_if_empty())?;
+        record.write(folder.path(), resumed_at)?;
+        if view != View::Dashboard {
+            describe(&trainer, &folder);
+        }
+        let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
+        let finished = views::run(&mut session, view, &record, (folder.path(), wandb), interrupter)?;
         chart::draw(folder.path())?;
         if let Some(report) = session.test_report() {
             chart::draw_confusions(folder.path(), report)?;
@@ -164,11 +209,14 @@ impl OnBackend for TrainingRun {
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
             eprintln!("\non the test data, read once:\n\n{report}\n");
         }
+        let summary = session.summary();
+        if finished {
+            write_atomic(&folder.path().join(DONE), summary.to_string().as_bytes())?;
+        }
+        runs::write_report(folder.path())?;
         if !finished {
             return Ok(Outcome::Interrupted(session.trainer.step()));
         }
-        let summary = session.summary();
-        write_atomic(&folder.path().join(DONE), summary.to_string().as_bytes())?;
         Ok(Outcome::Done(summary))
     }
 }
@@ -178,10 +226,13 @@ fn prepare<B: Backend>(
     recipe: Recipe,
     folder: &RunFolder,
     resumed: Option<RunState>,
+    interrupter: &Interrupter,
     device: &B::Device,
 ) -> Result<(Trainer<B>, Option<Best>), Failure> {
+    let mut watch = show_preparing(|| interrupter.should_stop());
     let Some(state) = resumed else {
-        return Ok((Trainer::new(&recipe, recipe.task()?, device.clone())?, None));
+        let task = recipe.task_watched(&mut watch)?;
+        return Ok((Trainer::new(&recipe, task, device.clone())?, None));
     };
     // A run that ended between its last checkpoint and its figures has those to come.
     let figures_lack = state.step == recipe.training.steps && !folder.path().join(DONE).exists();
@@ -189,16 +240,13 @@ fn prepare<B: Backend>(
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
     }
-    let task = recipe.task_of(&folder.checkpoint(state.step))?;
+    let task = recipe.task_of(&folder.checkpoint(state.step), &mut watch)?;
     let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;
     Ok((trainer, state.best))
 }
 
 /// Says what is about to happen.
-fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder, view: View) {
-    if view == View::Dashboard {
-        return;
-    }
+fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) {
     let recipe = trainer.recipe();
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());

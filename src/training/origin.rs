@@ -1,57 +1,58 @@
 //! The data and the tokenizer that a run began with, so that it does not go on with others unawares.
 
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use fireclay_datasets::Inputs;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
+use crate::token_cache::inputs;
 use crate::training::recipe::schema::{EMBEDDED, Recipe};
-
-/// A file or folder, and what is in it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Source {
-    /// Its full path.
-    pub path: PathBuf,
-    /// Of its bytes; of a folder, of its files' names and bytes in the order of their paths.
-    pub sha256: String,
-}
 
 /// What a run learns from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// The data; none where it is in the program itself.
-    pub data: Option<Source>,
+    pub data: Option<Inputs>,
+    /// The texts of a mixture, in the order of the recipe.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub corpora: Vec<Inputs>,
     /// The tokenizer; none where the run makes its own.
-    pub tokenizer: Option<Source>,
+    pub tokenizer: Option<Inputs>,
 }
 
 impl Origin {
-    /// Of the files that `recipe` names, as they are now.
+    /// Of the files that `recipe` names, as they are now. Those that look as in `known` are not read again.
     ///
     /// # Errors
     /// If they cannot be read.
-    pub fn of(recipe: &Recipe) -> Result<Self, Failure> {
-        let made = ["byte", "char", "bpe", "pieces"];
+    pub fn of(recipe: &Recipe, known: Option<&Self>) -> Result<Self, Failure> {
         let data = &recipe.data;
         let named = |name: &str, known: &[&str]| !name.is_empty() && !known.contains(&name);
+        let known = |name: &str| {
+            let known = known.into_iter().flat_map(|origin| origin.data.iter().chain(&origin.corpora));
+            known.into_iter().find(|inputs| inputs.path == Path::new(name))
+        };
+        let of = |name: &str| inputs(Path::new(name), known(name));
         Ok(Self {
-            data: named(&data.source, &EMBEDDED).then(|| Source::of(Path::new(&data.source))).transpose()?,
-            tokenizer: named(&data.tokenizer, &made).then(|| Source::of(Path::new(&data.tokenizer))).transpose()?,
+            data: named(&data.source, &EMBEDDED).then(|| of(&data.source)).transpose()?,
+            corpora: data.corpora.keys().map(|name| of(name)).collect::<Result<_, _>>()?,
+            tokenizer: recipe.tokenizer_file().map(|file| inputs(file, None)).transpose()?,
         })
     }
 
     /// What differs now, in words; nothing where all is as it was.
     pub fn changes(&self, now: &Self) -> Vec<String> {
-        let changes = [("data", &self.data, &now.data), ("tokenizer", &self.tokenizer, &now.tokenizer)];
-        changes.into_iter().filter_map(|(name, then, now)| change(name, then.as_ref(), now.as_ref())).collect()
+        let single = [("data", &self.data, &now.data), ("tokenizer", &self.tokenizer, &now.tokenizer)];
+        let single = single.into_iter().filter_map(|(name, then, now)| change(name, then.as_ref(), now.as_ref()));
+        let count = self.corpora.len().max(now.corpora.len());
+        let corpora = (0..count).filter_map(|at| change("corpus", self.corpora.get(at), now.corpora.get(at)));
+        single.chain(corpora).collect()
     }
 }
 
-fn change(name: &str, then: Option<&Source>, now: Option<&Source>) -> Option<String> {
-    let shown = |source: Option<&Source>| source.map_or("none".to_string(), |source| source.path.display().to_string());
+fn change(name: &str, then: Option<&Inputs>, now: Option<&Inputs>) -> Option<String> {
+    let shown = |inputs: Option<&Inputs>| inputs.map_or("none".to_string(), |inputs| inputs.path.display().to_string());
     match (then, now) {
         (Some(then), Some(now)) if then.sha256 == now.sha256 => None,
         (None, None) => None,
@@ -65,56 +66,10 @@ fn change(name: &str, then: Option<&Source>, now: Option<&Source>) -> Option<Str
     }
 }
 
-impl Source {
-    fn of(path: &Path) -> Result<Self, Failure> {
-        let full = fs::canonicalize(path).map_err(Failure::io(path))?;
-        let mut hash = Sha256::new();
-        if full.is_dir() {
-            for file in files(&full)? {
-                let name = file.strip_prefix(&full).unwrap_or(&file).to_string_lossy().into_owned();
-                hash.update(name.as_bytes());
-                hash.update([0]);
-                add(&mut hash, &file)?;
-            }
-        } else {
-            add(&mut hash, &full)?;
-        }
-        let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Self { path: full, sha256 })
-    }
-}
-
-/// The files below a folder that training may read, in the order of their paths: none whose name begins with a dot.
-fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).map_err(Failure::io(folder))? {
-        let entry = entry.map_err(Failure::io(folder))?;
-        if entry.file_name().to_string_lossy().starts_with('.') {
-            continue;
-        }
-        let path = entry.path();
-        match path.is_dir() {
-            true => found.extend(files(&path)?),
-            false => found.push(path),
-        }
-    }
-    found.sort();
-    Ok(found)
-}
-
-fn add(hash: &mut Sha256, file: &Path) -> Result<(), Failure> {
-    let mut open = File::open(file).map_err(Failure::io(file))?;
-    let mut bytes = vec![0; 1 << 20];
-    loop {
-        match open.read(&mut bytes).map_err(Failure::io(file))? {
-            0 => return Ok(()),
-            count => hash.update(&bytes[..count]),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -123,7 +78,7 @@ mod tests {
         let (a, b) = (folder.path().join("a.txt"), folder.path().join("b.txt"));
         fs::write(&a, "one").expect("writable");
         fs::copy(&a, &b).expect("writable");
-        let of = |path: &Path| Origin { data: Some(Source::of(path).expect("readable")), tokenizer: None };
+        let of = |path: &Path| Origin { data: Some(Inputs::of(path, None).expect("readable")), ..Origin::default() };
         let then = of(&a);
         assert!(then.changes(&of(&a)).is_empty() && then.changes(&of(&b)).is_empty());
         fs::write(&a, "two").expect("writable");
@@ -134,10 +89,5 @@ mod tests {
         );
         let changes = then.changes(&Origin::default());
         assert!(changes.len() == 1 && changes[0].contains("none"), "{changes:?}");
-        // The order in which a folder lists its files does not matter, their names do.
-        let whole = of(folder.path());
-        assert_eq!(whole, of(folder.path()));
-        fs::rename(&b, folder.path().join("c.txt")).expect("writable");
-        assert_ne!(whole, of(folder.path()));
     }
 }

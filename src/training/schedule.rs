@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 pub enum ScheduleKind {
     /// Falls along a cosine to the minimum at the last step (Loshchilov and Hutter, 2017).
     Cosine,
+    /// Falls in a straight line to the minimum at the last step.
+    Linear,
+    /// Stays, and falls in a straight line to the minimum over the last steps: warm-up, stable, decay (Hu et al., 2024).
+    Wsd,
     /// Stays.
     Constant,
 }
@@ -19,10 +23,12 @@ pub struct Schedule {
     pub kind: ScheduleKind,
     /// The learning rate after the warm-up.
     pub maximum: f64,
-    /// The learning rate at the end of a cosine.
+    /// The learning rate at the end of a schedule that falls.
     pub minimum: f64,
     /// Steps of warm-up.
     pub warmup_steps: u64,
+    /// Steps at the end in which the rate of [`ScheduleKind::Wsd`] falls.
+    pub decay_steps: u64,
     /// Steps in all.
     pub steps: u64,
 }
@@ -33,15 +39,18 @@ impl Schedule {
         if step < self.warmup_steps {
             return self.maximum * (step + 1) as f64 / (self.warmup_steps + 1) as f64;
         }
-        match self.kind {
-            ScheduleKind::Constant => self.maximum,
-            ScheduleKind::Cosine => {
-                let span = self.steps.saturating_sub(self.warmup_steps).max(1);
-                let done = ((step - self.warmup_steps) as f64 / span as f64).min(1.0);
-                let height = 0.5 * (1.0 + (std::f64::consts::PI * done).cos());
-                self.minimum + height * (self.maximum - self.minimum)
-            }
-        }
+        // The share that is done of the steps from `begin` to the last.
+        let done = |begin: u64| {
+            let span = self.steps.saturating_sub(begin).max(1);
+            (step.saturating_sub(begin) as f64 / span as f64).min(1.0)
+        };
+        let height = match self.kind {
+            ScheduleKind::Constant => 1.0,
+            ScheduleKind::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done(self.warmup_steps)).cos()),
+            ScheduleKind::Linear => 1.0 - done(self.warmup_steps),
+            ScheduleKind::Wsd => 1.0 - done(self.steps.saturating_sub(self.decay_steps).max(self.warmup_steps)),
+        };
+        self.minimum + height * (self.maximum - self.minimum)
     }
 }
 
@@ -49,13 +58,33 @@ impl Schedule {
 mod tests {
     use super::*;
 
+    const COSINE: Schedule =
+        Schedule { kind: ScheduleKind::Cosine, maximum: 1.0, minimum: 0.1, warmup_steps: 3, decay_steps: 2, steps: 13 };
+
     #[test]
     fn the_rate_rises_linearly_falls_along_a_cosine_and_ends_at_the_minimum() {
-        let schedule = Schedule { kind: ScheduleKind::Cosine, maximum: 1.0, minimum: 0.1, warmup_steps: 3, steps: 13 };
+        let schedule = COSINE;
         let rate = |step| schedule.learning_rate(step);
         assert_eq!([rate(0), rate(1), rate(2), rate(3)], [0.25, 0.5, 0.75, 1.0]);
         assert!((rate(8) - 0.55).abs() < 1e-12, "half way: {}", rate(8));
         assert!((rate(13) - 0.1).abs() < 1e-12 && (rate(99) - 0.1).abs() < 1e-12);
         assert_eq!(Schedule { kind: ScheduleKind::Constant, ..schedule }.learning_rate(10), 1.0);
+    }
+
+    #[test]
+    fn a_straight_line_falls_from_the_warm_up_or_over_the_last_steps() {
+        let near = |rate: f64, wanted: f64| assert!((rate - wanted).abs() < 1e-12, "{rate}, wanted {wanted}");
+        let linear = Schedule { kind: ScheduleKind::Linear, ..COSINE };
+        near(linear.learning_rate(3), 1.0);
+        near(linear.learning_rate(8), 0.55);
+        near(linear.learning_rate(13), 0.1);
+        let wsd = Schedule { kind: ScheduleKind::Wsd, decay_steps: 4, ..COSINE };
+        near(wsd.learning_rate(1), 0.5);
+        near(wsd.learning_rate(9), 1.0);
+        near(wsd.learning_rate(11), 0.55);
+        near(wsd.learning_rate(13), 0.1);
+        // A decay longer than what is behind the warm-up takes all of that.
+        let all = Schedule { decay_steps: 13, ..wsd };
+        near(all.learning_rate(8), 0.55);
     }
 }

@@ -11,14 +11,16 @@ use fireclay_model::ModelFolder;
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
+use crate::process_memory::process_memory;
 use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
-use crate::tasks::validation::Validation;
+use crate::tasks::validation::{Judged, Validation};
 use crate::training::checkpoint::{self, Best, RunState};
-use crate::training::events::{Event, Sink, add_scores};
+use crate::training::events::{Event, MemoryUse, Sink, add_scores};
 use crate::training::origin::Origin;
 use crate::training::recipe::schema::TrainingRecipe;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
+use crate::training::watchdog::Watchdog;
 
 /// Losses are read from the device once in this time, or after this many steps, whichever is sooner.
 const READ_EVERY: (Duration, usize) = (Duration::from_millis(500), 100);
@@ -43,6 +45,8 @@ pub(crate) struct Session<B: Backend> {
     final_validation: Option<Validation>,
     test: Option<ClassificationReport>,
     saved: u64,
+    watch: Watchdog,
+    stopped_early: bool,
 }
 
 impl<B: Backend> Session<B> {
@@ -75,6 +79,8 @@ impl<B: Backend> Session<B> {
             final_validation: None,
             test: None,
             saved,
+            watch: Watchdog::default(),
+            stopped_early: false,
         })
     }
 
@@ -86,40 +92,47 @@ impl<B: Backend> Session<B> {
         self.training().steps
     }
 
-    pub(crate) fn valid_every(&self) -> u64 {
-        self.training().valid_every
-    }
-
-    pub(crate) fn epochs_done(&self) -> usize {
-        (self.trainer.step() / self.valid_every()) as usize
-    }
-
-    pub(crate) fn device(&self) -> &B::Device {
-        &self.device
+    fn valid_every(&self) -> u64 {
+        self.trainer.recipe().valid_every()
     }
 
     /// Trains to the last step; `false` if interrupted before, with a checkpoint saved.
     pub(crate) fn run(&mut self, interrupter: &Interrupter, sink: &mut impl Sink) -> Result<bool, Failure> {
         let steps = self.steps();
         self.flushed = Instant::now();
+        self.tell_best(sink)?;
         while self.trainer.step() < steps {
             if interrupter.should_stop() {
                 self.flush(sink)?;
                 self.save()?;
                 return Ok(false);
             }
-            let output = self.trainer.train_step();
-            self.pending.push(output);
+            match self.trainer.train_step() {
+                Ok(output) => self.pending.push(output),
+                Err(failure) => {
+                    self.flush(sink)?;
+                    self.save()?;
+                    return Err(self.kept(failure));
+                }
+            }
             let step = self.trainer.step();
             let due = self.flushed.elapsed() >= READ_EVERY.0 || self.pending.len() >= READ_EVERY.1;
             if due || self.first_step_seconds.is_none() {
                 self.flush(sink)?;
             }
-            let last = step == steps;
+            let mut last = step == steps;
             let mut improved = false;
             if step.is_multiple_of(self.valid_every()) || last {
                 self.flush(sink)?;
                 improved = self.validate(step, sink)?;
+                let patience = self.training().patience;
+                let since = self.best.map_or(0, |best| best.without_improvement);
+                if patience > 0 && since >= patience && !last {
+                    let text = format!("no better validation in {patience}: training ends here, as patience asks");
+                    sink.tell(&Event::Warned { step, text })?;
+                    self.stopped_early = true;
+                    last = true;
+                }
                 if last && self.training().final_valid_tokens > 0 {
                     self.final_validation = Some(self.trainer.validate(self.training().final_valid_tokens)?);
                 }
@@ -127,6 +140,9 @@ impl<B: Backend> Session<B> {
             if step.is_multiple_of(self.training().checkpoint_every) || improved || last {
                 self.flush(sink)?;
                 self.save()?;
+            }
+            if self.stopped_early {
+                break;
             }
             if self.pending.is_empty() {
                 // Validations and checkpoints do not count as training.
@@ -164,6 +180,23 @@ impl<B: Backend> Session<B> {
         self.test.as_ref()
     }
 
+    /// What a failure leaves behind.
+    fn kept(&self, failure: Failure) -> Failure {
+        let (step, out) = (self.trainer.step(), self.folder.path().display());
+        match step {
+            0 => failure,
+            _ => {
+                Failure::new(format!("{failure}; saved at step {step}: go on with fireclay train --resume --out {out}"))
+            }
+        }
+    }
+
+    /// Tells a view that begins late of the best validation so far.
+    fn tell_best(&self, sink: &mut impl Sink) -> Result<(), Failure> {
+        let Some(Best { step, validation: Validation { loss, scores }, .. }) = self.best else { return Ok(()) };
+        sink.tell(&Event::Validated { step, loss, perplexity: self.perplexity(loss), scores })
+    }
+
     /// Reads the losses of the steps since the last time, in one go, and tells them.
     fn flush(&mut self, sink: &mut impl Sink) -> Result<(), Failure> {
         let pending = std::mem::take(&mut self.pending);
@@ -182,22 +215,36 @@ impl<B: Backend> Session<B> {
         }
         self.flushed = now;
         let mut lines = String::new();
-        for (output, (loss, gradient_norm)) in pending.iter().zip(read) {
+        let count = pending.len();
+        for (at, (output, (loss, gradient_norm))) in pending.iter().zip(read).enumerate() {
             let learning_rate = output.learning_rate;
             if !loss.is_finite() || !gradient_norm.is_finite() {
                 return Err(self.diverged(output.step, loss, gradient_norm, learning_rate));
             }
             let step = output.step + 1;
             let perplexity = self.perplexity(loss);
-            let event = Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second };
+            let memory = (at + 1 == count).then(|| self.memory());
+            let event =
+                Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, memory };
             sink.tell(&event)?;
             lines.push_str(&format!("{}\n", event.to_json()));
+            if let Some(text) = self.watch.look(loss, gradient_norm) {
+                let event = Event::Warned { step, text };
+                sink.tell(&event)?;
+                lines.push_str(&format!("{}\n", event.to_json()));
+            }
             self.recent.push_back(loss);
             if self.recent.len() > SUMMARY_STEPS {
                 self.recent.pop_front();
             }
         }
         self.log(&lines)
+    }
+
+    /// Read on the thread that trains: a device's allocator counts for the thread that asks.
+    fn memory(&self) -> MemoryUse {
+        let device = if B::is_synchronous() { None } else { B::memory(&self.device) };
+        MemoryUse { device, host: process_memory().map(|memory| memory.in_use) }
     }
 
     /// `e` to the loss, where that is of a language.
@@ -233,7 +280,7 @@ impl<B: Backend> Session<B> {
     /// Validates, and says whether this is the best so far.
     fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
-        let validation = self.trainer.validate(tokens)?;
+        let Judged { validation, confusions } = self.trainer.judge(tokens)?;
         let Validation { loss, scores } = validation;
         if !loss.is_finite() {
             return Err(self.diverged(
@@ -244,14 +291,29 @@ impl<B: Backend> Session<B> {
             ));
         }
         let event = Event::Validated { step, loss, perplexity: self.perplexity(loss), scores };
-        sink.tell(&event)?;
-        self.log(&format!("{}\n", event.to_json()))?;
+        self.tell(&event, sink)?;
+        if !confusions.is_empty() {
+            self.tell(&Event::Confused { step, confusions }, sink)?;
+        }
+        let (prompt, sample_tokens) = (self.training().sample_prompt.clone(), self.training().sample_tokens);
+        if sample_tokens > 0
+            && let Some(text) = self.trainer.sample(&prompt, sample_tokens)?
+        {
+            self.tell(&Event::Sampled { step, text }, sink)?;
+        }
         let improved = self.best.is_none_or(|best| validation.is_better_than(&best.validation));
-        if improved {
-            self.best = Some(Best { step, validation });
+        match &mut self.best {
+            Some(best) if !improved => best.without_improvement += 1,
+            best => *best = Some(Best { step, validation, without_improvement: 0 }),
         }
         self.final_validation = Some(validation);
         Ok(improved)
+    }
+
+    /// Tells an event, and keeps it.
+    fn tell(&mut self, event: &Event, sink: &mut impl Sink) -> Result<(), Failure> {
+        sink.tell(event)?;
+        self.log(&format!("{}\n", event.to_json()))
     }
 
     fn save(&mut self) -> Result<(), Failure> {
@@ -264,6 +326,11 @@ impl<B: Backend> Session<B> {
         checkpoint::save(&self.folder, &self.trainer, &state)?;
         self.saved = step;
         Ok(())
+    }
+
+    /// The share of the training's time that was spent on waiting for batches.
+    fn data_wait_share(&self) -> f64 {
+        self.trainer.waited_for_data().as_secs_f64() / self.trained.1.as_secs_f64().max(1e-9)
     }
 
     /// The `done` line.
@@ -280,10 +347,15 @@ impl<B: Backend> Session<B> {
             "valid_loss": self.final_validation.map(|validation| rounded(validation.loss)),
             "tokens_per_second": speed,
             "first_step_seconds": self.first_step_seconds.map(|seconds| (seconds * 1e3).round() / 1e3),
+            "data_wait_share": (!self.recent.is_empty()).then(|| rounded(self.data_wait_share())),
+            "stopped_early": self.stopped_early.then_some(true),
             "best_step": self.best.map(|best| best.step),
             "best_valid_loss": self.best.map(|best| rounded(best.validation.loss)),
             "out": self.folder.path().display().to_string(),
         });
+        if let Value::Object(fields) = &mut summary {
+            fields.retain(|name, value| name != "stopped_early" || !value.is_null());
+        }
         if let Some(entropy) = self.trainer.task().source_entropy() {
             summary["source_entropy"] = json!(rounded(entropy));
         }

@@ -1,6 +1,8 @@
 //! A model, its optimizer and its data: one step, one validation.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -11,18 +13,23 @@ use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::tasks::{Batch, ClassificationReport, Task, Validation};
+use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
+use crate::training::batches::Batches;
 use crate::training::optimizer::{Optimizer, ParameterGradients};
 use crate::training::recipe::schema::Recipe;
 
 /// Everything that a training step changes, and what it reads.
 pub struct Trainer<B: Backend> {
     recipe: Recipe,
-    task: Task,
+    task: Arc<Task>,
+    /// Those of the coming steps, from the first that is asked for.
+    batches: Option<Batches>,
     model: Transformer<Autodiff<B>>,
     optimizer: Optimizer<B>,
     step: u64,
     device: B::Device,
+    /// Bytes in use at the most, where somebody asked.
+    peak_memory: Option<u64>,
 }
 
 /// What a step gives, still on the device.
@@ -86,17 +93,19 @@ impl<B: Backend> Trainer<B> {
         let optimizer = Optimizer::new(&model);
         Ok(Self {
             recipe: recipe.clone(),
-            task,
+            task: Arc::new(task),
+            batches: None,
             model: model.with_activations(activations).with_copies(),
             optimizer,
             step: 0,
             device,
+            peak_memory: None,
         })
     }
 
     /// Goes on from a checkpoint's step and optimizer.
     pub(crate) fn restore(&mut self, step: u64, optimizer: Optimizer<B>) {
-        (self.step, self.optimizer) = (step, optimizer);
+        (self.step, self.optimizer, self.batches) = (step, optimizer, None);
     }
 
     /// The model as it is. In bf16 it has copies of its matrices, which operations read: whoever changes the parameters of a
@@ -125,9 +134,33 @@ impl<B: Backend> Trainer<B> {
         self.step
     }
 
-    /// One optimizer step over the `batch_size * accumulation` rows that the task has for it.
-    pub fn train_step(&mut self) -> StepOutput<B> {
-        self.train_on(self.task.batch(&self.recipe.training, self.step))
+    /// One optimizer step over the `batch_size * accumulation` rows that the task has for it, which are made ahead.
+    ///
+    /// # Errors
+    /// If the data is in files that cannot be read any more.
+    pub fn train_step(&mut self) -> Result<StepOutput<B>, Failure> {
+        let mut batches = match self.batches.take() {
+            Some(batches) if batches.next_step() == self.step => batches,
+            _ => Batches::new(&self.task, &self.recipe.training, self.step)?,
+        };
+        let batch = batches.take()?;
+        self.batches = Some(batches);
+        Ok(self.train_on(batch))
+    }
+
+    /// Time that steps spent on waiting for their batches.
+    pub fn waited_for_data(&self) -> Duration {
+        self.batches.as_ref().map_or(Duration::ZERO, Batches::waited)
+    }
+
+    /// Text that the model writes now, after a prompt or where that is empty from the beginning of a text; none from a task without
+    /// text.
+    ///
+    /// # Errors
+    /// If the prompt holds what the vocabulary lacks, or the device fails.
+    pub fn sample(&self, prompt: &str, tokens: usize) -> Result<Option<String>, Failure> {
+        let Task::Language(language) = &*self.task else { return Ok(None) };
+        language.sample(self.model.valid(), prompt, tokens, self.recipe.training.seed, &self.device).map(Some)
     }
 
     /// One optimizer step over `batch`, in `accumulation` parts; nothing is read from the device.
@@ -143,6 +176,7 @@ impl<B: Backend> Trainer<B> {
             self.model.set_dropout(Some(key.fold(part as u64)));
             // Each part counts by its targets, so that the sum is the mean over the whole batch.
             let part_loss = batch.loss(&self.model, &training, whole, &self.device);
+            self.note_memory();
             let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
             let part_loss = part_loss.inner();
             gradients = Some(match gradients {
@@ -156,6 +190,7 @@ impl<B: Backend> Trainer<B> {
         }
         self.model.set_dropout(None);
 
+        self.note_memory();
         let learning_rate = self.recipe.schedule().learning_rate(self.step);
         let adamw = AdamW {
             learning_rate,
@@ -177,11 +212,33 @@ impl<B: Backend> Trainer<B> {
         StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
     }
 
+    /// From here on notes how much of the device's memory is in use, behind each forward pass and before each update: the host waits for
+    /// that, so it is not for training at speed.
+    pub fn watch_memory(&mut self) {
+        self.peak_memory = Some(0);
+    }
+
+    /// Bytes in use at the most since [`watch_memory`](Self::watch_memory), where the device tells.
+    pub fn peak_memory(&self) -> Option<u64> {
+        self.peak_memory.filter(|bytes| *bytes > 0)
+    }
+
+    fn note_memory(&mut self) {
+        if let Some(peak) = &mut self.peak_memory {
+            *peak = B::memory(&self.device).map_or(*peak, |memory| memory.in_use.max(*peak));
+        }
+    }
+
     /// How the model does on held-out data: about `tokens` of a language's, all of the utterances.
     ///
     /// # Errors
     /// If the device failed.
     pub fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
+        Ok(self.judge(tokens)?.validation)
+    }
+
+    /// As [`validate`](Self::validate), with what it was about.
+    pub(crate) fn judge(&self, tokens: usize) -> Result<Judged, Failure> {
         self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device)
     }
 

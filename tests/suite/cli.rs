@@ -16,6 +16,8 @@ fn binary() -> PathBuf {
 pub(crate) fn program() -> Command {
     let mut command = Command::new(binary());
     command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
+    // Tokens and kernels of tests are none of the user's.
+    command.env("XDG_CACHE_HOME", std::env::temp_dir().join("fireclay-tests"));
     command
 }
 
@@ -75,13 +77,16 @@ fn training_prints_json_lines_and_a_done_line_only() {
     let stdout = String::from_utf8(output.stdout).expect("text");
     let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let events: Vec<&str> = lines.iter().filter_map(|line| line["event"].as_str()).collect();
-    assert_eq!(events, ["train", "train", "valid", "train", "train", "valid", "done"]);
-    let done = &lines[6];
+    assert_eq!(events, ["train", "train", "valid", "sample", "train", "train", "valid", "sample", "done"]);
+    assert!(lines[3]["text"].as_str().is_some_and(|text| !text.is_empty()), "{}", lines[3]);
+    let done = &lines[8];
     for key in ["steps", "train_loss", "valid_loss", "tokens_per_second", "first_step_seconds", "source_entropy"] {
         assert!(done[key].as_f64().is_some_and(f64::is_finite), "{key} in {done}");
     }
     let model = ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"];
-    for name in model.into_iter().chain(["metrics.jsonl", "loss.svg", "training"]) {
+    for name in
+        model.into_iter().chain(["metrics.jsonl", "run.json", "report.html", "loss.svg", "tensorboard", "training"])
+    {
         assert!(out.join(name).exists(), "{name}");
     }
     let entries = fs::read_dir(out.join("training")).expect("checkpoints").flatten();

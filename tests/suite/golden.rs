@@ -220,6 +220,7 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
         kind: ScheduleKind::Cosine,
         maximum: number("max_learning_rate"),
         minimum: number("min_learning_rate"),
+        decay_steps: 0,
         warmup_steps: number("warmup_steps") as u64,
         steps: steps as u64,
     };

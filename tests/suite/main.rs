@@ -5,6 +5,7 @@
 mod cli;
 #[path = "../../kernels/tests/parity/compare.rs"]
 mod compare;
+mod data;
 mod decoding;
 mod families;
 mod golden;
@@ -13,6 +14,7 @@ mod hub;
 mod learning;
 mod profiling;
 mod resume;
+mod runs;
 mod traffic;
 mod utterances;
 

@@ -142,6 +142,19 @@ impl TextSource {
         }
     }
 
+    /// About the first `bytes` of the text.
+    ///
+    /// # Errors
+    /// As a file is refused.
+    pub fn beginning(&self, bytes: usize) -> Result<String, DataError> {
+        let mut text = String::new();
+        self.read(true, &mut |piece| {
+            text.push_str(&piece.text);
+            Ok(if text.len() < bytes { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+        })?;
+        Ok(text)
+    }
+
     /// All documents as one text, joined by line breaks: for what has to be in memory as a whole.
     ///
     /// # Errors

@@ -9,12 +9,11 @@ use std::thread;
 use super::manifest::{FILE, Manifest};
 use super::shard::ShardWriter;
 use super::{TOKENIZER, TokenFiles};
-use crate::encoder::Encoder;
 use crate::error::DataError;
 use crate::inputs::Inputs;
 use crate::random::Generator;
 use crate::sources::{Piece, STDIN, TextSource};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Encoder, Tokenizer};
 
 /// Tokens from which on a shard is whole.
 const SHARD: u64 = 32 << 20;
@@ -123,15 +122,16 @@ impl Writer<'_> {
                 }
             }
         }
-        written?;
-        if manifest.bytes == 0 {
+        if !written? {
             return Err(DataError::Empty { path: source.path().to_path_buf() });
         }
         manifest.complete = true;
         Ok(())
     }
 
-    fn encode(&mut self, receiver: &Receiver<Read>, manifest: &mut Manifest) -> Result<(), DataError> {
+    /// Writes shards of what the reader hands on, and returns whether there is more in them than white space.
+    fn encode(&mut self, receiver: &Receiver<Read>, manifest: &mut Manifest) -> Result<bool, DataError> {
+        let mut has_text = manifest.pieces > 0;
         let encoder = Encoder::new(self.tokenizer);
         // Between documents of a tokenizer without an end token.
         let between = self.tokenizer.encode_whole("\n").unwrap_or_default();
@@ -155,6 +155,7 @@ impl Writer<'_> {
                     tokens.extend(done.end_token);
                     done.documents += 1;
                 }
+                has_text |= !piece.text.trim().is_empty();
                 done.pieces += 1;
                 done.bytes += piece.text.len() as u64;
                 encoded += piece.text.len() as u64;
@@ -178,7 +179,7 @@ impl Writer<'_> {
         }
         Self::finish(&mut shards, &mut done)?;
         *manifest = done;
-        Ok(())
+        Ok(has_text)
     }
 
     fn finish(shards: &mut [Option<ShardWriter>; 2], manifest: &mut Manifest) -> Result<(), DataError> {

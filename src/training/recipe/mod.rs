@@ -5,4 +5,4 @@ mod parse;
 mod resolve;
 pub mod schema;
 
-pub use schema::{DataRecipe, EMBEDDED, Recipe, TrainingRecipe};
+pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};

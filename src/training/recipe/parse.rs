@@ -134,7 +134,8 @@ fn known_keys() -> Vec<(String, String)> {
         _ => Vec::new(),
     };
     let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
-    let data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
+    let mut data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
+    data.push("corpora".into());
     let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
     let from_data = ["vocab_size", "intents", "tags"];
     let model: Vec<String> = std::iter::once("family".to_string())

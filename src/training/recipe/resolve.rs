@@ -1,5 +1,6 @@
 //! From a recipe to its data and its model.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use fireclay_kernels::Backend;
@@ -8,6 +9,7 @@ use toml::Value;
 
 use super::schema::Recipe;
 use crate::failure::Failure;
+use crate::progress::Watch;
 use crate::tasks::Task;
 use crate::tasks::name::ModelSizes;
 
@@ -35,10 +37,17 @@ impl Recipe {
         let ModelSizes { intents, tags, .. } = task.sizes();
         let config = config.with_intents(intents).with_tags(tags);
         let shown = folder.display().to_string();
-        self.suits(&config, task).map_err(|failure| failure.about(&shown))?;
+        let rows = task.rows_to_begin_from();
+        let known = rows.map_or(config.vocab_size, <[_]>::len);
+        self.suits(&TransformerConfig { vocab_size: known, ..config.clone() }, task)
+            .map_err(|failure| failure.about(&shown))?;
         config.validate().map_err(|error| Failure::usage(format!("{shown}: {error}")))?;
         let heads = task.has_heads_of(folder)?;
-        Ok(ModelFolder::new(folder).load_as(&config, heads, self.training.seed, device)?)
+        let model = ModelFolder::new(folder).load_as(&config, heads, self.training.seed, device)?;
+        Ok(match rows {
+            Some(rows) => model.with_vocabulary(rows),
+            None => model,
+        })
     }
 
     /// Reads the data, and makes its tokenizer.
@@ -46,7 +55,15 @@ impl Recipe {
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
     pub fn task(&self) -> Result<Task, Failure> {
-        Task::begin(self, self.begins_with()?)
+        self.task_watched(&mut |_, _| ControlFlow::Continue(()))
+    }
+
+    /// As [`task`](Self::task), told of how far the making of tokens is.
+    ///
+    /// # Errors
+    /// As [`task`](Self::task), and if `watch` stops it.
+    pub fn task_watched(&self, watch: Watch<'_>) -> Result<Task, Failure> {
+        Task::begin(self, self.begins_with()?, watch)
     }
 
     /// The model to begin from.
@@ -65,9 +82,9 @@ impl Recipe {
     /// Reads the data as the tokenizer and the labels in a model's folder have it.
     ///
     /// # Errors
-    /// As [`task`](Self::task), and if the tokenizer lacks something in the text.
-    pub fn task_of(&self, folder: &Path) -> Result<Task, Failure> {
-        Task::resume(self, folder)
+    /// As [`task_watched`](Self::task_watched), and if the tokenizer lacks something in the text.
+    pub fn task_of(&self, folder: &Path, watch: Watch<'_>) -> Result<Task, Failure> {
+        Task::resume(self, folder, watch)
     }
 
     /// With a model that has room for what the task's data holds.

@@ -1,21 +1,28 @@
-//! How a run is shown: each view is told the run's events.
+//! How a run is shown and kept: each view is told the run's events.
 
 mod dashboard;
 mod json;
 mod plain;
+mod tensorboard;
+mod wandb;
+
+use std::path::Path;
 
 use burn::train::Interrupter;
 use fireclay_kernels::Backend;
 
-pub use plain::duration;
+pub use dashboard::{Dashboard, has_terminal, leave_terminal};
+pub use wandb::Wandb;
 
 use crate::failure::Failure;
+use crate::training::events::{Event, Sink};
+use crate::training::run_record::RunRecord;
 use crate::training::session::Session;
 
 /// How a run shows itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
-    /// Burn's dashboard, which takes the terminal.
+    /// A dashboard that takes the terminal.
     Dashboard,
     /// A line now and then on stderr.
     Plain,
@@ -23,22 +30,31 @@ pub enum View {
     Json,
 }
 
-/// Runs a session to its end or its interruption, and shows it. Gives the session back, and whether it came to its end.
-pub(crate) fn run<B: Backend>(
-    mut session: Session<B>,
-    view: View,
-    interrupter: Interrupter,
-) -> (Session<B>, Result<bool, Failure>) {
-    match view {
-        View::Dashboard => dashboard::run(session, interrupter),
-        View::Plain => {
-            let mut lines = plain::Lines::new(session.steps());
-            let ended = session.run(&interrupter, &mut lines);
-            (session, ended)
-        }
-        View::Json => {
-            let ended = session.run(&interrupter, &mut json::Lines);
-            (session, ended)
-        }
+/// Several views, each told every event.
+struct All(Vec<Box<dyn Sink>>);
+
+impl Sink for All {
+    fn tell(&mut self, event: &Event) -> Result<(), Failure> {
+        self.0.iter_mut().try_for_each(|sink| sink.tell(event))
     }
+}
+
+/// Runs a session to its end or its interruption, shows it, and keeps it in `folder` for TensorBoard. Returns whether it came to its end.
+pub(crate) fn run<B: Backend>(
+    session: &mut Session<B>,
+    view: View,
+    record: &RunRecord,
+    (folder, wandb): (&Path, Option<Wandb>),
+    interrupter: Interrupter,
+) -> Result<bool, Failure> {
+    let shown: Box<dyn Sink> = match view {
+        View::Dashboard => Box::new(Dashboard::open(record, session.trainer.step(), interrupter.clone())),
+        View::Plain => Box::new(plain::Lines::new(session.steps())),
+        View::Json => Box::new(json::Lines),
+    };
+    let mut sinks = All(vec![shown, Box::new(tensorboard::EventFile::create(folder)?)]);
+    if let Some(wandb) = wandb {
+        sinks.0.push(Box::new(wandb));
+    }
+    session.run(&interrupter, &mut sinks)
 }

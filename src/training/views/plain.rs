@@ -1,29 +1,37 @@
-//! Lines for people: now and then on stderr.
+//! Lines for people: now and then on stderr, more rarely the longer the run goes on.
 
 use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
+use crate::progress::duration;
 use crate::tasks::scores::Scores;
 use crate::training::events::{Event, Sink};
 
-/// Time between two lines.
-const PAUSE: Duration = Duration::from_secs(2);
+/// When the second line of training comes, and how much later each is than the one before; no more than [`LONGEST`].
+const FIRST: Duration = Duration::from_secs(2);
+const GROWTH: f64 = 1.6;
+const LONGEST: Duration = Duration::from_secs(600);
 
 pub(super) struct Lines {
     steps: u64,
     begun: Option<(Instant, u64)>,
-    shown: Option<Instant>,
+    /// Since the beginning.
+    due: Duration,
 }
 
 impl Lines {
     /// Lines of a run of `steps`.
     pub(super) fn new(steps: u64) -> Self {
-        Self { steps, begun: None, shown: None }
+        Self { steps, begun: None, due: Duration::ZERO }
     }
 
     /// Whether a line of training is due.
-    fn is_due(&self, step: u64) -> bool {
-        step >= self.steps || self.shown.is_none_or(|shown| shown.elapsed() >= PAUSE)
+    fn is_due(&mut self, step: u64, elapsed: Duration) -> bool {
+        if elapsed < self.due && step < self.steps {
+            return false;
+        }
+        self.due = elapsed.mul_f64(GROWTH).clamp(FIRST, elapsed + LONGEST);
+        true
     }
 }
 
@@ -34,12 +42,11 @@ impl Sink for Lines {
         let shown =
             |perplexity: Option<f64>| perplexity.map_or(String::new(), |value| format!("  perplexity {value:.2}"));
         match *event {
-            Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second } => {
+            Event::Trained { step, loss, perplexity, learning_rate, gradient_norm, tokens_per_second, .. } => {
                 let (begun, first) = *self.begun.get_or_insert((Instant::now(), step));
-                if !self.is_due(step) {
+                if !self.is_due(step, begun.elapsed()) {
                     return Ok(());
                 }
-                self.shown = Some(Instant::now());
                 let left = match step - first {
                     0 => String::new(),
                     done => {
@@ -60,30 +67,32 @@ impl Sink for Lines {
                 });
                 eprintln!("step {step:>width$}/{steps}  validation loss {loss:.4}{perplexity}{scores}");
             }
+            Event::Warned { step, ref text } => eprintln!("step {step:>width$}/{steps}  warning: {text}"),
+            // Texts are for the dashboard and the report: here they would bury the figures.
+            Event::Sampled { .. } | Event::Confused { .. } => {}
         }
         Ok(())
     }
 }
 
-/// Seconds for people: `7s`, `2m 05s`, `3h 10m`.
-pub fn duration(seconds: f64) -> String {
-    let seconds = seconds.max(0.0).round() as u64;
-    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
-        (0, 0, seconds) => format!("{seconds}s"),
-        (0, minutes, seconds) => format!("{minutes}m {seconds:02}s"),
-        (hours, minutes, _) => format!("{hours}h {minutes:02}m"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::duration;
+    use super::*;
 
     #[test]
-    fn durations_read_well() {
-        assert_eq!(
-            ["7s", "2m 05s", "3h 10m"],
-            [duration(6.6), duration(125.0), duration(11_400.0)].each_ref().map(|s| s.as_str())
-        );
+    fn a_run_of_minutes_has_some_dozen_lines_and_one_of_hours_not_many_more() {
+        let lines = |seconds: u64| {
+            let mut lines = Lines::new(u64::MAX);
+            (0..10 * seconds).filter(|tenth| lines.is_due(1, Duration::from_millis(100 * tenth))).count()
+        };
+        assert!((8..14).contains(&lines(180)), "{}", lines(180));
+        assert!((15..30).contains(&lines(2 * 3600)), "{}", lines(2 * 3600));
+    }
+
+    #[test]
+    fn the_last_step_always_has_a_line() {
+        let mut lines = Lines::new(7);
+        let shown: Vec<u64> = (1..=7).filter(|step| lines.is_due(*step, Duration::from_millis(*step))).collect();
+        assert_eq!(shown, [1, 7]);
     }
 }

@@ -1,74 +1,55 @@
-//! Much text to tokens, by all cores, each of which remembers the words that it has seen.
+//! The words that GPT-2 cuts a text into, and the tokens of those that were seen before.
 //!
-//! Byte-level BPE cuts a text into words first, and a word always gives the same tokens. So GPT-2's words are found by a scanner
-//! here, and `tokenizers` is asked for each word once. Other tokenizers encode whole pieces.
+//! Byte-level BPE cuts a text into words first, and a word always gives the same tokens. So a scanner finds the words, and
+//! `tokenizers` is asked for each of them once.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use aho_corasick::AhoCorasick;
-use rayon::prelude::*;
-use tokenizers::{ModelWrapper, PreTokenizerWrapper};
-
-use crate::error::DataError;
-use crate::tokenizer::Tokenizer;
+use tokenizers::{ModelWrapper, PreTokenizerWrapper, Tokenizer};
 
 /// Words that a core remembers at the most.
 const MOST_WORDS: usize = 1 << 18;
 
-/// A tokenizer at work on much text.
-pub struct Encoder<'a> {
-    tokenizer: &'a Tokenizer,
-    /// For texts of GPT-2's words: what is no word where it stands in them.
-    words: Option<AhoCorasick>,
+/// GPT-2's words, and what a tokenizer makes of those that it has seen.
+pub(crate) struct Words {
+    /// What is no word where it stands in a text.
+    added: AhoCorasick,
     memories: Mutex<Vec<Memory>>,
 }
 
-impl<'a> Encoder<'a> {
-    /// For texts of any size.
-    pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, words: gpt2_words(tokenizer), memories: Mutex::default() }
-    }
-
-    /// The tokens of each of `pieces`, in order.
-    ///
-    /// # Errors
-    /// If a piece holds a word or character that the vocabulary lacks; it is named.
-    pub fn encode<S: AsRef<str> + Sync>(&self, pieces: &[S]) -> Result<Vec<Vec<u32>>, DataError> {
-        pieces.par_iter().map(|piece| self.encode_one(piece.as_ref())).collect()
-    }
-
-    fn encode_one(&self, piece: &str) -> Result<Vec<u32>, DataError> {
-        match &self.words {
-            Some(added) if !added.is_match(piece) => {
-                let mut memory = self.memories().pop().unwrap_or_default();
-                let tokens = memory.encode(piece, self.tokenizer);
-                self.memories().push(memory);
-                tokens
-            }
-            _ => self.tokenizer.encode_whole(piece),
+impl Words {
+    /// Of a tokenizer, if it cuts all that is not in its list of added tokens into GPT-2's words.
+    pub(crate) fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        let by_words = matches!(
+            tokenizer.get_pre_tokenizer(),
+            Some(PreTokenizerWrapper::ByteLevel(bytes)) if bytes.use_regex && !bytes.add_prefix_space
+        );
+        let always_alike = matches!(tokenizer.get_model(), ModelWrapper::BPE(model) if model.dropout.is_none());
+        if !by_words || !always_alike || tokenizer.get_normalizer().is_some() {
+            return None;
         }
+        let added = tokenizer.get_added_tokens_decoder();
+        let added = added.values().map(|token| &token.content).filter(|content| !content.is_empty());
+        Some(Self { added: AhoCorasick::new(added).ok()?, memories: Mutex::default() })
     }
 
-    fn memories(&self) -> std::sync::MutexGuard<'_, Vec<Memory>> {
+    /// The tokens of a text of words alone; none of one with added tokens in it.
+    pub(crate) fn encode(&self, text: &str, tokenizer: &Tokenizer) -> Option<tokenizers::Result<Vec<u32>>> {
+        if self.added.is_match(text) {
+            return None;
+        }
+        let mut memory = self.memories().pop().unwrap_or_default();
+        let tokens = memory.encode(text, tokenizer);
+        self.memories().push(memory);
+        Some(tokens)
+    }
+
+    fn memories(&self) -> MutexGuard<'_, Vec<Memory>> {
         // A thread that panicked had none of them.
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A search for the tokens beside the vocabulary, if all else is cut into GPT-2's words.
-fn gpt2_words(tokenizer: &Tokenizer) -> Option<AhoCorasick> {
-    let inner = tokenizer.inner();
-    let by_words = matches!(
-        inner.get_pre_tokenizer(),
-        Some(PreTokenizerWrapper::ByteLevel(bytes)) if bytes.use_regex && !bytes.add_prefix_space
-    );
-    let always_alike = matches!(inner.get_model(), ModelWrapper::BPE(model) if model.dropout.is_none());
-    if !by_words || !always_alike || inner.get_normalizer().is_some() {
-        return None;
-    }
-    let added = inner.get_added_tokens_decoder();
-    AhoCorasick::new(added.values().map(|token| &token.content).filter(|content| !content.is_empty())).ok()
 }
 
 /// Words and their tokens.
@@ -80,7 +61,7 @@ struct Memory {
 }
 
 impl Memory {
-    fn encode(&mut self, text: &str, tokenizer: &Tokenizer) -> Result<Vec<u32>, DataError> {
+    fn encode(&mut self, text: &str, tokenizer: &Tokenizer) -> tokenizers::Result<Vec<u32>> {
         let classes = Classes::get();
         let mut encoded = Vec::with_capacity(text.len() / 3);
         let mut rest = text;
@@ -91,13 +72,14 @@ impl Memory {
                 encoded.extend_from_slice(&self.tokens[*begin as usize..*end as usize]);
                 continue;
             }
-            let tokens = tokenizer.encode_whole(word)?;
+            let encoding = tokenizer.encode_fast(word, false)?;
+            let tokens = encoding.get_ids();
             if self.places.len() < MOST_WORDS {
                 let begin = self.tokens.len() as u32;
-                self.tokens.extend_from_slice(&tokens);
+                self.tokens.extend_from_slice(tokens);
                 self.places.insert(word.into(), (begin, self.tokens.len() as u32));
             }
-            encoded.extend(tokens);
+            encoded.extend_from_slice(tokens);
         }
         Ok(encoded)
     }
@@ -219,18 +201,22 @@ mod tests {
     fn remembered_words_give_the_tokens_of_tokenizers() {
         let text = "It's a kiln's fire, we've 12 of them; they'll glow.\n\n  'Clay' isn't 100% earth…\n".repeat(3);
         for kind in [TokenizerKind::Bpe(320), TokenizerKind::Byte] {
-            let tokenizer = Tokenizer::train(kind, &text).expect("a tokenizer");
-            let encoder = Encoder::new(&tokenizer);
-            assert!(encoder.words.is_some(), "{kind:?}");
-            let texts = texts();
-            let expected: Vec<_> = texts.iter().map(|text| tokenizer.encode_whole(text).expect("any text")).collect();
-            assert_eq!(encoder.encode(&texts).expect("any text"), expected, "{kind:?}");
+            let tokenizer = crate::tokenizer::Tokenizer::train(kind, &text).expect("a tokenizer");
+            let words = Words::of(tokenizer.inner()).expect("GPT-2's words");
+            // Twice: the second time all words are known.
+            for text in texts().iter().chain(&texts()) {
+                let whole = tokenizer.inner().encode_fast(text.as_str(), false).expect("any text");
+                match words.encode(text, tokenizer.inner()) {
+                    Some(tokens) => assert_eq!(tokens.expect("any text"), whole.get_ids(), "{kind:?}: {text:?}"),
+                    None => assert!(text.contains("<|endoftext|>"), "{text:?}"),
+                }
+            }
         }
     }
 
     #[test]
     fn every_character_alone_and_between_others_gives_the_same_words() {
-        let tokenizer = Tokenizer::train(TokenizerKind::Byte, "").expect("a tokenizer");
+        let tokenizer = crate::tokenizer::Tokenizer::train(TokenizerKind::Byte, "").expect("a tokenizer");
         let classes = Classes::get();
         let mut text: String = ('\0'..=char::MAX).step_by(97).flat_map(|c| [c, 'a', c, c, ' ', c, '1', '\n']).collect();
         let whole = tokenizer.parts(&text);
@@ -243,12 +229,8 @@ mod tests {
     }
 
     #[test]
-    fn a_tokenizer_without_gpt2s_words_encodes_whole_pieces() {
-        let tokenizer = Tokenizer::train(TokenizerKind::Char, "a bc").expect("a tokenizer");
-        let encoder = Encoder::new(&tokenizer);
-        assert!(encoder.words.is_none());
-        assert_eq!(encoder.encode(&["abc", "c b"]).expect("known"), [vec![1, 2, 3], vec![3, 0, 2]]);
-        let message = encoder.encode(&["abc", "abz"]).expect_err("unknown").to_string();
-        assert!(message.contains("'z'"), "{message}");
+    fn a_tokenizer_of_other_words_has_none_of_these() {
+        let tokenizer = crate::tokenizer::Tokenizer::train(TokenizerKind::Char, "a bc").expect("a tokenizer");
+        assert!(Words::of(tokenizer.inner()).is_none());
     }
 }

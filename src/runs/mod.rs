@@ -1,0 +1,173 @@
+//! Runs that were made: what each was, how it went, and how they differ.
+
+mod compare;
+mod page;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use serde_json::{Map, Value};
+
+use crate::failure::Failure;
+use crate::plots::Curve;
+use crate::run_folder::{DONE, METRICS, REPORT, checkpoints, is_locked, write_atomic};
+use crate::training::run_record::RunRecord;
+
+pub use compare::{Comparison, Difference};
+
+/// A run in its folder.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// Where it is.
+    pub folder: PathBuf,
+    /// What it was; none of runs by versions that kept no record.
+    pub record: Option<RunRecord>,
+    /// The lines of its `metrics.jsonl`.
+    pub events: Vec<Value>,
+    /// The figures of its `done` line, if it is done.
+    pub done: Option<Value>,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// It took its last step.
+    Done,
+    /// A process trains it.
+    Running,
+    /// It can go on.
+    Stopped,
+}
+
+impl Status {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::Running => "running",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+impl Run {
+    /// Reads a run's folder.
+    ///
+    /// # Errors
+    /// If it holds no run, or a file of it is damaged.
+    pub fn read(folder: &Path) -> Result<Self, Failure> {
+        let file = folder.join(METRICS);
+        let text = match fs::read(&file) {
+            Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let shown = folder.display();
+                return Err(Failure::new(format!("{shown} holds no run: there is no {METRICS} in it")));
+            }
+            Err(error) => return Err(Failure::io(&file)(error)),
+        };
+        // A line may be half written by a run that goes on.
+        let events = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let record = match RunRecord::read(folder) {
+            Ok(record) => Some(record),
+            Err(_) if !folder.join(crate::run_folder::RECORD).exists() => None,
+            Err(failure) => return Err(failure),
+        };
+        let done = fs::read_to_string(folder.join(DONE)).ok().and_then(|text| serde_json::from_str(&text).ok());
+        Ok(Self { folder: folder.to_path_buf(), record, events, done })
+    }
+
+    /// The runs in a folder, and in the folders of each of them, the newest first.
+    pub fn list(folder: &Path) -> Vec<Self> {
+        fn find(folder: &Path, depth: usize, found: &mut Vec<(SystemTime, Run)>) {
+            for path in fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+                if !path.is_dir() {
+                    continue;
+                }
+                let written = fs::metadata(path.join(METRICS)).and_then(|meta| meta.modified());
+                match (written, Run::read(&path)) {
+                    (Ok(written), Ok(run)) => found.push((written, run)),
+                    _ if depth > 0 => find(&path, depth - 1, found),
+                    _ => {}
+                }
+            }
+        }
+        let mut found = Vec::new();
+        find(folder, 1, &mut found);
+        found.sort_by_key(|(written, _)| std::cmp::Reverse(*written));
+        found.into_iter().map(|(_, run)| run).collect()
+    }
+
+    /// What to call it: the end of its path.
+    pub fn name(&self) -> String {
+        self.folder.file_name().map_or_else(|| self.folder.display().to_string(), |name| name.to_string_lossy().into())
+    }
+
+    /// How far it is.
+    pub fn status(&self) -> Status {
+        if is_locked(&self.folder) {
+            return Status::Running;
+        }
+        let last = checkpoints(&self.folder).last().map(|(step, _)| *step);
+        match (&self.done, last) {
+            (Some(done), Some(last)) if done["steps"].as_u64().is_some_and(|steps| steps < last) => Status::Stopped,
+            (Some(_), _) => Status::Done,
+            (None, _) => Status::Stopped,
+        }
+    }
+
+    /// The last step that it tells of.
+    pub fn step(&self) -> u64 {
+        self.events.iter().filter_map(|event| event["step"].as_u64()).max().unwrap_or(0)
+    }
+
+    /// The best validation: its step and its loss.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        let valid = self.events.iter().filter(|event| event["event"] == "valid");
+        let losses = valid.filter_map(|event| Some((event["step"].as_u64()?, event["loss"].as_f64()?)));
+        losses.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Tokens a second: of the whole run if it is done, else of its last steps.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        let last = || self.events.iter().rev().find_map(|event| event["tokens_per_second"].as_f64());
+        self.done.as_ref().and_then(|done| done["tokens_per_second"].as_f64()).or_else(last)
+    }
+
+    /// A field of the events of a kind, over their steps.
+    pub fn curve(&self, name: &str, event: &str, field: &str) -> Curve {
+        let of_kind = self.events.iter().filter(|line| line["event"] == event);
+        Curve::new(name, of_kind.filter_map(|line| Some((line["step"].as_f64()?, line[field].as_f64()?))))
+    }
+
+    /// Its settings by their full names, as a recipe writes them.
+    pub fn settings(&self) -> Map<String, Value> {
+        fn add(prefix: &str, value: &Value, settings: &mut Map<String, Value>) {
+            match value {
+                Value::Object(fields) if !fields.is_empty() => {
+                    for (name, value) in fields {
+                        let name = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+                        add(&name, value, settings);
+                    }
+                }
+                value => {
+                    settings.insert(prefix.to_string(), value.clone());
+                }
+            }
+        }
+        let mut settings = Map::new();
+        if let Some(record) = &self.record {
+            add("", &serde_json::to_value(&record.recipe).unwrap_or_default(), &mut settings);
+        }
+        settings
+    }
+}
+
+/// Writes the page of a run into its folder.
+///
+/// # Errors
+/// If the run cannot be read, or the page cannot be written.
+pub fn write_report(folder: &Path) -> Result<(), Failure> {
+    let run = Run::read(folder)?;
+    write_atomic(&folder.join(REPORT), page::page(&run.name(), &[run]).as_bytes())
+}

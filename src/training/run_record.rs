@@ -1,0 +1,125 @@
+//! `run.json`: what a run was, so that it can be told of, compared and repeated.
+
+use std::fs;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use fireclay_model::TransformerConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+use crate::profiling::ceilings::Peaks;
+use crate::run_folder::{RECORD, write_atomic};
+use crate::training::recipe::schema::Recipe;
+
+/// What a run was.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// Version of the program.
+    pub version: String,
+    /// The words of the command.
+    pub command: Vec<String>,
+    /// The folder that it was given in.
+    pub folder: String,
+    /// When it began, in seconds since 1970.
+    pub begun: u64,
+    /// The steps at which it was taken up again.
+    #[serde(default)]
+    pub resumed_at: Vec<u64>,
+    /// What it ran on.
+    pub device: String,
+    /// The operating system and the processor's kind and cores.
+    pub system: String,
+    /// Of the model.
+    pub parameters: usize,
+    /// Of a token in training, forward and backward.
+    pub flops_per_token: f64,
+    /// FLOP/s that the device can do in the run's dtype, where that is known or was given.
+    pub peak_flops: Option<f64>,
+    /// What was trained.
+    pub recipe: Recipe,
+}
+
+impl RunRecord {
+    /// Of a run that begins now.
+    pub fn new(recipe: &Recipe, config: &TransformerConfig, device: String, command: Vec<String>) -> Self {
+        let training = &recipe.training;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let half = training.precision != crate::precision::Precision::F32;
+        let peak_flops = match training.peak_tflops {
+            // What f32 products may do depends on how they are rounded.
+            0.0 => Peaks::of(&device).filter(|_| half).map(|peaks| peaks.half),
+            given => Some(given * 1e12),
+        };
+        Self {
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            command,
+            folder: std::env::current_dir().map_or_else(|_| String::new(), |folder| folder.display().to_string()),
+            begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            resumed_at: Vec::new(),
+            device,
+            system: format!("{} {}, {cores} cores", std::env::consts::OS, std::env::consts::ARCH),
+            parameters: config.parameter_count(),
+            flops_per_token: config.training_flops(training.seq_length),
+            peak_flops,
+            recipe: recipe.clone(),
+        }
+    }
+
+    /// The share of the device's FLOP/s that training at this speed takes (Chowdhery et al., 2022).
+    pub fn utilization(&self, tokens_per_second: f64) -> Option<f64> {
+        Some(tokens_per_second * self.flops_per_token / self.peak_flops?)
+    }
+
+    /// Writes it into a run's folder; of a run that goes on at step `resumed_at`, what it began with stays.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write(&self, folder: &Path, resumed_at: Option<u64>) -> Result<(), Failure> {
+        let mut record = self.clone();
+        if let (Some(step), Ok(first)) = (resumed_at, Self::read(folder)) {
+            let Self { command, folder, begun, resumed_at, .. } = first;
+            record = Self { command, folder, begun, resumed_at, ..record };
+            record.resumed_at.push(step);
+        }
+        let text = serde_json::to_string_pretty(&record).map_err(|error| Failure::new(error.to_string()))?;
+        write_atomic(&folder.join(RECORD), text.as_bytes())
+    }
+
+    /// Reads that of a run.
+    ///
+    /// # Errors
+    /// If there is none, or it is damaged.
+    pub fn read(folder: &Path) -> Result<Self, Failure> {
+        let file = folder.join(RECORD);
+        let text = fs::read_to_string(&file).map_err(Failure::io(&file))?;
+        serde_json::from_str(&text)
+            .map_err(|error| Failure::new(format!("{}: no record of a run: {error}", file.display())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpt2_takes_what_the_papers_say() {
+        let config = TransformerConfig::gpt2(50_257, 1024, 768, 12, 12);
+        // 6 * 123.7 million, and 6 * 12 * 768 * 1024.
+        let flops = config.training_flops(1024);
+        assert!((flops - 7.99e8).abs() < 0.01e8, "{flops:.3e}");
+    }
+
+    #[test]
+    fn a_run_that_goes_on_keeps_how_it_began() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let config = TransformerConfig::gpt2(100, 16, 8, 1, 1);
+        let recipe = Recipe::shipped("stories").expect("a good recipe");
+        let record = |command: &str| RunRecord::new(&recipe, &config, "H200".into(), vec![command.into()]);
+        record("first").write(folder.path(), None).expect("writable");
+        record("second").write(folder.path(), Some(30)).expect("writable");
+        let read = RunRecord::read(folder.path()).expect("readable");
+        assert_eq!((read.command, read.resumed_at), (vec!["first".to_string()], vec![30]));
+        assert_eq!(read.peak_flops, None, "f32");
+    }
+}

@@ -1,0 +1,84 @@
+//! Weights & Biases, through its own Python client, where that is installed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::training::events::{Event, Sink};
+use crate::training::run_record::RunRecord;
+
+/// Reads a run's events, a line each, and logs them.
+const CLIENT: &str = include_str!("wandb.py");
+
+/// A run at Weights & Biases: a process of its client that is handed every event.
+pub struct Wandb {
+    client: Child,
+    events: Option<ChildStdin>,
+    told: bool,
+}
+
+impl Wandb {
+    /// Begins a run in `project`; the files of the client go into `folder`.
+    ///
+    /// # Errors
+    /// If there is no Python with the client, or the client refuses, as without a login.
+    pub fn begin(project: &str, record: &RunRecord, folder: &Path) -> Result<Self, Failure> {
+        let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+        let mut command = Command::new(&python);
+        command.args(["-c", CLIENT]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut client = command.spawn().map_err(|error| {
+            Failure::new(format!("--wandb: {python}: {error}; its client needs Python, or PYTHON=PATH that says where"))
+        })?;
+        let (events, answers, errors) = (client.stdin.take(), client.stdout.take(), client.stderr.take());
+        let mut run = Self { client, events, told: false };
+        let run_config = json!({
+            "project": project, "name": record.recipe.name, "dir": folder.display().to_string(), "config": record,
+        });
+        let asked = run.send(&run_config.to_string());
+        let mut answer = String::new();
+        if let Some(answers) = answers {
+            // An answer that cannot be read is none.
+            let _ = BufReader::new(answers).read_line(&mut answer);
+        }
+        if asked.is_err() || answer.trim() != "ready" {
+            let lines = errors.map(BufReader::new).into_iter().flat_map(|errors| errors.lines().map_while(Result::ok));
+            let reason = lines.filter(|line| !line.trim().is_empty()).last().unwrap_or_else(|| "it ended".into());
+            return Err(Failure::new(format!("--wandb: the client of Weights & Biases did not begin: {reason}")));
+        }
+        // Read to the end, or a client that says much would wait for a reader.
+        if let Some(errors) = errors {
+            std::thread::spawn(move || BufReader::new(errors).lines().map_while(Result::ok).for_each(drop));
+        }
+        Ok(run)
+    }
+
+    fn send(&mut self, line: &str) -> std::io::Result<()> {
+        match &mut self.events {
+            Some(events) => writeln!(events, "{line}"),
+            None => Err(std::io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+}
+
+impl Sink for Wandb {
+    fn tell(&mut self, event: &Event) -> Result<(), Failure> {
+        if self.send(&event.to_json().to_string()).is_err() && !self.told {
+            // Training goes on: its own files have everything.
+            self.told = true;
+            self.events = None;
+            eprintln!("the client of Weights & Biases has ended; the run goes on without it");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Wandb {
+    fn drop(&mut self) {
+        self.events = None;
+        // It uploads what it has left.
+        let _ = self.client.wait();
+    }
+}
