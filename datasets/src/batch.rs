@@ -94,18 +94,26 @@ impl TokenBatch {
         (0..self.inputs.len()).step_by(rows).map(part).collect()
     }
 
-    /// Tokens and targets on the device, each `[batch_size, seq_length]`, in one upload each.
-    pub fn to_device<B: Backend>(&self, device: &B::Device) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
-        (self.upload(&self.inputs, device), self.upload(&self.targets, device))
-    }
-
-    /// [`document_starts`](Self::document_starts) on the device, `[batch_size, seq_length]`.
-    pub fn document_starts_on<B: Backend>(&self, device: &B::Device) -> Option<Tensor<B, 2, Int>> {
-        self.document_starts().map(|starts| self.upload(starts, device))
-    }
-
-    fn upload<B: Backend>(&self, values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> {
+    /// What of it is on the device, in one upload.
+    pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceTokens<B> {
+        let starts = self.document_starts();
+        let parts = [Some(self.inputs()), Some(self.targets()), starts];
+        let all: Vec<i32> = parts.into_iter().flatten().flatten().copied().collect();
         // As one row, and then as many: devices may lay the rows of a matrix apart.
-        Tensor::<B, 1, Int>::from_data(values, device).reshape([self.batch_size(), self.seq_length])
+        let (all, count) = (Tensor::<B, 1, Int>::from_data(all.as_slice(), device), self.inputs.len());
+        let shape = [self.batch_size(), self.seq_length];
+        let part = |at: usize| all.clone().slice([at * count..(at + 1) * count]).reshape(shape);
+        DeviceTokens { inputs: part(0), targets: part(1), document_starts: starts.map(|_| part(2)) }
     }
+}
+
+/// A batch on the device.
+#[derive(Clone, Debug)]
+pub struct DeviceTokens<B: Backend> {
+    /// Tokens, `[batch_size, seq_length]`.
+    pub inputs: Tensor<B, 2, Int>,
+    /// What follows each, or [`IGNORED_TARGET`].
+    pub targets: Tensor<B, 2, Int>,
+    /// Where in its row each token's document begins, where documents are to be told apart.
+    pub document_starts: Option<Tensor<B, 2, Int>>,
 }

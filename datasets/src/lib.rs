@@ -26,7 +26,7 @@ mod utterance;
 mod utterance_batch;
 mod words;
 
-pub use batch::{IGNORED_TARGET, TokenBatch};
+pub use batch::{DeviceTokens, IGNORED_TARGET, TokenBatch};
 pub use corpus::{BatchKey, Corpus, Split, StoryCorpus, TextCorpus};
 pub use embedded::stories::{Story, StoryGrammar};
 pub use error::DataError;

@@ -364,12 +364,18 @@ impl<B: Backend> Transformer<B> {
     pub fn with_vocabulary(mut self, rows: &[Option<u32>]) -> Self {
         let old = self.config.vocab_size as u32;
         assert!(rows.iter().flatten().all(|row| *row < old), "with_vocabulary: a token that the model does not know");
-        let rows: Vec<i32> = rows.iter().map(|row| row.unwrap_or(old) as i32).collect();
         for matrix in std::iter::once(&mut self.embedding).chain(&mut self.head) {
-            let table = matrix.val();
-            let chosen = Tensor::<B, 1, Int>::from_data(rows.as_slice(), &table.device());
-            let with_mean = Tensor::cat(vec![table.clone(), table.mean_dim(0)], 0);
-            *matrix = Param::from_tensor(with_mean.select(0, chosen).detach()).into();
+            let (device, width) = (matrix.val().device(), matrix.val().dims()[1]);
+            // On the host, once: Burn's `select` is not to be relied on for all devices.
+            let table: Vec<f32> = matrix.val().into_data().iter::<f32>().collect();
+            let mut mean = vec![0.0; width];
+            for row in table.chunks_exact(width) {
+                mean.iter_mut().zip(row).for_each(|(mean, value)| *mean += value / old as f32);
+            }
+            let row = |row: Option<u32>| row.map_or(&mean[..], |row| &table[row as usize * width..][..width]);
+            let values: Vec<f32> = rows.iter().flat_map(|old| row(*old)).copied().collect();
+            *matrix =
+                Param::from_tensor(Tensor::from_data(TensorData::new(values, [rows.len(), width]), &device)).into();
         }
         self.config.vocab_size = rows.len();
         self

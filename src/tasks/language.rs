@@ -4,7 +4,7 @@ use std::path::Path;
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{
-    Corpus, StoryCorpus, TextCorpus, TextSource, TokenBatch, TokenFiles, Tokenizer, TokenizerKind,
+    Corpus, DeviceTokens, StoryCorpus, TextCorpus, TextSource, TokenBatch, TokenFiles, Tokenizer, TokenizerKind,
 };
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, TransformerConfig};
@@ -34,8 +34,8 @@ pub fn loss<B: Backend>(
     options: HeadLossOptions,
     device: &B::Device,
 ) -> Tensor<B, 1> {
-    let (inputs, targets) = batch.to_device(device);
-    let hidden = match batch.document_starts_on(device) {
+    let DeviceTokens { inputs, targets, document_starts } = batch.to_device(device);
+    let hidden = match document_starts {
         Some(starts) => model.forward(Tokens::from(inputs).with_document_starts(starts), None),
         None => model.forward(inputs, None),
     };

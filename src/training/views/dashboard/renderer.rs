@@ -90,3 +90,50 @@ impl MetricsRenderer for Dashboard {
         self.metrics.names.insert(definition.metric_id, definition.name);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, Mutex};
+
+    use burn::data::dataloader::Progress;
+    use burn::train::metric::{MetricAttributes, MetricEntry, NumericEntry, SerializedEntry};
+
+    use super::*;
+    use crate::training::views::dashboard::state::{About, State};
+
+    #[test]
+    fn a_learners_metrics_become_curves() {
+        let state = Arc::new(Mutex::new(State::new(About::titled("mnist"), 0)));
+        // Without a thread, and so without a terminal.
+        let closed = Arc::new(AtomicBool::new(true));
+        let mut dashboard = Dashboard { state, closed, thread: None, metrics: Metrics::default() };
+        let id = |name: &str| MetricId::new(Arc::new(name.to_string()));
+        for name in ["Loss", "Learning Rate"] {
+            let attributes = MetricAttributes::None;
+            let definition = MetricDefinition { metric_id: id(name), name: name.into(), description: None, attributes };
+            dashboard.register_metric(definition);
+        }
+        let value = |name: &str, value: f64| {
+            let entry = MetricEntry::new(id(name), SerializedEntry::new(value.to_string(), value.to_string()));
+            MetricState::Numeric(entry, NumericEntry::Value(value))
+        };
+        let progress = |items_processed| TrainingProgress {
+            progress: Some(Progress { items_processed, items_total: 3 }),
+            global_progress: Progress { items_processed: 0, items_total: 1 },
+            iteration: Some(items_processed),
+        };
+        for step in 1..=3 {
+            dashboard.update_train(value("Loss", 4.0 - step as f64));
+            dashboard.update_train(value("Learning Rate", 0.5));
+            dashboard.render_train(progress(step), Vec::new());
+        }
+        dashboard.update_valid(value("Loss", 1.5));
+        dashboard.render_valid(progress(2), Vec::new());
+        dashboard.render_valid(progress(3), Vec::new());
+        let state = dashboard.state();
+        assert_eq!(state.train.points(), [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]);
+        assert_eq!(state.valid.points(), [(3.0, 1.5)], "once, when all of it is read");
+        assert_eq!((state.best, state.learning_rate), (Some((3, 1.5)), Some(0.5)));
+    }
+}
