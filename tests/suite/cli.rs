@@ -297,8 +297,10 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
         crate::backend().as_str(),
         out.display()
     );
-    let output =
-        Command::new("sh").args(["-c", &command]).env("XDG_RUNTIME_DIR", folder.path()).output().expect("a shell");
+    let mut shell = Command::new("sh");
+    // With the kernels that the first run has kept: those need no room.
+    shell.envs(program().get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = shell.args(["-c", &command]).output().expect("a shell");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
