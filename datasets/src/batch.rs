@@ -102,7 +102,7 @@ impl TokenBatch {
         // As one row, and then as many: devices may lay the rows of a matrix apart.
         let (all, count) = (Tensor::<B, 1, Int>::from_data(all.as_slice(), device), self.inputs.len());
         let shape = [self.batch_size(), self.seq_length];
-        let part = |at: usize| all.clone().slice([at * count..(at + 1) * count]).reshape(shape);
+        let part = |at: usize| all.clone().narrow(0, at * count, count).reshape(shape);
         DeviceTokens { inputs: part(0), targets: part(1), document_starts: starts.map(|_| part(2)) }
     }
 }
