@@ -134,6 +134,7 @@ mod tests {
         let state = dashboard.state();
         assert_eq!(state.train.points(), [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]);
         assert_eq!(state.valid.points(), [(3.0, 1.5)], "once, when all of it is read");
-        assert_eq!((state.best, state.learning_rate), (Some((3, 1.5)), Some(0.5)));
+        assert_eq!(state.best.map(|(step, best)| (step, best.loss)), Some((3, 1.5)));
+        assert_eq!(state.learning_rate, Some(0.5));
     }
 }

@@ -136,7 +136,7 @@ fn figures(state: &State) -> Vec<Line<'static>> {
     };
     add("training", state.loss.map(|loss| format!("{loss:.4}")));
     add("validation", state.valid_loss.map(|loss| format!("{loss:.4}")));
-    add("best", state.best.map(|(step, loss)| format!("{loss:.4} at step {}", grouped(step))));
+    add("best", state.best.map(|(step, best)| format!("{:.4} at step {}", best.loss, grouped(step))));
     if let Some(scores) = state.scores {
         add("intents", Some(format!("{:.2}%", scores.intent_accuracy)));
         add("slots, F1", Some(format!("{:.2}", scores.slot_f1)));

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::tasks::scores::Scores;
+use crate::tasks::validation::Validation;
 use crate::training::events::{Event, MemoryUse};
 use crate::training::run_record::RunRecord;
 
@@ -90,8 +91,8 @@ pub(super) struct State {
     pub(super) step: u64,
     pub(super) loss: Option<f64>,
     pub(super) valid_loss: Option<f64>,
-    /// Step and loss.
-    pub(super) best: Option<(u64, f64)>,
+    /// Of which step, by what the run judges its models by.
+    pub(super) best: Option<(u64, Validation)>,
     pub(super) scores: Option<Scores>,
     pub(super) learning_rate: Option<f64>,
     pub(super) gradient_norm: Option<f64>,
@@ -161,8 +162,9 @@ impl State {
                 self.valid.push(*step as f64, *loss);
                 self.valid_loss = Some(*loss);
                 self.scores = *scores;
-                if self.best.is_none_or(|(_, best)| *loss < best) {
-                    self.best = Some((*step, *loss));
+                let validation = Validation { loss: *loss, scores: *scores };
+                if self.best.is_none_or(|(_, best)| validation.is_better_than(&best)) {
+                    self.best = Some((*step, validation));
                 }
                 self.wiped = true;
             }
