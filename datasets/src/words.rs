@@ -9,8 +9,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use aho_corasick::AhoCorasick;
 use tokenizers::{ModelWrapper, PreTokenizerWrapper, Tokenizer};
 
-/// Words that a core remembers at the most.
+/// Words that a core remembers at the most, and bytes of each.
 const MOST_WORDS: usize = 1 << 18;
+const LONGEST_WORD: usize = 64;
 
 /// GPT-2's words, and what a tokenizer makes of those that it has seen.
 pub(crate) struct Words {
@@ -74,7 +75,7 @@ impl Memory {
             }
             let encoding = tokenizer.encode_fast(word, false)?;
             let tokens = encoding.get_ids();
-            if self.places.len() < MOST_WORDS {
+            if self.places.len() < MOST_WORDS && word.len() <= LONGEST_WORD {
                 let begin = self.tokens.len() as u32;
                 self.tokens.extend_from_slice(tokens);
                 self.places.insert(word.into(), (begin, self.tokens.len() as u32));

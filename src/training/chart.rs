@@ -1,13 +1,11 @@
 //! Pictures of a run: `loss.svg`, and where utterances were judged, `confusion.svg`.
 
-use std::fs;
 use std::path::Path;
 
-use serde_json::Value;
-
 use crate::failure::Failure;
-use crate::plots::{Curve, confusion_matrix, curves};
-use crate::run_folder::{CHART, CONFUSION, METRICS};
+use crate::plots::{confusion_matrix, curves};
+use crate::run_folder::{CHART, CONFUSION};
+use crate::runs::Run;
 use crate::tasks::ClassificationReport;
 
 /// Draws the losses in a run folder's `metrics.jsonl` into its `loss.svg`.
@@ -15,14 +13,8 @@ use crate::tasks::ClassificationReport;
 /// # Errors
 /// If a file cannot be read or written.
 pub(crate) fn draw(folder: &Path) -> Result<(), Failure> {
-    let file = folder.join(METRICS);
-    let text = fs::read_to_string(&file).map_err(Failure::io(&file))?;
-    let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let losses = |name: &str, event: &str| {
-        let of_event = lines.iter().filter(|line| line["event"] == event);
-        Curve::new(name, of_event.filter_map(|line| Some((line["step"].as_f64()?, line["loss"].as_f64()?))))
-    };
-    let losses = [losses("training", "train"), losses("validation", "valid")];
+    let run = Run::read(folder)?;
+    let losses = [run.curve("training", "train", "loss"), run.curve("validation", "valid", "loss")];
     if losses.iter().all(|curve| curve.points.is_empty()) {
         return Ok(());
     }

@@ -31,24 +31,15 @@ pub(crate) fn train(args: &[&str]) -> Output {
     fireclay(&[&["train", "--backend", backend], args].concat())
 }
 
-const SMALL: [&str; 16] = [
-    "--set",
-    "d_model=16",
-    "--set",
-    "n_layers=1",
-    "--set",
-    "n_heads=2",
-    "--set",
-    "batch_size=2",
-    "--set",
-    "valid_tokens=200",
-    "--set",
-    "final_valid_tokens=0",
-    "--steps",
-    "4",
-    "--set",
-    "valid_every=2",
-];
+/// The model of a run that is over in a moment, as settings.
+pub(crate) const TINY: [&str; 8] =
+    ["--set", "d_model=16", "--set", "n_layers=1", "--set", "n_heads=2", "--set", "batch_size=2"];
+
+/// A run that is over in a moment.
+fn small() -> Vec<&'static str> {
+    let run = ["--set", "valid_tokens=200", "--set", "final_valid_tokens=0", "--steps", "4", "--set", "valid_every=2"];
+    [&TINY[..], &run].concat()
+}
 
 /// One line on stderr that contains all of `words`, nothing on stdout, and this exit code.
 #[track_caller]
@@ -72,7 +63,7 @@ pub(crate) fn text(path: &Path) -> &str {
 fn training_prints_json_lines_and_a_done_line_only() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    let output = train(&[&["--json", "--out", text(&out)], &SMALL[..]].concat());
+    let output = train(&[&["--json", "--out", text(&out)], &small()[..]].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let stdout = String::from_utf8(output.stdout).expect("text");
     let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
@@ -100,7 +91,7 @@ fn training_prints_json_lines_and_a_done_line_only() {
 fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
     let backend = crate::backend().as_str();
     let generate = |more: &[&str]| {
         let fixed = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "There was once", "--json"];
@@ -138,7 +129,7 @@ fn a_trained_model_is_evaluated_and_talked_to() {
     let folder = tempfile::tempdir().expect("a folder");
     let (data, out) = (folder.path().join("text.txt"), folder.path().join("run"));
     fs::write(&data, "the kiln is hot and the clay is wet\n".repeat(40)).expect("writable");
-    let output = train(&[&["--data", text(&data), "--out", text(&out), "--json"], &SMALL[..]].concat());
+    let output = train(&[&["--data", text(&data), "--out", text(&out), "--json"], &small()[..]].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let backend = crate::backend().as_str();
     let evaluate = |more: &[&str]| {
@@ -265,7 +256,7 @@ fn a_folder_that_cannot_be_written_is_refused_at_once() {
 fn a_run_is_never_overwritten() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    let begin = [&["--plain", "--out", text(&out)], &SMALL[..]].concat();
+    let begin = [&["--plain", "--out", text(&out)], &small()[..]].concat();
     assert!(train(&begin).status.success());
     let before = fs::read(out.join("model.safetensors")).expect("a model");
     assert_refused(&train(&begin), 1, &["already holds a run", "--resume"]);
@@ -275,7 +266,7 @@ fn a_run_is_never_overwritten() {
     {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join(file), "someone's").expect("a writable folder");
-        let args = [&["--plain", "--out", text(folder.path())], &SMALL[..]].concat();
+        let args = [&["--plain", "--out", text(folder.path())], &small()[..]].concat();
         assert_refused(&train(&args), 1, &["already holds a model", file]);
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is written beside {file}");
     }
@@ -288,7 +279,7 @@ fn a_run_is_never_overwritten() {
 fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
     let before = fs::read(out.join("model.safetensors")).expect("a model");
     // No file may grow beyond 4 KiB: writing fails as it does on a full disk.
     let command = format!(
@@ -313,7 +304,7 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
 fn a_damaged_checkpoint_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
-    assert!(train(&[&["--plain", "--out", text(&out)], &SMALL[..]].concat()).status.success());
+    assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
     let resume = ["--resume", "--steps", "8", "--plain", "--out", text(&out)];
     for name in ["optimizer.safetensors", "model.safetensors", "state.json"] {
         let file = out.join("training/step-00000004").join(name);
@@ -331,7 +322,7 @@ fn a_run_that_diverges_says_where_and_why() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
     let hot = ["--set", "learning_rate=1e30", "--set", "max_grad_norm=0", "--set", "warmup_steps=0"];
-    let output = train(&[&["--plain", "--out", text(&out)], &SMALL[..], &hot[..]].concat());
+    let output = train(&[&["--plain", "--out", text(&out)], &small()[..], &hot[..]].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let last = stderr.lines().last().unwrap_or("");
@@ -356,7 +347,7 @@ fn a_tokenizer_is_trained_and_used() {
     let out = folder.path().join("run");
     let tokenizer = format!("tokenizer={}", text(&file));
     let own = ["--data", text(&data), "--set", &tokenizer, "--set", "seq_length=8", "--json", "--out", text(&out)];
-    let output = train(&[&own[..], &SMALL[..]].concat());
+    let output = train(&[&own[..], &small()[..]].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let config = fs::read_to_string(out.join("config.json")).expect("a config");
     let config: Value = serde_json::from_str(&config).expect("JSON");

@@ -8,38 +8,34 @@ use std::time::{Duration, Instant};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use serde_json::Value;
 
-use crate::cli::{assert_refused, program, text};
+use crate::cli::{TINY, assert_refused, program, text};
 
-const SMALL: [&str; 22] = [
-    "--set",
-    "d_model=16",
-    "--set",
-    "n_layers=1",
-    "--set",
-    "n_heads=2",
-    "--set",
-    "batch_size=2",
-    "--set",
-    "seq_length=16",
-    "--set",
-    "context_length=16",
-    "--set",
-    "valid_tokens=200",
-    "--set",
-    "valid_every=2",
-    "--set",
-    "checkpoint_every=2",
-    "--set",
-    "sample_tokens=0",
-    "--set",
-    "steps=4",
-];
+/// A run that is over in a moment.
+fn small() -> Vec<&'static str> {
+    let run = [
+        "--set",
+        "seq_length=16",
+        "--set",
+        "context_length=16",
+        "--set",
+        "valid_tokens=200",
+        "--set",
+        "valid_every=2",
+        "--set",
+        "checkpoint_every=2",
+        "--set",
+        "sample_tokens=0",
+        "--set",
+        "steps=4",
+    ];
+    [&TINY[..], &run].concat()
+}
 
 /// `train` on the backend under test, with its tokens in `cache`.
 fn train(cache: &Path, args: &[&str]) -> Command {
     let mut command = program();
     command.args(["train", "shakespeare-char-cpu", "--backend", crate::backend().as_str(), "--json"]);
-    command.args(SMALL).args(args).env("XDG_CACHE_HOME", cache);
+    command.args(small()).args(args).env("XDG_CACHE_HOME", cache);
     command
 }
 

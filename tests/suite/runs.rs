@@ -5,30 +5,26 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::cli::{assert_refused, program, text, train};
+use crate::cli::{TINY, assert_refused, program, text, train};
 
-const SMALL: [&str; 20] = [
-    "--json",
-    "--set",
-    "d_model=16",
-    "--set",
-    "n_layers=1",
-    "--set",
-    "n_heads=2",
-    "--set",
-    "batch_size=2",
-    "--set",
-    "valid_tokens=200",
-    "--set",
-    "final_valid_tokens=0",
-    "--steps",
-    "6",
-    "--set",
-    "valid_every=2",
-    "--set",
-    "sample_tokens=8",
-    "--plain",
-];
+/// A run that is over in a moment.
+fn small() -> Vec<&'static str> {
+    let run = [
+        "--json",
+        "--set",
+        "valid_tokens=200",
+        "--set",
+        "final_valid_tokens=0",
+        "--steps",
+        "6",
+        "--set",
+        "valid_every=2",
+        "--set",
+        "sample_tokens=8",
+        "--plain",
+    ];
+    [&TINY[..], &run].concat()
+}
 
 fn lines(output: &std::process::Output) -> Vec<Value> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -47,7 +43,7 @@ fn a_sweep_trains_every_combination_once_and_shows_them_beside_each_other() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("sweep");
     let sweep = ["--sweep", "learning_rate=0.001,0.01", "--sweep", "seed=1,2", "--out", text(&out)];
-    let all = lines(&train(&[&SMALL[..], &sweep].concat()));
+    let all = lines(&train(&[&small()[..], &sweep].concat()));
     let done = all.last().expect("a last line");
     assert_eq!(done["event"], "done");
     let runs = done["runs"].as_array().expect("runs");
@@ -64,14 +60,14 @@ fn a_sweep_trains_every_combination_once_and_shows_them_beside_each_other() {
         assert!(out.join(name).exists(), "{name}");
     }
     // Again: nothing is left to train.
-    let again = lines(&train(&[&SMALL[..], &sweep].concat()));
+    let again = lines(&train(&[&small()[..], &sweep].concat()));
     assert_eq!(again.len(), 1, "{again:?}");
     let listed = lines(&fireclay(&["runs", text(folder.path()), "--json"]).output().expect("it starts"));
     assert_eq!(listed.len(), 4);
     assert!(listed.iter().all(|run| run["status"] == "done" && run["step"] == 6), "{listed:?}");
-    let bad = [&SMALL[..], &["--sweep", "learning_rate=fast", "--out", text(&out)]].concat();
+    let bad = [&small()[..], &["--sweep", "learning_rate=fast", "--out", text(&out)]].concat();
     assert_refused(&train(&bad), 2, &["learning_rate"]);
-    let bad = [&SMALL[..], &["--sweep", "learning_rate", "--out", text(&out)]].concat();
+    let bad = [&small()[..], &["--sweep", "learning_rate", "--out", text(&out)]].concat();
     assert_refused(&train(&bad), 2, &["key=a,b,c"]);
 }
 
@@ -79,8 +75,8 @@ fn a_sweep_trains_every_combination_once_and_shows_them_beside_each_other() {
 fn runs_are_compared_by_what_differs() {
     let folder = tempfile::tempdir().expect("a folder");
     let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
-    lines(&train(&[&SMALL[..], &["--out", text(&a)]].concat()));
-    lines(&train(&[&SMALL[..], &["--out", text(&b), "--set", "schedule=wsd"]].concat()));
+    lines(&train(&[&small()[..], &["--out", text(&a)]].concat()));
+    lines(&train(&[&small()[..], &["--out", text(&b), "--set", "schedule=wsd"]].concat()));
     let mut command = fireclay(&["compare", text(&a), text(&b)]);
     let output = command.current_dir(folder.path()).output().expect("it starts");
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -102,7 +98,7 @@ fn patience_ends_a_run_that_gets_no_better() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("run");
     let flat = ["--set", "learning_rate=0", "--set", "patience=2", "--set", "steps=100", "--out", text(&out)];
-    let args = [&SMALL[..], &flat].concat();
+    let args = [&small()[..], &flat].concat();
     let args: Vec<&str> = args.iter().copied().filter(|word| *word != "--steps" && *word != "6").collect();
     let all = lines(&train(&args));
     let done = all.last().expect("a last line");
@@ -120,7 +116,7 @@ fn validations_are_counted_in_tokens_on_request() {
     let out = folder.path().join("run");
     // 2 rows of 128 tokens a step: 600 are there after three steps.
     let tokens = ["--set", "valid_every_tokens=600", "--set", "seq_length=128", "--out", text(&out)];
-    let all = lines(&train(&[&SMALL[..], &tokens].concat()));
+    let all = lines(&train(&[&small()[..], &tokens].concat()));
     let valid = all.iter().filter(|line| line["event"] == "valid").filter_map(|line| line["step"].as_u64());
     assert_eq!(valid.collect::<Vec<_>>(), [3, 6]);
 }
@@ -143,7 +139,7 @@ fn weights_and_biases_is_told_through_its_own_client() {
         let mut command = program();
         command
             .args(["train", "--backend", crate::backend().as_str()])
-            .args(SMALL)
+            .args(small())
             .args(["--wandb", "kiln", "--out", out]);
         command.env("PYTHONPATH", path).output().expect("it starts")
     };
