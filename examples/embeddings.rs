@@ -43,7 +43,7 @@ fn embed(model: &Transformer<B>, tokenizer: &Tokenizer, text: &str) -> Result<Ve
     let tokens: Vec<i32> = tokenizer.encode_prompt(text)?.into_iter().map(|token| token as i32).collect();
     let tokens = &tokens[..tokens.len().min(model.config().context_length)];
     let ids = Tensor::<B, 1, Int>::from_ints(tokens, &Default::default()).unsqueeze::<2>();
-    let mean: Tensor<B, 1> = model.forward(ids, None).mean_dim(1).flatten(0, 2);
+    let mean: Tensor<B, 1> = model.forward(ids).mean_dim(1).flatten(0, 2);
     let length = mean.clone().powi_scalar(2).sum().sqrt();
     Ok(mean.div(length).into_data().iter::<f32>().collect())
 }

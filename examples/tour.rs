@@ -40,7 +40,7 @@ fn main() -> Result<(), Failure> {
 
     // A transformer is a config: this one is a small Llama.
     let model = TransformerConfig::llama(100, 32, 16, 2, 4).with_n_kv_heads(2).init::<B>(7, &device)?;
-    let hidden = model.forward(Tensor::<B, 2, Int>::from_ints([[1, 2, 3], [4, 5, 6]], &device), None);
+    let hidden = model.forward(Tensor::<B, 2, Int>::from_ints([[1, 2, 3], [4, 5, 6]], &device));
     println!("hidden states {:?}, logits {:?}", hidden.dims(), model.logits(hidden).dims());
     Ok(())
 }

@@ -5,14 +5,14 @@ use std::sync::atomic::Ordering;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
-use fireclay_model::Cache;
 use minijinja::{Environment, ErrorKind, context};
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::generation::{Generated, GenerationOptions, Generator, Interrupt};
+use crate::generation::scheduler::Scheduler;
+use crate::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
 use crate::precision::Precision;
 
 const SETTINGS: &str = "tokenizer_config.json";
@@ -140,14 +140,16 @@ fn in_settings(template: &Value) -> Option<String> {
     template.as_str().or_else(several).map(str::to_string)
 }
 
-/// A conversation, of which the model keeps in its cache what it has read.
+/// A conversation, of which the model keeps in its cache what it has read, page by page.
 pub struct Conversation<B: Backend> {
     generator: Generator<B>,
     template: ChatTemplate,
     messages: Vec<Message>,
-    cache: Cache<B>,
-    /// The tokens in the cache.
-    read: Vec<u32>,
+    /// Its cache keeps what was said before.
+    scheduler: Scheduler<B>,
+    context: usize,
+    /// Tokens of the conversation when the last answer was complete.
+    length: usize,
 }
 
 impl<B: Backend> Conversation<B> {
@@ -161,18 +163,20 @@ impl<B: Backend> Conversation<B> {
         if context == 0 || context > longest {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
-        let cache = generator.model().cache(1, context);
-        Ok(Self { generator, template, messages: Vec::new(), cache, read: Vec::new() })
+        let scheduler = generator.scheduler_of(std::iter::once(context));
+        Ok(Self { generator, template, messages: Vec::new(), scheduler, context, length: 0 })
     }
 
     /// Forgets everything but what the system said.
     pub fn reset(&mut self) {
         self.messages.retain(|message| message.role == "system");
+        self.length = 0;
     }
 
     /// Sets what the system says, or takes it back where that is empty, and forgets the rest.
     pub fn set_system(&mut self, content: &str) {
         self.messages.clear();
+        self.length = 0;
         if !content.is_empty() {
             self.messages.push(Message { role: "system", content: content.to_string() });
         }
@@ -183,9 +187,9 @@ impl<B: Backend> Conversation<B> {
         &self.messages
     }
 
-    /// Tokens that the model has read, and can.
+    /// Tokens that the conversation has, and can have.
     pub fn room(&self) -> (usize, usize) {
-        (self.read.len(), self.cache.capacity())
+        (self.length, self.context)
     }
 
     /// The model's answer, handed to `show` as it comes. Of the conversation only what is new is read.
@@ -214,34 +218,20 @@ impl<B: Backend> Conversation<B> {
 
     fn answer_last(&mut self, options: &GenerationOptions, show: impl FnMut(&str)) -> Result<Generated, Failure> {
         let tokens = self.template.tokens(&self.messages, self.generator.tokenizer())?;
-        let capacity = self.cache.capacity();
-        let room = capacity.saturating_sub(tokens.len());
+        let context = self.context;
+        let room = context.saturating_sub(tokens.len());
         if tokens.is_empty() || room == 0 {
             return Err(Failure::new(format!(
-                "the conversation has {} tokens, and there is room for {capacity}: /reset begins a new one, --context \
+                "the conversation has {} tokens, and there is room for {context}: /reset begins a new one, --context \
                  makes room",
                 tokens.len()
             )));
         }
-        // One token at least is read, for the answer to follow from.
-        let same = self.read.iter().zip(&tokens[..tokens.len() - 1]).take_while(|(read, token)| read == token).count();
-        self.cache.truncate(same);
-        self.read.truncate(same);
-        let wanted = options.max_tokens.unwrap_or(room).min(room);
-        let generated = self.generator.write(&mut self.cache, &tokens, wanted, options, show);
-        match &generated {
-            Ok(generated) => {
-                self.read.extend(&tokens[same..]);
-                self.read.extend(&generated.tokens);
-                self.read.truncate(self.cache.len());
-            }
-            // Nobody knows what is in it.
-            Err(_) => {
-                self.cache.truncate(0);
-                self.read.clear();
-            }
-        }
-        generated
+        let max_tokens = options.max_tokens.unwrap_or(room).min(room);
+        let prompt = Prepared { tokens, max_tokens };
+        let generated = self.generator.write(&mut self.scheduler, &prompt, options, show)?;
+        self.length = generated.prompt_tokens + generated.tokens.len();
+        Ok(generated)
     }
 }
 

@@ -127,7 +127,7 @@ impl OnBackend for EvaluationRun {
             let shape = [batch.len(), length];
             let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), &device);
             let wanted = Tensor::<B, 2, Int>::from_data(TensorData::new(wanted, shape), &device);
-            let hidden = model.forward(ids, None);
+            let hidden = model.forward(ids);
             let options = HeadLossOptions::new().with_weight(f64::from(counted) / targets as f64);
             waiting.push(model.loss(hidden, wanted, options));
             if waiting.len() == READ_EVERY {

@@ -179,7 +179,7 @@ impl<B: Backend> Predictor<B> {
         let lengths = TensorData::new(lengths, [windows.len()]);
         let ids = Tensor::<B, 2, Int>::from_data(ids, &self.device);
         let lengths = Tensor::<B, 1, Int>::from_data(lengths, &self.device);
-        let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths), None);
+        let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths));
         Predictions::read(heads(&self.model)?.logits(hidden))
     }
 }

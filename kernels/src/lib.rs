@@ -49,11 +49,13 @@ pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
-pub use ops::cached_attention::{CachedTokens, LayerCache, Placement, cached_attention};
+pub use ops::cached_attention::{CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
-pub use ops::head_sample::{Penalties, SampledRows, Sampling, TokenCounts, head_sample};
+pub use ops::head_sample::{
+    Penalties, SampledRow, SampledRows, Sampling, TokenCounts, head_sample, head_sample_logits,
+};
 pub use ops::linear::{LinearGradients, LinearOutput, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};

@@ -60,33 +60,34 @@ impl<B: Backend> Attention<B> {
         cache: Option<&mut LayerCache<B>>,
     ) -> Tensor<B, 2> {
         let [rows, _] = x.dims();
-        let (qkv, heads) = self.qkv(x, pre_norm, pass);
-        let output = match (cache, &pass.cached) {
+        let (qkv, heads) = self.qkv(x, pre_norm);
+        match (cache, &pass.cached) {
             (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), at, cache),
-            _ => self.attend(qkv, heads, pass, layer),
-        };
-        reshape(output, [rows, self.n_heads * heads.head_dim])
+            _ => {
+                let output = self.attend(by_rows(qkv, pass), heads, pass, layer);
+                reshape(output, [rows, self.n_heads * heads.head_dim])
+            }
+        }
     }
 
     /// The weights of a pass without a cache, f32 `[batch_size, n_heads, seq_length, seq_length]`; operands as in
     /// [`heads`](Self::heads).
     pub(crate) fn weights(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> Tensor<B, 4> {
-        let (qkv, heads) = self.qkv(x, pre_norm, pass);
-        let [query, key, _] = heads.split(qkv);
+        let (qkv, heads) = self.qkv(x, pre_norm);
+        let [query, key, _] = heads.split(by_rows(qkv, pass));
         let query = self.place(query, self.query_norm.as_ref(), pass);
         let key = self.place(key, self.key_norm.as_ref(), pass);
         attention_weights(query, key, &pass.mask, AttentionOptions::new(heads.head_dim))
     }
 
-    /// Queries, keys and values of a pass's tokens in one tensor, and how they lie in it.
-    fn qkv(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>, pass: &Pass<B>) -> (Tensor<B, 3>, PackedHeads) {
+    /// Queries, keys and values of tokens in one tensor, a line for each, and how they lie in it.
+    fn qkv(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> (Tensor<B, 2>, PackedHeads) {
         let bias = self.qkv_bias.as_ref().map(Param::val);
         let qkv = norm_linear(x, pre_norm, self.qkv.weight(), bias);
-        let [batch_size, seq_length] = pass.positions.dims();
         let [_, width] = qkv.dims();
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };
-        (reshape(qkv, [batch_size, seq_length, width]), heads)
+        (qkv, heads)
     }
 
     /// Attention of a row's tokens over each other, `[batch_size, seq_length, n_heads * head_dim]`.
@@ -127,4 +128,10 @@ impl<B: Backend> Attention<B> {
             None => heads,
         }
     }
+}
+
+/// Lines of tokens `[batch_size * seq_length, width]` as rows of a pass, `[batch_size, seq_length, width]`.
+fn by_rows<B: Backend>(x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 3> {
+    let ([batch_size, seq_length], [_, width]) = (pass.positions.dims(), x.dims());
+    reshape(x, [batch_size, seq_length, width])
 }

@@ -85,7 +85,7 @@ mod tests {
             let inspection = model.inspect(tokens());
             assert_eq!((inspection.residual.len(), inspection.attention.len()), (3, 2));
             let last = inspection.residual.last().cloned().expect("a last one");
-            let said = model.logits(model.forward(tokens(), None));
+            let said = model.logits(model.forward(tokens()));
             model.logit_lens(last).into_data().assert_approx_eq::<f32>(&said.into_data(), Tolerance::default());
         }
     }

@@ -1,7 +1,7 @@
 //! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
 //!
 //! A [`TransformerConfig`], and nothing else, turns it into GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
-//! [`forward`](Transformer::forward) serves training, prefill and decode.
+//! blocks serve training, prefill and decode.
 //!
 //! ```
 //! use burn::tensor::{Int, Tensor};
@@ -12,7 +12,7 @@
 //! let config = TransformerConfig::llama(100, 32, 16, 2, 4).with_n_kv_heads(2);
 //! let model: Transformer<B> = config.init(7, &device)?;
 //! let tokens = Tensor::<B, 2, Int>::from_ints([[1, 2, 3], [4, 5, 6]], &device);
-//! let hidden = model.forward(tokens, None);
+//! let hidden = model.forward(tokens);
 //! assert_eq!(hidden.dims(), [2, 3, 16]);
 //! assert_eq!(model.logits(hidden).dims(), [2, 3, 100]);
 //! # Ok::<(), fireclay_model::ConfigError>(())
@@ -37,7 +37,7 @@ mod weights;
 
 pub use attention::Attention;
 pub use block::Block;
-pub use cache::Cache;
+pub use cache::{Cache, CacheFull, RowId};
 pub use config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 pub use error::WeightsError;
 pub use feed_forward::FeedForward;

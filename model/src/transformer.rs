@@ -7,12 +7,12 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, Sampling,
-    Weight, dropout, embed, embed_add, head_loss, head_sample, linear, norm, reshape,
+    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, TokenCounts,
+    Weight, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
-use crate::cache::Cache;
+use crate::cache::{Cache, RowId};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
 use crate::matrix::Matrix;
@@ -197,89 +197,96 @@ impl<B: Backend> Transformer<B> {
         self.dropout_key = key;
     }
 
-    /// A cache for `batch_size` rows of up to `capacity` tokens.
+    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only.
     ///
     /// # Panics
     /// If the model looks ahead, as encoders do.
-    pub fn cache(&self, batch_size: usize, capacity: usize) -> Cache<B> {
+    pub fn cache(&self, tokens: usize) -> Cache<B> {
         assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
-        Cache::new(&self.config, batch_size, capacity, self.activations, &self.positions.device())
+        Cache::new(&self.config, tokens, self.activations, &self.positions.device())
     }
 
     /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
     ///
-    /// With a cache, the tokens follow those it holds, whose keys and values are read rather than computed again.
-    ///
     /// # Panics
-    /// If a row would grow longer than `context_length` or the cache's capacity: check before, as generation does.
-    pub fn forward(&self, tokens: impl Into<Tokens<B>>, cache: Option<&mut Cache<B>>) -> Tensor<B, 3> {
+    /// If a row is longer than `context_length`.
+    pub fn forward(&self, tokens: impl Into<Tokens<B>>) -> Tensor<B, 3> {
         let tokens = tokens.into();
         let [batch_size, seq_length] = tokens.ids.dims();
-        let x = match cache {
-            Some(cache) => {
-                cache.assert_room(seq_length);
-                let x = self.residual_stream(tokens, Some(cache));
-                cache.advance(&vec![seq_length; batch_size]);
-                x
-            }
-            None => self.residual_stream(tokens, None),
-        };
+        let context = self.config.context_length;
+        assert!(seq_length <= context, "{seq_length} tokens exceed context_length {context}");
+        let x = self.residual_stream(tokens, None);
         reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
     }
 
-    /// Reads a prompt for each row into `cache`, and gives the hidden states `[batch_size, d_model]` of each one's last
-    /// token, after the last norm. Prompts may be of different lengths.
+    /// Reads more tokens of some rows of `cache`: one of each of the `decode` rows, which is on the device, `[rows]`, and any
+    /// number of each of the `prefill` rows. Gives the hidden states `[rows, d_model]` of each row's last token, after the last
+    /// norm; those of `decode` come first. Of tokens that the cache has, nothing is computed again.
     ///
     /// # Panics
-    /// If a prompt is empty, there are not as many as the cache has rows, or one does not fit it.
-    pub fn prefill(&self, prompts: &[&[u32]], cache: &mut Cache<B>) -> Tensor<B, 2> {
-        let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
-        let (batch_size, seq_length) = (prompts.len(), lengths.iter().copied().max().unwrap_or(0));
-        assert_eq!(cache.lengths().len(), batch_size, "prefill: a prompt for each of the cache's rows");
-        assert!(lengths.iter().all(|length| *length > 0), "prefill: an empty prompt");
-        cache.assert_room(seq_length);
+    /// If there is nothing to read, a row is not there or twice, it would grow beyond `context_length`, or the cache has no
+    /// pages for it: [`reserve`](Cache::reserve) them before.
+    pub fn step(
+        &self,
+        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        prefill: &[(RowId, &[u32])],
+        cache: &mut Cache<B>,
+    ) -> Tensor<B, 2> {
+        assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
-        let padding = |prompt: &&[u32]| std::iter::repeat_n(0, seq_length - prompt.len());
-        let ids = prompts.iter().flat_map(|prompt| prompt.iter().map(|token| *token as i32).chain(padding(prompt)));
-        let ids = TensorData::new(ids.collect::<Vec<i32>>(), [batch_size, seq_length]);
-        let x = self.residual_stream(Tensor::<B, 2, Int>::from_data(ids, &device).into(), Some(cache));
-        cache.advance(&lengths);
-        if seq_length == 1 {
+        let mut rows: Vec<(RowId, usize)> = Vec::new();
+        let mut ids = Vec::new();
+        if let Some((tokens, decoding)) = decode {
+            assert_eq!(tokens.dims(), [decoding.len()], "decode: a token for each row");
+            rows.extend(decoding.iter().map(|row| (*row, 1)));
+            ids.push(tokens);
+        }
+        rows.extend(prefill.iter().map(|(row, tokens)| (*row, tokens.len())));
+        assert!(!rows.is_empty(), "there is nothing to read");
+        let new: Vec<i32> = prefill.iter().flat_map(|(_, tokens)| *tokens).map(|token| *token as i32).collect();
+        if !new.is_empty() {
+            let shape = [new.len()];
+            ids.push(Tensor::from_data(TensorData::new(new, shape), &device));
+        }
+        let ids = if ids.len() == 1 { ids.remove(0) } else { Tensor::cat(ids, 0) };
+        let [count] = ids.dims();
+        let at = cache.begin(&rows);
+        let x = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
+        cache.advance(&rows);
+        if count == rows.len() {
             return self.normalised(x);
         }
-        let last = lengths.iter().enumerate().map(|(row, length)| (row * seq_length + length - 1) as i32);
-        let last = TensorData::new(last.collect::<Vec<i32>>(), [1, batch_size]);
+        let ends = rows.iter().scan(0, |end, (_, tokens)| {
+            *end += tokens;
+            Some(*end as i32 - 1)
+        });
+        let last = TensorData::new(ends.collect::<Vec<i32>>(), [1, rows.len()]);
         let last = embed(x, Tensor::<B, 2, Int>::from_data(last, &device), self.activations);
-        self.normalised(reshape(last, [batch_size, self.config.d_model]))
+        self.normalised(reshape(last, [rows.len(), self.config.d_model]))
     }
 
-    /// Reads one more token of each row, `[batch_size]`: its hidden states `[batch_size, d_model]`, after the last norm.
-    /// Nothing goes to the device or comes from it. A row that is full loses its last token for the new one, so that
-    /// others can go on.
+    /// [`step`](Self::step) for rows that read what is on the host.
     ///
     /// # Panics
-    /// If there are not as many as the cache has rows, or all of them are full.
-    pub fn decode(&self, tokens: Tensor<B, 1, Int>, cache: &mut Cache<B>) -> Tensor<B, 2> {
-        let [batch_size] = tokens.dims();
-        assert!(!cache.is_full(), "decode: every row is full");
-        let x = self.residual_stream(tokens.reshape([batch_size, 1]).into(), Some(cache));
-        cache.advance(&vec![1; batch_size]);
-        self.normalised(x)
+    /// As [`step`](Self::step) does.
+    pub fn prefill(&self, rows: &[(RowId, &[u32])], cache: &mut Cache<B>) -> Tensor<B, 2> {
+        self.step(None, rows, cache)
+    }
+
+    /// [`step`](Self::step) for rows that read one token more, which is on the device. Nothing goes there or comes from it,
+    /// unless a row needs a page that was not [reserved](Cache::reserve).
+    ///
+    /// # Panics
+    /// As [`step`](Self::step) does.
+    pub fn decode(&self, tokens: Tensor<B, 1, Int>, rows: &[RowId], cache: &mut Cache<B>) -> Tensor<B, 2> {
+        self.step(Some((tokens, rows)), &[], cache)
     }
 
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
     /// the tokens then, but does not count them yet.
-    fn residual_stream(&self, tokens: Tokens<B>, mut cache: Option<&mut Cache<B>>) -> Tensor<B, 2> {
-        let [batch_size, seq_length] = tokens.ids.dims();
-        let end = match &cache {
-            Some(cache) => {
-                assert_eq!(cache.lengths().len(), batch_size, "as many rows as the cache has");
-                cache.capacity().min(cache.len() + seq_length)
-            }
-            None => seq_length,
-        };
-        assert!(end <= self.config.context_length, "{end} tokens exceed context_length {}", self.config.context_length);
-        let (mut x, pass) = self.begin(tokens, cache.as_ref().map(|cache| cache.next(seq_length)));
+    fn residual_stream(&self, tokens: Tokens<B>, cache: Option<(CachedTokens<B>, &mut Cache<B>)>) -> Tensor<B, 2> {
+        let (at, mut cache) = cache.unzip();
+        let (mut x, pass) = self.begin(tokens, at);
         for (layer, block) in self.blocks.iter().enumerate() {
             let cache = cache.as_mut().map(|cache| &mut cache.layers[layer]);
             x = block.forward(x, &pass, layer, cache);
@@ -328,7 +335,7 @@ impl<B: Backend> Transformer<B> {
         document_starts: Option<Tensor<B, 2, Int>>,
     ) -> Pass<B> {
         let positions = match &cached {
-            Some(at) => at.positions.clone(),
+            Some(at) => at.positions().clone(),
             None => {
                 let positions = self.positions.clone().narrow(0, 0, seq_length);
                 positions.reshape([1, seq_length]).expand([batch_size, seq_length])
@@ -408,9 +415,28 @@ impl<B: Backend> Transformer<B> {
         head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
     }
 
-    /// A token for each row, `[batch_size]`, drawn from the prediction of its hidden states `[batch_size, d_model]`.
-    pub fn sample(&self, hidden: Tensor<B, 2>, sampling: &Sampling, rows: &mut SampledRows<B>) -> Tensor<B, 1, Int> {
+    /// A token for each row, `[rows]`, drawn from the prediction of its hidden states `[rows, d_model]`, those of the last pass
+    /// into `cache`. `counts` are the texts of the rows that have lines in them.
+    pub fn sample(
+        &self,
+        hidden: Tensor<B, 2>,
+        rows: &SampledRows<B>,
+        counts: Option<&mut TokenCounts<B>>,
+        cache: &Cache<B>,
+    ) -> Tensor<B, 1, Int> {
         let _in_head = part("head");
-        head_sample(hidden, self.head_weight(), sampling, rows)
+        head_sample(hidden, self.head_weight(), rows, cache.last_positions(), counts)
+    }
+
+    /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    pub fn sample_logits(
+        &self,
+        hidden: Tensor<B, 2>,
+        rows: &SampledRows<B>,
+        counts: Option<&mut TokenCounts<B>>,
+        cache: &Cache<B>,
+    ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
+        let _in_head = part("head");
+        head_sample_logits(hidden, self.head_weight(), rows, cache.last_positions(), counts)
     }
 }

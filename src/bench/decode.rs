@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Int, Tensor, Transaction};
-use fireclay_kernels::{Backend, RandomKey, SampledRows, Sampling};
-use fireclay_model::Transformer;
+use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
+use fireclay_model::{RowId, Transformer};
 
 use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
@@ -18,6 +18,8 @@ const BEFORE: usize = 22;
 const TIMED: usize = 128;
 /// Steps of which the tokens are read together, as generation does it.
 const READ_STEPS: usize = 16;
+/// Tokens that a page of the cache has, at the most.
+const PAGE: usize = 64;
 /// Tokens of the prompt whose reading is timed.
 const PROMPT: usize = 2048;
 
@@ -38,18 +40,8 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
         let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };
         let ceilings = Ceilings::measure::<B>(&self.options.device, self.options.peak, &device)?;
         for name in sizes {
-            let (config, dtype) = decoder(&name)?;
-            let dtype = match self.options.precision {
-                Some(precision) => precision.activations::<B>(&device)?,
-                None if B::supports_dtype(&device, DType::from(dtype)) => dtype,
-                None => FloatDType::F32,
-            };
-            let mut cast = Cast { dtype, bytes: 0 };
-            let model = config.init::<B>(1, &device)?.map(&mut cast).with_activations(dtype);
-            // Of an embedding table of its own a step reads a row.
-            let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
-            let bytes = cast.bytes - table * model.embedding.val().dtype().size();
-            let dtype = format!("{dtype:?}").to_lowercase();
+            let Drawn { model, bytes, dtype } = Drawn::<B>::new(&name, &self.options, &device)?;
+            let config = model.config();
             let batches = match self.options.batch {
                 Some(batch) => vec![batch],
                 None if cpu => vec![1, 8],
@@ -83,8 +75,34 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
     }
 }
 
+/// A decoder by name, of weights drawn at random.
+pub(super) struct Drawn<B: Backend> {
+    pub(super) model: Transformer<B>,
+    /// Bytes that a step reads of it.
+    bytes: usize,
+    /// The dtype's name.
+    pub(super) dtype: String,
+}
+
+impl<B: Backend> Drawn<B> {
+    pub(super) fn new(name: &str, options: &BenchOptions, device: &B::Device) -> Result<Self, Failure> {
+        let (config, dtype) = decoder(name)?;
+        let dtype = match options.precision {
+            Some(precision) => precision.activations::<B>(device)?,
+            None if B::supports_dtype(device, DType::from(dtype)) => dtype,
+            None => FloatDType::F32,
+        };
+        let mut cast = Cast { dtype, bytes: 0 };
+        let model = config.init::<B>(1, device)?.map(&mut cast).with_activations(dtype);
+        // Of an embedding table of its own a step reads a row.
+        let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
+        let bytes = cast.bytes - table * model.embedding.val().dtype().size();
+        Ok(Self { model, bytes, dtype: format!("{dtype:?}").to_lowercase() })
+    }
+}
+
 fn top_k_top_p() -> Sampling {
-    Sampling::greedy().with_temperature(0.8, RandomKey::new(1)).with_top_k(Some(50)).with_top_p(Some(0.9))
+    Sampling::greedy().with_temperature(0.8).with_top_k(Some(50)).with_top_p(Some(0.9))
 }
 
 /// Puts matrices in a dtype, and counts the bytes of what a step reads.
@@ -121,14 +139,19 @@ fn decode<B: Backend>(
     repeats: usize,
     device: &B::Device,
 ) -> Result<Vec<f64>, Failure> {
-    let streams: Vec<u32> = (0..batch_size as u32).collect();
+    let row = |row: usize| SampledRow::from(sampling.with_seed(1, row as u64));
+    let sampled = SampledRows::new(&(0..batch_size).map(row).collect::<Vec<_>>(), device);
     let mut seconds = Vec::new();
     // The first time compiles.
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(batch_size, BEFORE + TIMED + 1);
-        let mut rows = SampledRows::new(&streams, device);
-        let prompts: Vec<&[u32]> = vec![&[1]; batch_size];
-        let mut next = model.sample(model.prefill(&prompts, &mut cache), sampling, &mut rows);
+        let mut cache = model.cache(batch_size * (BEFORE + TIMED + 1).next_multiple_of(PAGE));
+        let rows: Vec<RowId> = (0..batch_size).map(|_| cache.add_row()).collect();
+        for row in &rows {
+            cache.reserve(*row, BEFORE + TIMED + 1).map_err(|full| Failure::new(full.to_string()))?;
+        }
+        let prompts: Vec<(RowId, &[u32])> = rows.iter().map(|row| (*row, &[1][..])).collect();
+        let hidden = model.prefill(&prompts, &mut cache);
+        let mut next = model.sample(hidden, &sampled, None, &cache);
         let mut on_the_way = Vec::new();
         let mut begun = Instant::now();
         for step in 0..BEFORE + TIMED {
@@ -136,7 +159,8 @@ fn decode<B: Backend>(
                 read(&mut on_the_way)?;
                 begun = Instant::now();
             }
-            next = model.sample(model.decode(next, &mut cache), sampling, &mut rows);
+            let hidden = model.decode(next, &rows, &mut cache);
+            next = model.sample(hidden, &sampled, None, &cache);
             on_the_way.push(next.clone());
             if on_the_way.len() == READ_STEPS {
                 read(&mut on_the_way)?;
@@ -161,12 +185,13 @@ fn prefill<B: Backend>(
     let prompt: Vec<u32> = (0..tokens as u32).map(|at| at.wrapping_mul(7919) % vocabulary).collect();
     let mut seconds = Vec::new();
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(1, tokens + 1);
-        let mut rows = SampledRows::new(&[0], device);
+        let mut cache = model.cache(tokens + 1);
+        let row = cache.add_row();
+        let sampled = SampledRows::new(&[Sampling::greedy().into()], device);
         B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
         let begun = Instant::now();
-        let hidden = model.prefill(&[&prompt], &mut cache);
-        read(&mut vec![model.sample(hidden, &Sampling::greedy(), &mut rows)])?;
+        let hidden = model.prefill(&[(row, &prompt)], &mut cache);
+        read(&mut vec![model.sample(hidden, &sampled, None, &cache)])?;
         seconds.push(begun.elapsed().as_secs_f64());
     }
     seconds.remove(0);

@@ -8,8 +8,8 @@ use fireclay_kernels::operands::{
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRows, Sampling, dropout, embed, head_sample,
-    linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
+    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, dropout, embed,
+    head_sample, linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -315,14 +315,15 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         self.computes(&format!("head_loss with gradients {dtype}"), case(), 3.0 * flops, || loss(true))?;
 
         // A head 2,560 wide over GPT-2's vocabulary, as decoders have them.
-        let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3));
-        let sampling = sampling.with_top_k(Some(50)).with_top_p(Some(0.9));
+        let sampling = Sampling::greedy().with_temperature(0.8).with_top_k(Some(50)).with_top_p(Some(0.9));
         let weight = self.random([50_257, 2560]);
         for rows in [1, 32] {
             let hidden = self.random([rows, 2560]);
-            let mut drawn = SampledRows::new(&(0..rows as u32).collect::<Vec<_>>(), &weight.device());
+            let row = |row: usize| SampledRow::from(sampling.with_seed(3, row as u64));
+            let drawn = SampledRows::new(&(0..rows).map(row).collect::<Vec<_>>(), &weight.device());
+            let positions = Tensor::<B, 1, Int>::zeros([rows], &weight.device());
             let seconds = seconds::<B, _>(&self.device, self.repeats, || {
-                Ok(head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn))
+                Ok(head_sample(hidden.clone(), weight.clone(), &drawn, positions.clone(), None))
             })?;
             let values = seconds.iter().map(|seconds| 1e6 * seconds).collect();
             let what = "head 2560x50257 + softmax + top-k 50 + top-p 0.9 + sample";

@@ -4,6 +4,7 @@
 mod compare;
 mod decode;
 mod kernels;
+mod requests;
 mod sizes;
 mod train;
 
@@ -15,6 +16,7 @@ use serde_json::{Value, json};
 pub use compare::{Comparison, Earlier, Ratio, compare, peer_ratios, read_lines, run_peer};
 pub use decode::DecodeBench;
 pub use kernels::KernelBench;
+pub use requests::RequestsBench;
 pub use sizes::{DECODERS, TRAINERS};
 pub use train::TrainBench;
 

@@ -7,8 +7,8 @@ use clap::{Args, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::{BackendName, OnBackend};
 use fireclay::bench::{
-    BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, TrainBench, compare, peer_ratios, read_lines,
-    run_peer, shown,
+    BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, RequestsBench, TrainBench, compare, peer_ratios,
+    read_lines, run_peer, shown,
 };
 use fireclay::precision::Precision;
 use fireclay::stdout;
@@ -23,6 +23,8 @@ enum Benchmark {
     Train,
     /// Decoding and reading a prompt, in tokens a second
     Decode,
+    /// Many texts at once that come and go, in tokens a second
+    Requests,
     /// Every operation, forward and backward, beside the hardware's ceilings
     Kernels,
     /// Training and decoding on the processor
@@ -146,6 +148,7 @@ fn measure(benchmark: Benchmark, backend: BackendName, options: &BenchOptions, s
     match benchmark {
         Benchmark::Train => backend.run(TrainBench { options, show }),
         Benchmark::Decode => backend.run(DecodeBench { options, show }),
+        Benchmark::Requests => backend.run(RequestsBench { options, show }),
         Benchmark::Kernels => backend.run(KernelBench { options, show }),
         Benchmark::Cpu => backend.run(Both { options, show }),
     }

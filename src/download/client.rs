@@ -56,7 +56,11 @@ impl FetchError {
         match self {
             Self::Network(error) => {
                 use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
-                matches!(error, ConnectionFailed | HostNotFound | Io(_) | Timeout(_))
+                match error {
+                    // Where nobody listens, nobody will in half a minute.
+                    Io(error) => error.kind() != ErrorKind::ConnectionRefused,
+                    error => matches!(error, ConnectionFailed | HostNotFound | Timeout(_)),
+                }
             }
             Self::Status(status) => matches!(status, 408 | 429 | 500..),
             Self::Io(error) => {

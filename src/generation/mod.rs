@@ -1,16 +1,19 @@
-//! Text from a trained model: prefill once, then a token at a time from the cache.
+//! Text from a trained model: prompts as tokens, and their tokens as text; the [`scheduler`] draws these.
 
+pub mod scheduler;
+
+use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use burn::tensor::{Int, Tensor, Transaction};
+use burn::tensor::DType;
 use fireclay_datasets::Tokenizer;
-use fireclay_kernels::recorder::read_back;
-use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
-use fireclay_model::{Cache, Transformer};
+use fireclay_kernels::{Backend, Penalties, Sampling};
+use fireclay_model::Transformer;
 
+use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::language_model::LanguageModel;
@@ -19,17 +22,16 @@ use crate::precision::Precision;
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
 
-/// Steps of which the tokens are read together, at the most: reading makes the device wait for the host.
-const READ_STEPS: usize = 16;
-
-/// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
-const READ_INTERVAL: Duration = Duration::from_millis(25);
-
 /// Lower temperatures than this, but for zero, take logits out of what f32 holds.
 const LEAST_TEMPERATURE: f64 = 1e-3;
 
-/// Prompts that are continued together, at the most.
-const BATCH: usize = 16;
+/// Prompts that are continued together, at the most: on a device of its own, and on the CPU.
+const ROWS: usize = 256;
+const CPU_ROWS: usize = 16;
+/// Tokens of a step: of a long prompt no more are read while others are written.
+const STEP_TOKENS: usize = 2048;
+/// Bytes of the cache, at the most, but for those that one text needs.
+const CACHE_BYTES: usize = 4 << 30;
 
 /// Ends a text early when it is set.
 pub type Interrupt = Arc<AtomicBool>;
@@ -109,8 +111,8 @@ impl GenerationOptions {
 /// A prompt that a model can go on from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
-    tokens: Vec<u32>,
-    max_tokens: usize,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) max_tokens: usize,
 }
 
 /// What came of a prompt.
@@ -203,7 +205,7 @@ impl<B: Backend> Generator<B> {
         let context = self.model.config().context_length;
         let room = context.saturating_sub(tokens.len());
         let max_tokens = options.max_tokens.unwrap_or(room.min(256));
-        if (max_tokens > room && self.kept_tokens().is_none()) || room == 0 {
+        if (max_tokens > room && !self.slides()) || room == 0 {
             return Err(Failure::new(format!(
                 "the prompt has {} tokens and {max_tokens} are to follow, but the model's context is {context}: \
                  shorten the prompt, or set --max-tokens to {room} at the most",
@@ -213,12 +215,42 @@ impl<B: Backend> Generator<B> {
         Ok(Prepared { tokens, max_tokens })
     }
 
-    /// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if
-    /// that is more. None where attention sees all of the context.
-    fn kept_tokens(&self) -> Option<usize> {
+    /// Whether a text can go on from its own end when it has filled the context.
+    fn slides(&self) -> bool {
         let config = self.model.config();
-        let window = config.sliding_window.filter(|window| *window < config.context_length)?;
-        Some(window.max(config.context_length / 2))
+        config.sliding_window.is_some_and(|window| window < config.context_length)
+    }
+
+    /// A scheduler for texts behind these prompts.
+    pub(crate) fn scheduler<'a>(&self, prompts: impl Iterator<Item = &'a Prepared>) -> Scheduler<B> {
+        self.scheduler_of(prompts.map(|prompt| prompt.tokens.len() + prompt.max_tokens))
+    }
+
+    /// A scheduler for texts that have so many tokens each at the most, with their prompts.
+    pub fn scheduler_of(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
+        let config = self.model.config();
+        let width = 2 * config.n_layers * config.n_kv_heads * config.head_dim;
+        let most = CACHE_BYTES / (width * DType::from(self.model.activations()).size()).max(1);
+        // Each fills its last page in part.
+        let lengths: Vec<usize> =
+            lengths.map(|length| length.min(config.context_length).next_multiple_of(64)).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let cache_tokens = lengths.iter().sum::<usize>().min(most).max(longest).max(1);
+        let rows = if B::is_synchronous() { CPU_ROWS } else { ROWS };
+        let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS, cache_tokens };
+        Scheduler::new(&self.model, options, self.device.clone())
+    }
+
+    /// The request that a prompt makes; its draws are those of a number.
+    pub fn request(&self, prompt: &Prepared, options: &GenerationOptions, number: u64) -> Request {
+        let sampling = Sampling::greedy()
+            .with_temperature(options.temperature)
+            .with_seed(options.seed, number)
+            .with_top_k(options.top_k)
+            .with_top_p(options.top_p)
+            .with_min_p(options.min_p)
+            .with_penalties(options.penalties);
+        Request { sampling, ends: self.ends.clone(), ..Request::new(prompt.tokens.clone(), prompt.max_tokens) }
     }
 
     /// Writes after a prompt, handing each whole piece of text to `show` as it comes.
@@ -235,200 +267,177 @@ impl<B: Backend> Generator<B> {
         generated.pop().ok_or_else(|| Failure::new("nothing was written"))
     }
 
-    /// Writes after several prompts at once, the first of which draws by stream `first_stream` of the seed, the next by
-    /// the one behind it: each as if it were alone. `show` is told which one a piece of text belongs to.
+    /// Writes after several prompts at once, the first of which draws by the numbers of text `first` of the seed, the next by
+    /// those of the one behind it: each as if it were alone. `show` is told which one a piece of text belongs to.
     ///
     /// # Errors
     /// If the device fails.
     pub fn generate_batch(
         &self,
         prompts: &[&Prepared],
-        first_stream: u32,
+        first: u64,
         options: &GenerationOptions,
         show: impl FnMut(usize, &str),
     ) -> Result<Vec<Generated>, Failure> {
-        self.generate_watched(prompts, first_stream, options, show, || Ok(()))
+        self.generate_watched(prompts, first, options, show, || Ok(()))
     }
 
     /// [`generate_batch`](Self::generate_batch) that calls `decoding` when the prompts are read and the first tokens drawn.
     pub(crate) fn generate_watched(
         &self,
         prompts: &[&Prepared],
-        first_stream: u32,
+        first: u64,
         options: &GenerationOptions,
         show: impl FnMut(usize, &str),
         decoding: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<Vec<Generated>, Failure> {
-        let longest = prompts.iter().map(|prompt| prompt.tokens.len() + prompt.max_tokens).max().unwrap_or(0);
-        let mut cache = self.model.cache(prompts.len(), longest.min(self.model.config().context_length));
-        let texts: Vec<Text<'_>> = prompts
-            .iter()
-            .map(|prompt| Text::new(&prompt.tokens, prompt.max_tokens, Writer::new(&self.tokenizer, &options.stop)))
-            .collect();
-        let watched = (first_stream, decoding);
-        self.write_all(&mut cache, texts, self.kept_tokens(), watched, options, show)
+        let mut all = Vec::new();
+        let mut scheduler = self.scheduler(prompts.iter().copied());
+        self.write_all(
+            &mut scheduler,
+            (prompts, first),
+            options,
+            (show, |_, generated| all.push(generated)),
+            decoding,
+        )?;
+        Ok(all)
     }
 
-    /// Reads what `cache` lacks of `prompt_tokens`, one at least, and writes up to `wanted` more, for which it must have
-    /// room. Afterwards it holds all of them, or all but the last, which the model has not read.
+    /// Writes after a prompt by a scheduler that may know how it begins.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If it does not fit the scheduler's cache, or the device fails.
     pub(crate) fn write(
         &self,
-        cache: &mut Cache<B>,
-        prompt_tokens: &[u32],
-        wanted: usize,
+        scheduler: &mut Scheduler<B>,
+        prompt: &Prepared,
         options: &GenerationOptions,
         mut show: impl FnMut(&str),
     ) -> Result<Generated, Failure> {
-        let text = Text::new(prompt_tokens, wanted, Writer::new(&self.tokenizer, &options.stop));
-        let watched = (0, || Ok(()));
-        let mut generated = self.write_all(cache, vec![text], None, watched, options, |_, text| show(text))?;
-        let generated = generated.pop().ok_or_else(|| Failure::new("nothing was written"))?;
-        // What the device wrote on while its tokens were on their way here is forgotten.
-        cache.truncate(prompt_tokens.len() + generated.tokens.len());
-        Ok(generated)
+        let mut written = None;
+        let told = (|_, text: &str| show(text), |_, generated| written = Some(generated));
+        self.write_all(scheduler, (&[prompt], 0), options, told, || Ok(()))?;
+        written.ok_or_else(|| Failure::new("nothing was written"))
     }
 
-    /// The loop: each step's tokens feed the next one on the device, and are read some steps later. A text that fills the
-    /// cache goes on from the `kept` last tokens of it. `decoding` is called when the first tokens are drawn.
+    /// The loop: as tokens come from the device, they become text. `show` is told of each piece of it, and `done` of each text
+    /// that is complete, in their order.
     fn write_all(
         &self,
-        cache: &mut Cache<B>,
-        mut texts: Vec<Text<'_>>,
-        kept: Option<usize>,
-        (first_stream, decoding): (u32, impl FnOnce() -> Result<(), Failure>),
+        scheduler: &mut Scheduler<B>,
+        (prompts, first): (&[&Prepared], u64),
         options: &GenerationOptions,
-        mut show: impl FnMut(usize, &str),
-    ) -> Result<Vec<Generated>, Failure> {
-        let key = RandomKey::new(options.seed);
-        let sampling = |step: usize| {
-            Sampling::greedy()
-                .with_temperature(options.temperature, key.fold(step as u64))
-                .with_top_k(options.top_k)
-                .with_top_p(options.top_p)
-                .with_min_p(options.min_p)
-                .with_penalties(options.penalties)
-        };
-        let begun = Instant::now();
-        let prompts: Vec<&[u32]> = texts.iter().map(|text| text.prompt).collect();
-        let streams: Vec<u32> = (first_stream..).take(texts.len()).collect();
-        let vocabulary = self.model.config().vocab_size;
-        let counts =
-            (!options.penalties.are_none()).then(|| TokenCounts::of_prompts(&prompts, vocabulary, &self.device));
-        let mut rows = SampledRows::new(&streams, &self.device).with_counts(counts);
-        let unread: Vec<&[u32]> = prompts.iter().zip(cache.lengths()).map(|(all, read)| &all[*read..]).collect();
-        let hidden = self.model.prefill(&unread, cache);
-        let mut next = self.model.sample(hidden, &sampling(0), &mut rows);
-        let mut on_the_way = vec![next.clone()];
-        self.take(&mut on_the_way, &mut texts, Instant::now(), &mut show)?;
-        let prefill = begun.elapsed();
-
-        decoding()?;
-        let decoding = Instant::now();
-        let wanted = texts.iter().map(|text| text.wanted).max().unwrap_or(0);
-        let (mut step, mut last_read) = (1, decoding);
-        while texts.iter().any(|text| !text.complete) && !self.interrupt.load(Ordering::Relaxed) {
-            if step < wanted {
-                let hidden = match kept.filter(|_| is_full(cache, &texts)) {
-                    Some(kept) => {
-                        self.take(&mut on_the_way, &mut texts, decoding, &mut show)?;
-                        self.slide(cache, &texts, kept)
-                    }
-                    None => self.model.decode(next, cache),
-                };
-                next = self.model.sample(hidden, &sampling(step), &mut rows);
-                on_the_way.push(next.clone());
-                step += 1;
-            }
-            if step == wanted || on_the_way.len() >= READ_STEPS || last_read.elapsed() >= READ_INTERVAL {
-                self.take(&mut on_the_way, &mut texts, decoding, &mut show)?;
-                last_read = Instant::now();
-            }
-        }
-        let finish = |(row, text): (usize, Text<'_>)| text.finish(prefill, |text| show(row, text));
-        Ok(texts.into_iter().enumerate().map(finish).collect())
-    }
-
-    /// Reads the end of each text that fills its row once more, `kept` tokens of it, and all of the others: what
-    /// [`Transformer::decode`] would give, if there were room.
-    fn slide(&self, cache: &mut Cache<B>, texts: &[Text<'_>], kept: usize) -> Tensor<B, 2> {
-        let end = |(text, held): (&Text<'_>, &usize)| {
-            let mut tokens = [text.prompt, &text.tokens].concat();
-            // A text that is complete is not written on, whatever it is read as.
-            let all = if *held == cache.capacity() { kept } else { held + 1 };
-            tokens.split_off(tokens.len().saturating_sub(all))
-        };
-        let ends: Vec<Vec<u32>> = texts.iter().zip(cache.lengths()).map(end).collect();
-        cache.truncate(0);
-        self.model.prefill(&ends.iter().map(Vec::as_slice).collect::<Vec<_>>(), cache)
-    }
-
-    /// Reads the tokens of some steps at once, and adds them to the texts that are not complete.
-    fn take(
-        &self,
-        on_the_way: &mut Vec<Tensor<B, 1, Int>>,
-        texts: &mut [Text<'_>],
-        decoding: Instant,
-        show: &mut impl FnMut(usize, &str),
+        told: (impl FnMut(usize, &str), impl FnMut(usize, Generated)),
+        decoding: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<(), Failure> {
-        if on_the_way.is_empty() {
-            return Ok(());
+        let begun = Instant::now();
+        let (mut show, mut done) = told;
+        let mut rows = HashMap::new();
+        let mut texts = VecDeque::new();
+        for (row, prompt) in prompts.iter().enumerate() {
+            let id = scheduler.add(self.request(prompt, options, first + row as u64))?;
+            rows.insert(id, row);
+            texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &options.stop))));
         }
-        let steps = std::mem::take(on_the_way).into_iter().fold(Transaction::<B>::default(), Transaction::register);
-        let steps = steps.try_execute().inspect(|steps| read_back(steps.iter().map(|step| step.bytes.len()).sum()));
-        for step in steps.map_err(|error| Failure::new(format!("the device failed: {error:?}")))? {
-            for ((row, text), token) in texts.iter_mut().enumerate().zip(step.iter::<i64>()) {
-                text.push(token, &self.ends, decoding, |text| show(row, text))?;
+        let mut decoding = Some(decoding);
+        // Those that were handed on are no longer among the texts.
+        let mut handed_on = 0;
+        while !texts.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
+            let written = self.written(scheduler).and_then(|written| {
+                for written in written {
+                    let row = rows.get(&written.id).copied();
+                    let text = row.and_then(|row| Some((row, texts.get_mut(row.checked_sub(handed_on)?)?)));
+                    if let Some((row, (_, text))) = text {
+                        text.take(&written, begun, |text| show(row, text))?;
+                        if text.complete && written.finish.is_none() {
+                            // By a text that ends it.
+                            scheduler.cancel(written.id);
+                        }
+                    }
+                }
+                Ok(())
+            });
+            let load = scheduler.load();
+            let read = load.waiting + load.reading == 0;
+            let begin = decoding.take_if(|_| read && written.is_ok());
+            if let Err(failure) = written.and_then(|()| begin.map_or(Ok(()), |decoding| decoding())) {
+                texts.iter().for_each(|(id, _)| scheduler.cancel(*id));
+                return Err(failure);
             }
+            while texts.front().is_some_and(|(_, text)| text.complete) {
+                let Some((_, text)) = texts.pop_front() else { break };
+                done(handed_on, text.finish(|text| show(handed_on, text)));
+                handed_on += 1;
+            }
+        }
+        for (id, text) in texts {
+            scheduler.cancel(id);
+            done(handed_on, text.finish(|text| show(handed_on, text)));
+            handed_on += 1;
         }
         Ok(())
     }
-}
 
-/// Whether a text that is not complete has no room for its next token.
-fn is_full<B: Backend>(cache: &Cache<B>, texts: &[Text<'_>]) -> bool {
-    texts.iter().zip(cache.lengths()).any(|(text, held)| !text.complete && *held == cache.capacity())
+    /// One step, and what came of it.
+    fn written(&self, scheduler: &mut Scheduler<B>) -> Result<Vec<Written>, Failure> {
+        scheduler.step(&self.model)?;
+        Ok(scheduler.take())
+    }
 }
 
 /// A text that is being written.
 struct Text<'a> {
-    prompt: &'a [u32],
-    wanted: usize,
+    prompt_tokens: usize,
     writer: Writer<'a>,
     tokens: Vec<u32>,
+    /// Tokens before those that come now.
+    known: usize,
     complete: bool,
-    decode: Duration,
+    /// When the first token came, and the last.
+    first: Duration,
+    last: Duration,
 }
 
 impl<'a> Text<'a> {
-    fn new(prompt: &'a [u32], wanted: usize, writer: Writer<'a>) -> Self {
-        Self { prompt, wanted, writer, tokens: Vec::new(), complete: false, decode: Duration::ZERO }
+    fn new(prompt: &Prepared, writer: Writer<'a>) -> Self {
+        let (first, last) = (Duration::ZERO, Duration::ZERO);
+        Self { prompt_tokens: prompt.tokens.len(), writer, tokens: Vec::new(), known: 0, complete: false, first, last }
     }
 
-    /// One more token, unless the text is complete; -1 is what the device draws from logits that are NaN.
-    fn push(&mut self, token: i64, ends: &[u32], decoding: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
-        if self.complete {
-            return Ok(());
+    /// More tokens, until the text is complete.
+    fn take(&mut self, written: &Written, begun: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
+        for WrittenToken { token, .. } in &written.tokens {
+            if self.complete {
+                return Ok(());
+            }
+            self.last = begun.elapsed();
+            if self.tokens.is_empty() {
+                self.first = self.last;
+            }
+            self.tokens.push(*token);
+            // A token that ends the text is none of its words.
+            let ends = written.finish == Some(Finish::End) && self.tokens.len() == self.known + written.tokens.len();
+            self.complete = ends || self.writer.push(*token, &mut show)?;
         }
-        let token = u32::try_from(token).map_err(|_| {
-            Failure::new(format!(
-                "the model's logits are NaN after {} tokens: its weights are damaged, or its values overflow in bf16 or f16 \
-                 (then --precision f32 helps)",
-                self.prompt.len() + self.tokens.len()
-            ))
-        })?;
-        self.tokens.push(token);
-        self.complete =
-            ends.contains(&token) || self.writer.push(token, &mut show)? || self.tokens.len() >= self.wanted;
-        self.decode = decoding.elapsed();
+        self.known = self.tokens.len();
+        match written.finish {
+            Some(Finish::NotANumber) => return Err(self.not_a_number()),
+            finish => self.complete |= finish.is_some(),
+        }
         Ok(())
     }
 
-    fn finish(self, prefill: Duration, mut show: impl FnMut(&str)) -> Generated {
-        let Self { prompt, writer, tokens, decode, .. } = self;
-        Generated { text: writer.finish(&mut show), tokens, prompt_tokens: prompt.len(), prefill, decode }
+    fn not_a_number(&self) -> Failure {
+        Failure::new(format!(
+            "the model's logits are NaN after {} tokens: its weights are damaged, or its values overflow in bf16 or f16 (then \
+             --precision f32 helps)",
+            self.prompt_tokens + self.tokens.len()
+        ))
+    }
+
+    fn finish(self, mut show: impl FnMut(&str)) -> Generated {
+        let Self { prompt_tokens, writer, tokens, first, last, .. } = self;
+        Generated { text: writer.finish(&mut show), tokens, prompt_tokens, prefill: first, decode: last - first }
     }
 }
 
@@ -508,7 +517,7 @@ pub struct GenerationRun<S> {
     pub show: S,
 }
 
-/// A piece of news from a generation. Of several prompts, each one's news come together when its batch is complete.
+/// A piece of news from a generation. Of several prompts, each one's news come together when all are complete.
 pub enum GenerationEvent<'a> {
     /// What follows is behind this prompt.
     Begun(&'a str),
@@ -534,19 +543,17 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
             (self.show)(GenerationEvent::Done(&generated));
             return Ok(());
         }
-        // Several are shown when they are complete: side by side, nobody could read them.
-        for (at, (prompts, prepared)) in self.prompts.chunks(BATCH).zip(prepared.chunks(BATCH)).enumerate() {
-            let prepared: Vec<&Prepared> = prepared.iter().collect();
-            let generated = generator.generate_batch(&prepared, (at * BATCH) as u32, &self.options, |_, _| {})?;
-            for (prompt, generated) in prompts.iter().zip(&generated) {
-                (self.show)(GenerationEvent::Begun(prompt));
+        // Several are shown when they are complete, in their order: side by side, nobody could read them.
+        let all: Vec<&Prepared> = prepared.iter().collect();
+        let done = |row: usize, generated: Generated| {
+            // An interrupt leaves those that were not begun.
+            if !generated.tokens.is_empty() {
+                (self.show)(GenerationEvent::Begun(&self.prompts[row]));
                 (self.show)(GenerationEvent::Text(&generated.text));
-                (self.show)(GenerationEvent::Done(generated));
+                (self.show)(GenerationEvent::Done(&generated));
             }
-            if self.interrupt.load(Ordering::Relaxed) {
-                break;
-            }
-        }
-        Ok(())
+        };
+        let mut scheduler = generator.scheduler(prepared.iter());
+        generator.write_all(&mut scheduler, (&all, 0), &self.options, (|_, _: &str| {}, done), || Ok(()))
     }
 }

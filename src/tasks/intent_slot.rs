@@ -208,7 +208,7 @@ fn encode<B: Backend>(
     device: &B::Device,
 ) -> (Tensor<B, 3>, UtteranceTargets<B>) {
     let batch = batch.to_device::<B>(device);
-    let hidden = model.forward(Tokens::from(batch.ids).with_lengths(batch.lengths), None);
+    let hidden = model.forward(Tokens::from(batch.ids).with_lengths(batch.lengths));
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 

@@ -36,8 +36,8 @@ pub fn loss<B: Backend>(
 ) -> Tensor<B, 1> {
     let DeviceTokens { inputs, targets, document_starts } = batch.to_device(device);
     let hidden = match document_starts {
-        Some(starts) => model.forward(Tokens::from(inputs).with_document_starts(starts), None),
-        None => model.forward(inputs, None),
+        Some(starts) => model.forward(Tokens::from(inputs).with_document_starts(starts)),
+        None => model.forward(inputs),
     };
     model.loss(hidden, targets, options)
 }

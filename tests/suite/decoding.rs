@@ -6,8 +6,8 @@ use fireclay::generation::{GenerationOptions, Generator};
 use fireclay::precision::Precision;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
-use fireclay_kernels::{Backend, Penalties, RandomKey, SampledRows, Sampling, TokenCounts};
-use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
+use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
+use fireclay_model::{Cache, ModelFolder, RowId, Transformer, TransformerConfig};
 
 use crate::backend_test;
 use crate::golden::{Golden, folder};
@@ -15,18 +15,33 @@ use crate::golden::{Golden, folder};
 /// The folders that have goldens for decoding.
 const FAMILIES: [&str; 8] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llama3", "llama_linear", "llama_yarn"];
 
+/// A cache whose rows have read a prompt each, with room for so many tokens in each, and what follows from their last tokens.
+fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> (Cache<B>, Vec<RowId>, Tensor<B, 2>) {
+    let mut cache = model.cache(prompts.len() * room.next_multiple_of(64));
+    let rows: Vec<RowId> = prompts.iter().map(|_| cache.add_row()).collect();
+    rows.iter().for_each(|row| cache.reserve(*row, room).expect("pages for all"));
+    let prompts: Vec<(RowId, &[u32])> = rows.iter().copied().zip(prompts.iter().copied()).collect();
+    let hidden = model.prefill(&prompts, &mut cache);
+    (cache, rows, hidden)
+}
+
+fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
+    SampledRows::new(&vec![Sampling::greedy().into(); rows], device)
+}
+
 /// The likeliest tokens behind each prompt, `[prompt][step]`.
 fn greedy<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], steps: usize, device: &B::Device) -> Vec<Vec<u32>> {
     let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
-    let mut cache = model.cache(prompts.len(), longest + steps);
-    let mut rows = SampledRows::new(&vec![0; prompts.len()], device);
-    let mut next = model.sample(model.prefill(prompts, &mut cache), &Sampling::greedy(), &mut rows);
+    let (mut cache, rows, hidden) = read(model, prompts, longest + steps);
+    let sampled = likeliest(rows.len(), device);
+    let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut written = vec![Vec::new(); prompts.len()];
     for step in 0..steps {
         let tokens = next.to_data();
         written.iter_mut().zip(tokens.iter::<i64>()).for_each(|(text, token)| text.push(token as u32));
         if step + 1 < steps {
-            next = model.sample(model.decode(next, &mut cache), &Sampling::greedy(), &mut rows);
+            let hidden = model.decode(next, &rows, &mut cache);
+            next = model.sample(hidden, &sampled, None, &cache);
         }
     }
     written
@@ -51,9 +66,9 @@ backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(
         let mut text: Vec<i32> = prompts[0].iter().map(|token| *token as i32).collect();
         for wanted in &together[0][..12] {
             let ids = TensorData::new(text.clone(), [1, text.len()]);
-            let hidden = model.forward(Tensor::<B, 2, Int>::from_data(ids, &device), None);
-            let last = hidden.narrow(1, text.len() - 1, 1).squeeze_dim::<2>(1);
-            let next = model.sample(last, &Sampling::greedy(), &mut SampledRows::new(&[0], &device));
+            let hidden = model.forward(Tensor::<B, 2, Int>::from_data(ids, &device));
+            let last = hidden.narrow(1, text.len() - 1, 1);
+            let next = model.logits(last).flatten::<1>(0, 2).argmax(0);
             let next = next.into_data().iter::<i64>().next().expect("a token");
             assert_eq!(next, i64::from(*wanted), "{name} without a cache");
             text.push(next as i32);
@@ -83,7 +98,7 @@ backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
     let mut shown = vec![String::new(); prompts.len()];
     let together = generator.generate_batch(&all, 0, &options, |row, piece| shown[row].push_str(piece))?;
     for (row, prepared) in prepared.iter().enumerate() {
-        let alone = generator.generate_batch(&[prepared], row as u32, &options, |_, _| {})?;
+        let alone = generator.generate_batch(&[prepared], row as u64, &options, |_, _| {})?;
         assert_eq!(alone[0].tokens, together[row].tokens, "prompt {row}");
         assert_eq!(alone[0].text, together[row].text, "prompt {row}");
         assert_eq!(shown[row], together[row].text, "what is shown is what is given");
@@ -156,22 +171,20 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
         let model: Transformer<B> = config.init(3, &device)?;
         let prompts: Vec<Vec<u32>> = (0..batch_size).map(|row| vec![7; 3 + 2 * row]).collect();
         let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
-        let counts = TokenCounts::of_prompts(&prompts, 300, &device);
-        let streams: Vec<u32> = (0..batch_size as u32).collect();
-        let mut rows = SampledRows::new(&streams, &device).with_counts(Some(counts));
-        let sampling = |step: u64| {
+        let mut counts = TokenCounts::of_prompts(&prompts, 300, &device);
+        let row = |line: usize| {
             let penalties = Penalties { repetition: 1.1, presence: 0.1, frequency: 0.1 };
-            let sampling = Sampling::greedy().with_temperature(0.8, RandomKey::new(3).fold(step));
-            sampling.with_top_k(Some(40)).with_top_p(Some(0.9)).with_penalties(penalties)
+            let sampling = Sampling::greedy().with_temperature(0.8).with_seed(3, line as u64).with_penalties(penalties);
+            SampledRow { sampling: sampling.with_top_k(Some(40)).with_top_p(Some(0.9)), line: Some(line) }
         };
-        let mut cache = model.cache(batch_size, 300);
-        let mut next = model.sample(model.prefill(&prompts, &mut cache), &sampling(0), &mut rows);
-        let mut steps = 0;
+        let sampled = SampledRows::new(&(0..batch_size).map(row).collect::<Vec<_>>(), &device);
+        let (mut cache, rows, hidden) = read(&model, &prompts, 300);
+        let mut next = model.sample(hidden, &sampled, Some(&mut counts), &cache);
         let mut decode = |count: u64| {
             let mut kept = Vec::new();
             for _ in 0..count {
-                steps += 1;
-                next = model.sample(model.decode(next.clone(), &mut cache), &sampling(steps), &mut rows);
+                let hidden = model.decode(next.clone(), &rows, &mut cache);
+                next = model.sample(hidden, &sampled, Some(&mut counts), &cache);
                 kept.push(next.clone());
             }
             let reads = kept.into_iter().fold(burn::tensor::Transaction::<B>::default(), |all, one| all.register(one));
@@ -208,12 +221,13 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
     let steps = if B::name(&device).contains("cuda") { 4000 } else { 300 };
     let config = TransformerConfig::llama(50, steps + 40, 32, 2, 4).with_init_deviation(0.3);
     let model: Transformer<B> = config.init(3, &device)?;
-    let mut cache = model.cache(1, steps + 20);
-    let mut rows = SampledRows::new(&[0], &device);
-    let mut next = model.sample(model.prefill(&[&[1, 2, 3]], &mut cache), &Sampling::greedy(), &mut rows);
+    let (mut cache, rows, hidden) = read(&model, &[&[1, 2, 3]], steps + 20);
+    let sampled = likeliest(1, &device);
+    let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut decode = |count: usize| {
         for step in 0..count {
-            next = model.sample(model.decode(next.clone(), &mut cache), &Sampling::greedy(), &mut rows);
+            let hidden = model.decode(next.clone(), &rows, &mut cache);
+            next = model.sample(hidden, &sampled, None, &cache);
             if step % 16 == 15 {
                 next.to_data();
             }
@@ -225,7 +239,7 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
     let recording = Recording::start::<B>(&device).expect("a recording");
     decode(steps);
     let report = recording.stop().expect("a report");
-    assert_eq!(cache.len(), 3 + 10 + steps);
+    assert_eq!(cache.length(rows[0]), 3 + 10 + steps);
     if report.source == Source::Cupti {
         // What the longest row needs is taken as rows grow, in ever the same pages.
         assert!(report.total.allocations.is_some_and(|allocations| allocations <= 2), "{report}");

@@ -31,15 +31,24 @@ backend_test!(cached_decode_equals_the_full_forward_token_by_token::<B>(device) 
     for (name, config) in causal_families() {
         let model: Transformer<B> = config.with_init_deviation(0.3).init(3, &device)?;
         let ids = tokens::<B>(2, 20, &device);
-        let full = model.forward(ids.clone(), None);
-        let mut cache = model.cache(2, 20);
-        // A prompt of eight, then a token at a time.
-        let mut parts = vec![model.forward(ids.clone().narrow(1, 0, 8), Some(&mut cache))];
-        for at in 8..20 {
-            parts.push(model.forward(ids.clone().narrow(1, at, 1), Some(&mut cache)));
+        let width = model.config().d_model;
+        let full = model.forward(ids.clone());
+        let full = full.into_data().iter::<f32>().collect::<Vec<f32>>();
+        let tokens: Vec<u32> = ids.into_data().iter::<i64>().map(|id| id as u32).collect();
+        let mut cache = model.cache(2 * 64);
+        let rows = [cache.add_row(), cache.add_row()];
+        // Prompts of eight and of three, then a token at a time, and at last several of one row beside one of the other.
+        let mut steps = vec![[0..8, 0..3]];
+        steps.extend((0..9).map(|at| [8 + at..9 + at, 3 + at..4 + at]));
+        steps.push([17..20, 12..13]);
+        for step in steps {
+            let of = |row: usize| (rows[row], &tokens[20 * row..][step[row].clone()]);
+            let hidden = model.prefill(&[of(0), of(1)], &mut cache);
+            let ends = [0, 1].map(|row| &full[(20 * row + step[row].end - 1) * width..][..width]);
+            let ends = Tensor::from_data(TensorData::new(ends.concat(), [2, width]), &device);
+            assert_close(&format!("{name}, {step:?}"), &hidden, &ends, 10.0 * tolerance::<B>(&device));
         }
-        assert_eq!(cache.len(), 20);
-        assert_close(name, &Tensor::cat(parts, 1), &full, 10.0 * tolerance::<B>(&device));
+        assert_eq!(rows.map(|row| cache.length(row)), [20, 13]);
     }
 });
 
@@ -48,7 +57,7 @@ backend_test!(a_causal_model_never_looks_ahead::<B>(device) {
         let model: Transformer<B> = config.with_init_deviation(0.3).init(3, &device)?;
         let ids = tokens::<B>(1, 12, &device);
         let changed = Tensor::cat(vec![ids.clone().narrow(1, 0, 7), ids.clone().narrow(1, 7, 5).add_scalar(1)], 1);
-        let (before, after) = (model.forward(ids, None), model.forward(changed, None));
+        let (before, after) = (model.forward(ids), model.forward(changed));
         assert_close(name, &after.clone().narrow(1, 0, 7), &before.clone().narrow(1, 0, 7), tolerance::<B>(&device));
         let moved = (after - before).narrow(1, 7, 5).abs().max().into_data().iter::<f32>().next().expect("a value");
         assert!(moved > 1e-2, "{name}: the change must be seen from its own place on");
@@ -65,7 +74,7 @@ backend_test!(a_saved_model_comes_back_the_same::<B>(device) {
         let loaded = hub.load::<B>(&device)?;
         assert_eq!(loaded.config(), model.config(), "{name}");
         let ids = tokens::<B>(2, 9, &device);
-        assert_close(name, &loaded.forward(ids.clone(), None), &model.forward(ids, None), 0.0);
+        assert_close(name, &loaded.forward(ids.clone()), &model.forward(ids), 0.0);
     }
 });
 

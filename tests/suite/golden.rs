@@ -153,7 +153,7 @@ backend_test!(logits_of_every_causal_family_match_transformers::<B>(device) {
     for name in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llama3", "llama_linear", "llama_yarn"] {
         let golden = Golden::open(&format!("{name}/golden.safetensors"));
         let model = ModelFolder::new(folder(name)).load::<B>(&device)?;
-        let logits = model.logits(model.forward(golden.int::<B, 2>("tokens", &device), None));
+        let logits = model.logits(model.forward(golden.int::<B, 2>("tokens", &device)));
         assert_near::<B>(name, &values(&logits), golden.values("logits"), 1e-5, &device);
     }
 });
@@ -164,7 +164,7 @@ backend_test!(hidden_states_of_bert_match_transformers::<B>(device) {
     let tokens = Tokens::from(golden.int::<B, 2>("tokens", &device))
         .with_types(golden.int("token_types", &device))
         .with_lengths(golden.int("lengths", &device));
-    let hidden = model.forward(tokens, None);
+    let hidden = model.forward(tokens);
     assert_near::<B>("bert", &values(&hidden), golden.values("hidden"), 1e-5, &device);
 });
 
@@ -193,7 +193,7 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
     let cuda = B::name(device).contains("cuda");
     let mut model = ModelFolder::new(folder(name)).load::<Autodiff<B>>(device).expect("a golden model");
     let loss_of = |model: &Transformer<Autodiff<B>>, tokens: Tensor<Autodiff<B>, 2, Int>, targets| {
-        model.loss(model.forward(tokens, None), targets, HeadLossOptions::new())
+        model.loss(model.forward(tokens), targets, HeadLossOptions::new())
     };
     let loss = loss_of(&model, golden.int("tokens", device), golden.int("targets", device));
     assert_near::<B>("loss", &values(&loss.clone().inner()), golden.values("loss"), 1e-5, device);

@@ -67,7 +67,7 @@ backend_test!(a_checkpoint_in_several_files_is_the_same_model::<B>(device) {
         let index = serde_json::json!({ "metadata": {}, "weight_map": map }).to_string();
         std::fs::write(folder.path().join("model.safetensors.index.json"), index).expect("writable");
         let loaded = ModelFolder::new(folder.path()).load::<B>(&device)?;
-        assert_close("logits", &loaded.forward(ids(&device), None), &model.forward(ids(&device), None), 0.0);
+        assert_close("logits", &loaded.forward(ids(&device)), &model.forward(ids(&device)), 0.0);
     }
 });
 
@@ -75,7 +75,7 @@ backend_test!(half_precision_checkpoints_load_as_floats::<B>(device) {
     let (folder, model) = folder_of::<B>(&TransformerConfig::gpt2(50, 24, 32, 2, 4), &device);
     let path = folder.path().join(WEIGHTS);
     let whole = stored(&path);
-    let wanted = model.forward(ids(&device), None);
+    let wanted = model.forward(ids(&device));
     for dtype in [Dtype::BF16, Dtype::F16] {
         let half = |bytes: &[u8]| {
             let value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
@@ -92,7 +92,7 @@ backend_test!(half_precision_checkpoints_load_as_floats::<B>(device) {
         let mut told = Vec::new();
         let files = ModelFolder::new(folder.path());
         let loaded = files.load_in::<B>(FloatDType::F32, &mut |done, total| told.push((done, total)), &device)?;
-        assert_close("hidden states", &loaded.forward(ids(&device), None), &wanted, 5e-2);
+        assert_close("hidden states", &loaded.forward(ids(&device)), &wanted, 5e-2);
         let total: usize = whole.values().map(|(_, _, bytes)| bytes.len() / 2).sum();
         assert_eq!(told.last(), Some(&(total as u64, total as u64)), "progress ends at the end");
     }
@@ -153,7 +153,7 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
         while done < tokens.len() - 1 {
             let end = (start + context).min(tokens.len() - 1);
             let row = Tensor::<B, 1, Int>::from_ints(&tokens[start..end], &device).reshape([1, end - start]);
-            let logits = values(&activation::log_softmax(model.logits(model.forward(row, None)), 2));
+            let logits = values(&activation::log_softmax(model.logits(model.forward(row)), 2));
             for at in done..end {
                 let place = (at - start) * tokenizer.vocab_size() + tokens[at + 1] as usize;
                 sum -= f64::from(logits[place]);
@@ -237,7 +237,7 @@ fn folders_that_are_saved_open_in_transformers() {
     let theirs: Vec<Vec<f32>> = printed.lines().map(|line| serde_json::from_str(line).expect("numbers")).collect();
     assert_eq!(theirs.len(), made.len());
     for ((_, model), theirs) in made.iter().zip(theirs) {
-        let ours = values(&model.logits(model.forward(ids(&device), None)));
+        let ours = values(&model.logits(model.forward(ids(&device))));
         assert_eq!(ours.len(), theirs.len());
         let furthest = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(furthest < 1e-4, "{:?}: {furthest}", model.config());

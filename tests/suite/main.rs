@@ -15,6 +15,7 @@ mod learning;
 mod profiling;
 mod resume;
 mod runs;
+mod scheduling;
 mod traffic;
 mod utterances;
 

@@ -67,7 +67,7 @@ backend_test!(padding_changes_nothing::<B>(device) {
         let rows = lengths.len();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids.to_vec(), [rows, ids.len() / rows]), &device);
         let lengths = Tensor::<B, 1, Int>::from_data(lengths, &device);
-        values(&model.forward(Tokens::from(ids).with_lengths(lengths), None))
+        values(&model.forward(Tokens::from(ids).with_lengths(lengths)))
     };
     let (all, width) = (hidden(whole.ids(), whole.lengths()), whole.seq_length());
     let d_model = model.config().d_model;

@@ -48,6 +48,17 @@ impl RandomKey {
         RowBits { left, right, keys }
     }
 
+    /// 32 bits of the key itself.
+    pub(crate) fn word(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// What a row's number comes to, two halves in one word: a permutation of all rows.
+    pub(crate) fn row_word(self, row: u32) -> u32 {
+        let RowBits { left, right, .. } = self.row(row);
+        left | (right << 16)
+    }
+
     /// A uniform number in (0, 1) at (`row`, `column`).
     pub fn uniform(self, row: u32, column: u32) -> f64 {
         (f64::from(self.bits(row, column)) + 0.5) / f64::from(RANGE)

@@ -22,8 +22,9 @@ pub(crate) fn halves_of_rows<B: Backend>(
     let row = rows.reshape([count, 1]);
     let rows = count;
     let column = Tensor::<B, 1, Int>::arange(0..columns as i64, device).reshape([1, columns]);
-    let halves =
-        |x: Tensor<B, 2, Int>| (x.clone().bitwise_and_scalar(0xffff.elem()), x.bitwise_right_shift_scalar(16.elem()));
+    // A shift of a negative number brings ones in.
+    let low = |x: Tensor<B, 2, Int>| x.bitwise_and_scalar(0xffff.elem());
+    let halves = |x: Tensor<B, 2, Int>| (low(x.clone()), low(x.bitwise_right_shift_scalar(16.elem())));
     let (left, right) = halves(row);
     let (row_left, row_right) = feistel(left, right, row_keys);
     let (left, right) = halves(column);

@@ -3,8 +3,8 @@
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{Checked, Logits};
 use fireclay_kernels::{
-    Activation, ActivationKind, Backend, CachedTokens, Int8Weight, LayerCache, Norm, PackedHeads, Penalties, Placement,
-    RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts, Weight, cached_attention, embed, embed_add,
+    Activation, ActivationKind, Backend, CachedRow, CachedTokens, Int8Weight, LayerCache, Norm, PackedHeads, Penalties,
+    Placement, RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, cached_attention, embed, embed_add,
     head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear,
 };
 
@@ -169,6 +169,35 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
     assert!(bytes.is_none(), "rows are multiples of four");
 });
 
+/// Rows of a cache that grow, in pages that lie anywhere.
+struct Growing {
+    page_tokens: usize,
+    lengths: Vec<usize>,
+    pages: Vec<Vec<u32>>,
+    /// Pages that none has yet, in no order.
+    left: Vec<u32>,
+}
+
+impl Growing {
+    fn new(rows: usize, page_tokens: usize, pages: usize) -> Self {
+        let left = (0..pages).map(|page| (page * 7 % pages) as u32).collect();
+        assert!(!pages.is_multiple_of(7), "every page once");
+        Self { page_tokens, lengths: vec![0; rows], pages: vec![Vec::new(); rows], left }
+    }
+
+    /// The rows `which` with so many more tokens each.
+    fn grown(&mut self, which: &[(usize, usize)]) -> Vec<CachedRow> {
+        let grown = which.iter().map(|(row, tokens)| {
+            self.lengths[*row] += tokens;
+            while self.pages[*row].len() * self.page_tokens < self.lengths[*row] {
+                self.pages[*row].push(self.left.pop().expect("a page"));
+            }
+            CachedRow { pages: self.pages[*row].as_slice().into(), tokens: *tokens, keys: self.lengths[*row] }
+        });
+        grown.collect()
+    }
+}
+
 backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
     let shapes = [
         (PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 2 }, 1),
@@ -191,53 +220,68 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 key_norm: Some(gamma(2)),
                 rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
             };
-            // Rows that begin together, rows that do not, and more keys than one piece holds.
-            for (placement, window, starts, capacity) in [
-                (&bare, None, [0, 0, 0], 20),
-                (&full, None, [3, 0, 5], 20),
-                (&full, Some(4), [2, 7, 0], 20),
-                (&full, None, [570, 300, 0], 600),
-                (&bare, Some(300), [570, 560, 570], 600),
+            // Rows that begin together, rows that do not, and more keys than one piece holds; pages of few and many tokens.
+            for (placement, window, starts, page_tokens) in [
+                (&bare, None, [6, 6, 6], 32),
+                (&full, None, [3, 1, 5], 1),
+                (&full, Some(4), [2, 7, 1], 8),
+                (&full, None, [570, 300, 1], 64),
+                (&bare, Some(300), [570, 560, 570], 1024),
             ] {
-                if batch_size > starts.len() && capacity > 20 {
+                if batch_size > starts.len() && starts[0] > 20 {
                     continue;
                 }
-                let mut ours = LayerCache::<B>::new(batch_size, capacity, heads, dtype, &device);
-                let mut theirs = LayerCache::<B>::new(batch_size, capacity, heads, FloatDType::F32, &device);
-                let mut lengths: Vec<usize> = vec![0; batch_size];
-                // What stands before, in one go, then several tokens, then one at a time.
-                let start = |row: usize| starts[row % starts.len()];
-                let first = (0..batch_size).map(start).max().expect("rows");
-                let mut steps = vec![5, 1, 1, 1];
-                if first > 0 {
-                    steps.insert(0, first);
-                }
-                for (step, seq_length) in steps.into_iter().enumerate() {
-                    let at = CachedTokens {
-                        positions: integers(
-                            lengths.iter().flat_map(|start| (0..seq_length).map(move |t| (start + t) as i32)).collect(),
-                            [batch_size, seq_length],
-                            &device,
-                        ),
-                        keys: lengths.iter().max().expect("rows") + seq_length,
-                        aligned: lengths.iter().all(|length| *length == lengths[0]),
-                        window,
+                let pages = (0..3).map(|at| (starts[at] + 12usize).div_ceil(page_tokens)).max().expect("rows") * batch_size;
+                let pages = if pages.is_multiple_of(7) { pages + 1 } else { pages };
+                let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, dtype, &device);
+                let mut theirs = LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &device);
+                let mut rows = Growing::new(batch_size, page_tokens, pages);
+                // What stands before, in one go; one more token each; then some read several and others one; then one each.
+                let all = |tokens: &dyn Fn(usize) -> usize| (0..batch_size).map(|row| (row, tokens(row))).collect::<Vec<_>>();
+                let steps = [
+                    all(&|row| starts[row % starts.len()]),
+                    all(&|_| 1),
+                    all(&|row| if row == 1 { 5 } else { 1 }),
+                    all(&|_| 1),
+                    all(&|_| 1)[batch_size / 2..].to_vec(),
+                ];
+                let mut last: Option<(_, CachedTokens<B>)> = None;
+                for (step, which) in steps.into_iter().enumerate() {
+                    let grown = rows.grown(&which);
+                    let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
+                    let at = match &last {
+                        Some((same, at)) if *same == which && tokens == which.len() => at.next(grown),
+                        _ => CachedTokens::new(grown, window, &device),
                     };
-                    let qkv = random::<B, 3>(20 + step as u64, [batch_size, seq_length, heads.width()], &device);
-                    let qkv = qkv.cast(dtype);
+                    let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
                     let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
                     let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
-                    let b = b.reshape([batch_size, seq_length, heads.n_heads * head_dim]);
+                    let b = b.reshape([tokens, heads.n_heads * head_dim]);
                     let what = format!("{heads:?} {dtype:?} window {window:?} starts {starts:?}, step {step}");
                     assert_close(&what, &a, &b, tolerance);
-                    for (row, length) in lengths.iter_mut().enumerate() {
-                        // The first step is a prompt, padded for the shorter rows.
-                        *length += if step == 0 && first > 0 { start(row) } else { seq_length };
-                    }
+                    last = Some((which, at));
                 }
             }
         }
     }
+});
+
+backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(device) {
+    let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
+    let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
+    let outputs = [(1024, 3), (64, 27), (16, 101)].map(|(page_tokens, pages)| {
+        let mut cache = LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &device);
+        let mut rows = Growing::new(2, page_tokens, pages);
+        let steps = [[(0, 300), (1, 700)], [(0, 1), (1, 1)], [(0, 30), (1, 1)], [(0, 1), (1, 1)]];
+        steps.map(|which| {
+            let tokens = which.iter().map(|(_, tokens)| tokens).sum();
+            let at = CachedTokens::new(rows.grown(&which), None, &device);
+            let qkv = random::<B, 2>(tokens as u64, [tokens, heads.width()], &device);
+            let output = cached_attention(qkv, heads, bare(), &at, &mut cache);
+            output.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<u32>>()
+        })
+    });
+    assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2]);
 });
 
 backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {
@@ -253,56 +297,69 @@ backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {
 backend_test!(draws_are_those_of_the_reference::<B>(device) {
     // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many tokens lie above.
     for (vocabulary, spread) in [(6, 2.0), (300, 1.0), (5003, 6.0), (5003, 0.1), (20_011, 3.0)] {
-        let rows = 24;
-        let hidden = random::<B, 2>(1, [rows, 8], &device) * spread;
-        let weight = random::<B, 2>(2, [vocabulary, 8], &device);
-        let key = RandomKey::new(vocabulary as u64);
-        let plain = Sampling::greedy().with_temperature(0.9, key);
+        let plain = Sampling::greedy().with_temperature(0.9);
         let penalties = Penalties { repetition: 1.3, presence: 0.2, frequency: 0.1 };
         let cases = [
-            Sampling::greedy(),
-            plain,
-            plain.with_top_k(Some(1)),
-            plain.with_top_k(Some(50)),
-            plain.with_top_k(Some(4000)),
-            plain.with_top_p(Some(0.9)),
-            plain.with_top_p(Some(0.01)),
-            plain.with_top_k(Some(50)).with_top_p(Some(0.7)),
-            plain.with_min_p(Some(0.05)),
-            plain.with_top_k(Some(20)).with_min_p(Some(0.3)).with_penalties(penalties),
-            Sampling::greedy().with_penalties(penalties),
+            (Sampling::greedy(), false),
+            (plain, false),
+            (plain.with_top_k(Some(1)), false),
+            (plain.with_top_k(Some(50)), false),
+            (plain.with_top_k(Some(4000)), false),
+            (plain.with_top_p(Some(0.9)), false),
+            (plain.with_top_p(Some(0.01)), false),
+            (plain.with_top_k(Some(50)).with_top_p(Some(0.7)), false),
+            (plain.with_min_p(Some(0.05)), false),
+            (plain.with_top_k(Some(20)).with_min_p(Some(0.3)).with_penalties(penalties), true),
+            (Sampling::greedy().with_penalties(penalties), true),
+            (plain, true),
         ];
-        let mut greedy: Vec<i64> = Vec::new();
-        for sampling in cases {
-            let prompts: Vec<Vec<u32>> = (0..rows as u32).map(|row| vec![row % vocabulary as u32, 5, 5]).collect();
-            let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
-            let streams: Vec<u32> = (0..rows as u32).map(|row| row * 7 + 3).collect();
-            let known = || {
-                let counts = (!sampling.penalties.are_none())
-                    .then(|| TokenCounts::of_prompts(&prompts, vocabulary, &device));
-                SampledRows::new(&streams, &device).with_counts(counts)
-            };
-            let (mut ours, mut theirs) = (known(), known());
-            let a: Vec<i64> =
-                head_sample(hidden.clone(), weight.clone(), &sampling, &mut ours).into_data().iter::<i64>().collect();
-            let b: Vec<i64> = plain::head_sample(hidden.clone(), weight.clone(), &sampling, &mut theirs)
-                .into_data().iter::<i64>().collect();
-            if sampling == Sampling::greedy() {
-                greedy.clone_from(&b);
+        // All of them in one batch, one after another, so that no two neighbours draw alike.
+        let rows: Vec<SampledRow> = (0..2 * cases.len())
+            .map(|row| {
+                let (sampling, counted) = cases[row % cases.len()];
+                let line = counted.then_some(row / cases.len() * 3 + row % 3);
+                SampledRow { sampling: sampling.with_seed(vocabulary as u64, row as u64), line }
+            })
+            .collect();
+        let lines = 6;
+        let hidden = random::<B, 2>(1, [rows.len(), 8], &device) * spread;
+        let weight = random::<B, 2>(2, [vocabulary, 8], &device);
+        let positions: Vec<i32> = (0..rows.len() as i32).map(|row| row * 100).collect();
+        let positions = integers::<B, 1>(positions, [rows.len()], &device);
+        let counts = || {
+            let mut counts = TokenCounts::<B>::new(lines, vocabulary, &device);
+            for line in 0..lines {
+                let own = (line % vocabulary) as u32;
+                counts.begin(line, &[own, 5, 5], &[own], &[(3, 1.5), (2, TokenCounts::<B>::FORBIDDEN)]);
             }
-            if sampling.top_k == Some(1) {
-                assert_eq!(b, greedy, "one token is the likeliest, by the reference");
+            counts
+        };
+        let (mut ours, mut theirs) = (counts(), counts());
+        let sampled = SampledRows::new(&rows, &device);
+        let read = |tokens: Tensor<B, 1, Int>| tokens.into_data().iter::<i64>().collect::<Vec<i64>>();
+        let a = read(head_sample(hidden.clone(), weight.clone(), &sampled, positions.clone(), Some(&mut ours)));
+        let b = read(plain::head_sample(hidden.clone(), weight.clone(), &sampled, positions.clone(), Some(&mut theirs)));
+        let greedy = SampledRows::new(&vec![SampledRow::from(Sampling::greedy()); rows.len()], &device);
+        let greedy = read(plain::head_sample(hidden.clone(), weight.clone(), &greedy, positions.clone(), None));
+        for (row, SampledRow { sampling, line }) in rows.iter().enumerate() {
+            if line.is_none() && (sampling.top_k == Some(1) || sampling.temperature == 0.0) {
+                assert_eq!(b[row], greedy[row], "{vocabulary} {sampling:?}: the likeliest, by the reference");
             }
-            // Products and logarithms differ in the last bits, and a token may stand right at a cut.
-            let differ = a.iter().zip(&b).filter(|(a, b)| a != b).count();
-            let allowed = if B::name(&device).contains("cuda") { 2 } else { 1 };
-            assert!(differ <= allowed, "{vocabulary} {spread} {sampling:?}: {a:?} {b:?}, greedy {greedy:?}");
+            assert!(line.is_none() || a[row] != 2, "{vocabulary} {sampling:?}: a forbidden token");
             // A row draws the same alone.
-            let mut alone = SampledRows::new(&streams[3..4], &device).with_counts(
-                (!sampling.penalties.are_none()).then(|| TokenCounts::of_prompts(&prompts[3..4], vocabulary, &device)),
-            );
-            let own = head_sample(hidden.clone().narrow(0, 3, 1), weight.clone(), &sampling, &mut alone);
-            assert_eq!(own.into_data().iter::<i64>().next(), Some(a[3]), "{vocabulary} {sampling:?}, alone");
+            let mut counts = counts();
+            let (hidden, positions) = (hidden.clone().narrow(0, row, 1), positions.clone().narrow(0, row, 1));
+            let alone = SampledRows::new(&rows[row..row + 1], &device);
+            let own = read(head_sample(hidden, weight.clone(), &alone, positions, Some(&mut counts)));
+            assert_eq!(own, a[row..row + 1], "{vocabulary} {sampling:?}, alone");
+        }
+        // Products and logarithms differ in the last bits, and a token may stand right at a cut.
+        let differ = a.iter().zip(&b).filter(|(a, b)| a != b).count();
+        let allowed = if B::name(&device).contains("cuda") { 2 } else { 1 };
+        assert!(differ <= allowed, "{vocabulary} {spread}: {a:?} {b:?}");
+        if differ == 0 {
+            assert_close("counts", &ours.written, &theirs.written, 0.0);
+            assert_close("counts of the prompts", &ours.prompt, &theirs.prompt, 0.0);
         }
     }
 });

@@ -7,9 +7,9 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRows, Sampling, TokenCounts, Weight,
-    activate, attention, attention_weights, dropout, embed, embed_add, head_loss, head_sample, linear, linear_add,
-    norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    TokenCounts, Weight, activate, attention, attention_weights, dropout, embed, embed_add, head_loss, head_sample,
+    linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -851,21 +851,30 @@ backend_test!(optimizer_step_takes_many_parameters_and_leaves_what_others_hold::
     }
 });
 
+/// Rows that draw alike, each with a line of counts where there are penalties.
+fn each_by_its_own_numbers<B: Backend>(sampling: Sampling, rows: usize, device: &B::Device) -> SampledRows<B> {
+    let row = |row: usize| {
+        let line = (!sampling.penalties.are_none()).then_some(row);
+        SampledRow { sampling: sampling.with_seed(11, row as u64), line }
+    };
+    SampledRows::new(&(0..rows).map(row).collect::<Vec<_>>(), device)
+}
+
 backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
     // One hidden number a row, so that the weights are the logits.
     let logits = [2.0f32, 1.0, 0.5, 0.0, -1.0, -3.0];
     let rows = 4000;
     let hidden = Tensor::<B, 2>::ones([rows, 1], &device);
     let weight = Tensor::<B, 1>::from_data(logits.as_slice(), &device).reshape([6, 1]);
+    let positions = Tensor::<B, 1, Int>::zeros([rows], &device);
     let draw = |sampling: Sampling| -> Vec<usize> {
-        let mut streams = SampledRows::new(&(0..rows as u32).collect::<Vec<_>>(), &device);
-        let drawn = head_sample(hidden.clone(), weight.clone(), &sampling, &mut streams).into_data();
+        let drawn_rows = each_by_its_own_numbers(sampling, rows, &device);
+        let drawn = head_sample(hidden.clone(), weight.clone(), &drawn_rows, positions.clone(), None).into_data();
         let mut counts = vec![0; logits.len()];
         drawn.iter::<i64>().for_each(|token| counts[token as usize] += 1);
         counts
     };
-    let key = RandomKey::new(11);
-    let plain = Sampling::greedy().with_temperature(0.7, key);
+    let plain = Sampling::greedy().with_temperature(0.7);
     let cases = [
         ("plain", plain, 6),
         ("top-k", plain.with_top_k(Some(3)), 3),
@@ -887,7 +896,7 @@ backend_test!(sampling_draws_what_the_distribution_says::<B>(device) {
         assert_eq!(counts[kept..].iter().sum::<usize>(), 0, "{name}: {counts:?}");
         // Five degrees of freedom at most: 25 is passed once in ten thousand times, and the draws are fixed.
         assert!(chi_square < 25.0, "{name}: {counts:?}, chi-square {chi_square:.1}");
-        assert_eq!(counts, draw(sampling), "{name}: the same key draws the same");
+        assert_eq!(counts, draw(sampling), "{name}: the same seed draws the same");
     }
     assert_eq!(draw(Sampling::greedy())[0], rows, "greedy takes the likeliest");
 });
@@ -900,15 +909,15 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
     let mut counts = TokenCounts::<B>::of_prompts(&vec![&[0, 5, 0][..]; rows], 6, &device);
     let twice = Tensor::<B, 1>::from_data([0.0, 2.0, 0.0, 0.0, 0.0, 0.0], &device);
     counts.written = twice.unsqueeze::<2>().repeat_dim(0, rows);
-    let streams: Vec<u32> = (0..rows as u32).collect();
-    let drawn_by = || SampledRows::new(&streams, &device).with_counts(Some(counts.clone()));
+    let positions = Tensor::<B, 1, Int>::zeros([rows], &device);
     let penalties = Penalties { repetition: 1.5, presence: 0.3, frequency: 0.2 };
-    let sampling = Sampling::greedy().with_temperature(0.7, RandomKey::new(5)).with_penalties(penalties);
+    let sampling = Sampling::greedy().with_temperature(0.7).with_penalties(penalties);
     let mut drawn = [0; 6];
-    let mut drawn_rows = drawn_by();
-    let tokens = head_sample(hidden.clone(), weight.clone(), &sampling, &mut drawn_rows).into_data();
-    let after = drawn_rows.counts.expect("counts").written;
-    let added = values(&(after - counts.written.clone()));
+    let drawn_rows = each_by_its_own_numbers(sampling, rows, &device);
+    let mut after = counts.clone();
+    let tokens = head_sample(hidden.clone(), weight.clone(), &drawn_rows, positions.clone(), Some(&mut after));
+    let tokens = tokens.into_data();
+    let added = values(&(after.written - counts.written.clone()));
     for (row, token) in tokens.iter::<i64>().enumerate() {
         let own = &added[row * 6..][..6];
         assert!(own[token as usize] == 1.0 && own.iter().sum::<f32>() == 1.0, "row {row} counts what it drew: {own:?}");
@@ -927,7 +936,8 @@ backend_test!(penalties_lower_the_words_that_a_text_has::<B>(device) {
 
     let strong = Penalties { repetition: 1.0, presence: 0.0, frequency: -2.0 };
     let greedy = Sampling::greedy().with_penalties(strong);
-    let tokens = head_sample(hidden, weight, &greedy, &mut drawn_by()).into_data();
+    let rows = each_by_its_own_numbers(greedy, rows, &device);
+    let tokens = head_sample(hidden, weight, &rows, positions, Some(&mut counts)).into_data();
     assert!(tokens.iter::<i64>().all(|token| token == 1), "they hold for the likeliest token, too");
 });
 

@@ -8,8 +8,8 @@ use fireclay_kernels::operands::{
 use fireclay_kernels::traits::Stepped;
 use fireclay_kernels::{
     Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RotaryTable, SampledRows, Sampling, Weight,
-    reference,
+    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RotaryTable, SampledRows, TokenCounts,
+    Weight, reference,
 };
 
 pub(crate) fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
@@ -64,13 +64,14 @@ pub(crate) fn attention<B: Backend>(
     reference::attention_forward(AttentionForward { query, key, value, mask: mask.clone(), options }).output
 }
 
+/// `[tokens, n_heads, head_dim]`.
 pub(crate) fn cached_attention<B: Backend>(
-    qkv: Tensor<B, 3>,
+    qkv: Tensor<B, 2>,
     heads: PackedHeads,
     placement: Placement<B>,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
-) -> Tensor<B, 4> {
+) -> Tensor<B, 3> {
     reference::cached_attention(CachedAttention { qkv, heads, placement, at, cache })
 }
 
@@ -86,11 +87,12 @@ pub(crate) fn head_loss<B: Backend>(
 pub(crate) fn head_sample<B: Backend>(
     hidden: Tensor<B, 2>,
     weight: Tensor<B, 2>,
-    sampling: &Sampling,
-    rows: &mut SampledRows<B>,
+    rows: &SampledRows<B>,
+    positions: Tensor<B, 1, Int>,
+    counts: Option<&mut TokenCounts<B>>,
 ) -> Tensor<B, 1, Int> {
     let logits = reference::logits(Logits { hidden, weight: Weight::Float(weight) });
-    reference::draw(Draw { logits, sampling, rows })
+    reference::draw(Draw { logits, rows, positions, counts })
 }
 
 pub(crate) fn optimizer_step<B: Backend>(parameters: Vec<AdamWParameter<B>>, adamw: &AdamW) -> Stepped<B> {

@@ -5,11 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RandomKey, RotaryTable, SampledRows,
-    Sampling, TokenCounts, Weight, activate, attention, cached_attention, dropout, embed, embed_add, head_loss,
-    head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention,
-    qkv_rotary, reshape, rotary,
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedRow,
+    CachedTokens, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RandomKey,
+    RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, activate, attention, cached_attention,
+    dropout, embed, embed_add, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up,
+    norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -243,47 +243,48 @@ backend_test!(rotary_embeddings_refuse_what_does_not_fit::<B>(device) {
 backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let make = Make::<B>(device);
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
-    let new = |rows, capacity, heads| LayerCache::<B>::new(rows, capacity, heads, FloatDType::F32, &make.0);
+    let new = |pages, page_tokens, heads| LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &make.0);
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
-    let at = |positions: [usize; 2], keys| CachedTokens {
-        positions: make.ints(positions),
-        keys,
-        aligned: true,
-        window: None,
-    };
-    for seq_length in [1, 3] {
-        let qkv = || make.float([2, seq_length, 64]);
+    let row = |pages: &[u32], tokens, keys| CachedRow { pages: pages.into(), tokens, keys };
+    let at = |rows: &[CachedRow]| CachedTokens::<B>::new(rows.to_vec(), None, &make.0);
+    let op = "cached_attention";
+    for tokens in [1, 3] {
+        let qkv = || make.float([2 * tokens, 64]);
         let call = |placement, at: CachedTokens<B>, mut cache: LayerCache<B>| {
             cached_attention(qkv(), heads, placement, &at, &mut cache)
         };
-        let here = || at([2, seq_length], 4);
+        let here = || at(&[row(&[0], tokens, 4), row(&[2, 1], tokens, 5)]);
         let other = PackedHeads { n_kv_heads: 1, ..heads };
-        let op = "cached_attention";
-        refused(op, &["cache [3, 2, 6, 8]", "qkv"], || call(bare(), here(), new(3, 6, heads)));
-        refused(op, &["cache [2, 1, 6, 8]"], || call(bare(), here(), new(2, 6, other)));
-        refused(op, &["cache [2, 2, 6, 4]"], || call(bare(), here(), new(2, 6, PackedHeads { head_dim: 4, ..heads })));
-        refused(op, &["7 keys", "cache of 6"], || call(bare(), at([2, seq_length], 7), new(2, 6, heads)));
-        refused(op, &["keys in a cache"], || call(bare(), at([2, seq_length], seq_length - 1), new(2, 6, heads)));
-        refused(op, &["positions [1, "], || call(bare(), at([1, seq_length], 4), new(2, 6, heads)));
-        refused(op, &["positions"], || call(bare(), at([2, seq_length + 1], 4), new(2, 6, heads)));
+        refused(op, &["cache [3, 1, 4, 8]"], || call(bare(), here(), new(3, 4, other)));
+        refused(op, &["cache [3, 2, 4, 4]"], || call(bare(), here(), new(3, 4, PackedHeads { head_dim: 4, ..heads })));
+        refused(op, &["page 2", "cache of 2"], || call(bare(), here(), new(2, 4, heads)));
+        refused(op, &["4 keys in 1 pages of 2"], || call(bare(), here(), new(3, 2, heads)));
+        refused(op, &["positions"], || call(bare(), at(&[row(&[0], tokens, 4)]), new(3, 4, heads)));
         let normed = |query: usize, key: usize| Placement {
             query_norm: Some(make.rms(query)),
             key_norm: Some(make.rms(key)),
             rotary: None,
         };
-        refused(op, &["gamma [7]"], || call(normed(7, 8), here(), new(2, 6, heads)));
-        refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(2, 6, heads)));
+        refused(op, &["gamma [7]"], || call(normed(7, 8), here(), new(3, 4, heads)));
+        refused(op, &["gamma [9]"], || call(normed(8, 9), here(), new(3, 4, heads)));
         let half = Placement { key_norm: None, ..normed(8, 8) };
-        refused(op, &["or none"], || call(half, here(), new(2, 6, heads)));
+        refused(op, &["or none"], || call(half, here(), new(3, 4, heads)));
         let rotated = Placement { rotary: Some(make.table(10, 3)), ..bare() };
-        refused(op, &["cosines [10, 3]"], || call(rotated, here(), new(2, 6, heads)));
+        refused(op, &["cosines [10, 3]"], || call(rotated, here(), new(3, 4, heads)));
         if let Some(dtype) = make.half() {
-            let mut cache = LayerCache::<B>::new(2, 6, heads, FloatDType::from(dtype), &make.0);
+            let mut cache = LayerCache::<B>::new(3, 4, heads, FloatDType::from(dtype), &make.0);
             refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
         }
     }
-    refused("cached_attention", &["no room"], || new(2, 0, heads));
-    refused("cached_attention", &["no room"], || new(usize::MAX / 2, 6, heads));
+    refused(op, &["no rows"], || at(&[]));
+    refused(op, &["0 new tokens of 3"], || at(&[row(&[0], 0, 3)]));
+    refused(op, &["4 new tokens of 3"], || at(&[row(&[0], 4, 3)]));
+    refused(op, &["in 0 pages"], || at(&[row(&[], 1, 3)]));
+    refused(op, &["one token more"], || at(&[row(&[0], 1, 1)]).next(vec![row(&[0], 1, 3)]));
+    refused(op, &["one token more"], || at(&[row(&[0], 2, 2)]).next(vec![row(&[0], 1, 3)]));
+    refused(op, &["no room"], || new(2, 0, heads));
+    refused(op, &["no room"], || new(usize::MAX / 2, 4, heads));
+    refused(op, &["no power of two"], || new(2, 6, heads));
 });
 
 backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
@@ -296,29 +297,33 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
     refused("head_loss", &["empty"], || loss([0, 8], [5, 8], 0));
 
     for rows in [3, 40] {
-        let streams: Vec<u32> = (0..rows as u32).collect();
-        let drawn = |weight: Weight<B>, mut sampled: SampledRows<B>| {
-            head_sample(make.float([rows, 8]), weight, &Sampling::greedy(), &mut sampled)
+        let sampled = |count: usize| SampledRows::<B>::new(&vec![Sampling::greedy().into(); count], &make.0);
+        let drawn = |weight: Weight<B>, sampled: SampledRows<B>| {
+            head_sample(make.float([rows, 8]), weight, &sampled, make.ints([rows]), None)
         };
-        let sampled = |count: usize| SampledRows::<B>::new(&streams[..count], &make.0);
         let weight = || Weight::from(make.float([6, 8]));
         refused("head_sample", &["weight [6, 7]"], || drawn(make.float([6, 7]).into(), sampled(rows)));
-        refused("head_sample", &["streams"], || drawn(weight(), sampled(rows - 1)));
+        refused("head_sample", &["rows"], || drawn(weight(), sampled(rows - 1)));
         refused("head_sample", &["weight [6, 1]"], || drawn(Weight::Int8(make.bytes([6, 4])), sampled(rows)));
-        for [count, vocabulary] in [[rows - 1, 6], [rows, 5]] {
-            let counts = || TokenCounts {
-                prompt: make.float([rows, 6]),
-                written: make.float([count, vocabulary]),
-            };
-            refused("head_sample", &["counts of written tokens"], || {
-                drawn(weight(), sampled(rows).with_counts(Some(counts())))
-            });
-            let swapped = || TokenCounts { prompt: counts().written, written: counts().prompt };
-            refused("head_sample", &["counts of the prompts"], || {
-                drawn(weight(), sampled(rows).with_counts(Some(swapped())))
+        refused("head_sample", &["positions"], || {
+            head_sample(make.float([rows, 8]), weight(), &sampled(rows), make.ints([rows - 1]), None)
+        });
+        let lined = SampledRow { sampling: Sampling::greedy(), line: Some(2) };
+        let lined = SampledRows::<B>::new(&vec![lined; rows], &make.0);
+        refused("head_sample", &["line 2 of no texts"], || drawn(weight(), lined.clone()));
+        for (name, broken) in [("counts of the prompts", 0), ("counts of written tokens", 1), ("biases", 2)] {
+            let line = |at: usize| make.float([3, if at == broken { 5 } else { 6 }]);
+            let mut counts = TokenCounts { prompt: line(0), written: line(1), bias: line(2) };
+            refused("head_sample", &[name], || {
+                head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut counts))
             });
         }
+        let mut few = TokenCounts::<B>::new(2, 6, &make.0);
+        refused("head_sample", &["line 2 of 2 texts"], || {
+            head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut few))
+        });
     }
+    refused("head_sample", &["line 2 of 2"], || TokenCounts::<B>::new(2, 6, &make.0).begin(2, &[], &[], &[]));
     refused("head_sample", &["token 6", "6 tokens"], || TokenCounts::<B>::of_prompts(&[&[1, 6]], 6, &make.0));
 });
 
@@ -388,29 +393,6 @@ backend_test!(ids_out_of_range_count_as_the_last::<B>(device) {
     }
 });
 
-backend_test!(cached_positions_out_of_range_count_as_the_last::<B>(device) {
-    let heads = PackedHeads { n_heads: 2, n_kv_heads: 1, head_dim: 8 };
-    for seq_length in [1usize, 2] {
-        let qkv = crate::compare::random::<B, 3>(1, [3, seq_length, heads.width()], &device);
-        let table = RotaryTable::<B>::new(9, &[0.1, 0.2, 0.3, 0.4], 1.0, &device);
-        let attend = |first: [i32; 3]| {
-            let places = first.iter().flat_map(|at| (0..seq_length as i32).map(move |step| at.saturating_add(step)));
-            let places = TensorData::new(places.collect::<Vec<i32>>(), [3, seq_length]);
-            let positions = Tensor::<B, 2, Int>::from_data(places, &device);
-            let at = CachedTokens { positions, keys: 4, aligned: false, window: None };
-            let placement = Placement { query_norm: None, key_norm: None, rotary: Some(table.clone()) };
-            let mut cache = LayerCache::<B>::new(3, 6, heads, FloatDType::F32, &device);
-            cached_attention(qkv.clone(), heads, placement, &at, &mut cache).into_data()
-        };
-        if seq_length == 1 {
-            assert_eq!(attend([-1, 4, i32::MAX]), attend([3, 3, 3]), "one token a row");
-            assert_eq!(attend([i32::MIN, 100, 2]), attend([3, 3, 2]), "one token a row");
-        }
-        // Several tokens in one place: which of them is there last is not said, but nothing else is written.
-        assert!(attend([-9, 5, 2]).iter::<f32>().all(|value| value.is_finite()), "{seq_length} tokens a row");
-    }
-});
-
 backend_test!(targets_outside_the_vocabulary_do_not_count::<B>(device) {
     let hidden = crate::compare::random::<B, 2>(1, [4, 8], &device);
     let weight = crate::compare::random::<B, 2>(2, [5, 8], &device);
@@ -439,7 +421,7 @@ backend_test!(logits_that_are_no_numbers_draw_minus_one::<B>(device) {
             let rows: Vec<Tensor<B, 2>> = (0..3).map(|row| weight.clone().narrow(1, row, 1)).collect();
             rows
         };
-        let draws = Sampling::greedy().with_temperature(1.0, RandomKey::new(2));
+        let draws = Sampling::greedy().with_temperature(1.0);
         let all = [
             Sampling::greedy(),
             draws,
@@ -450,11 +432,12 @@ backend_test!(logits_that_are_no_numbers_draw_minus_one::<B>(device) {
         for sampling in all {
             for (row, weight) in weight.iter().enumerate() {
                 let hidden = hidden.clone().narrow(0, row, 1).narrow(1, row, 1);
-                let counts = TokenCounts::of_prompts(&[&[0]], vocabulary, &device);
-                let mut rows = SampledRows::<B>::new(&[7], &device).with_counts(Some(counts));
-                let drawn = head_sample(hidden, weight.clone(), &sampling, &mut rows);
+                let mut counts = TokenCounts::<B>::of_prompts(&[&[0]], vocabulary, &device);
+                let rows = SampledRows::<B>::new(&[SampledRow { sampling, line: Some(0) }], &device);
+                let position = Tensor::zeros([1], &device);
+                let drawn = head_sample(hidden, weight.clone(), &rows, position, Some(&mut counts));
                 let drawn = drawn.into_data().iter::<i64>().next().expect("a word");
-                let counted: f32 = rows.counts.expect("counts").written.sum().into_data().iter::<f32>().sum();
+                let counted: f32 = counts.written.sum().into_data().iter::<f32>().sum();
                 match row {
                     1 => assert_eq!((drawn, counted), (-1, 0.0), "{vocabulary} {sampling:?}"),
                     _ => assert!((0..vocabulary as i64).contains(&drawn) && counted == 1.0, "{vocabulary} {sampling:?}"),

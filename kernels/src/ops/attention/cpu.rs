@@ -197,31 +197,94 @@ impl AttentionOps for NdArray {
     }
 }
 
-/// Attention of packed queries `[batch_size, seq_length, width]` over the first `keys` of the keys and values
-/// `[batch_size, n_kv_heads, capacity, head_dim]`: `[batch_size, seq_length, n_heads, head_dim]`.
+/// New tokens of a row, and where its keys and values lie.
+pub(crate) struct RowOfPages<'a> {
+    pub(crate) pages: &'a [u32],
+    pub(crate) tokens: usize,
+    /// Of all its tokens.
+    pub(crate) keys: usize,
+}
+
+/// A cache's keys and values, `[pages, n_kv_heads, page_tokens, head_dim]` each.
+#[derive(Clone, Copy)]
+pub(crate) struct Pages<'a> {
+    pub(crate) keys: &'a [f32],
+    pub(crate) values: &'a [f32],
+    pub(crate) page_tokens: usize,
+}
+
+/// Attention of packed queries `[tokens, width]`, those of one row behind those of another, each over the keys of its row:
+/// `[tokens, n_heads, head_dim]`.
 pub(crate) fn attention_over(
     qkv: &[f32],
-    shape: [usize; 3],
     heads: PackedHeads,
-    held: [&Values; 2],
-    keys: usize,
-    mask: &AttentionMask<NdArray>,
+    held: Pages<'_>,
+    rows: &[RowOfPages<'_>],
+    window: Option<usize>,
     options: AttentionOptions,
-) -> Tensor<NdArray, 4> {
-    let problem = Problem { keys, ..Problem::packed(shape, heads, mask, options) };
-    let capacity = held[0].len() / (shape[0] * heads.n_kv_heads * heads.head_dim).max(1);
-    assert!(qkv.len() == shape.iter().product::<usize>() && held[0].len() == held[1].len() && keys <= capacity);
-    let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), shape[1], heads);
-    let [keys, values] = held.map(Heads::of);
-    forward(&problem, [queries, keys, values]).output
+) -> Vec<f32> {
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let tokens: usize = rows.iter().map(|row| row.tokens).sum();
+    assert_eq!(qkv.len(), tokens * heads.width(), "a line of queries, keys and values for each token");
+    let page_size = held.page_tokens * head_dim;
+    let mut output = zeros(tokens * n_heads * head_dim);
+    let mut rest = (qkv, &mut output[..]);
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            let (qkv, qkv_behind) = rest.0.split_at(row.tokens * heads.width());
+            let (out, out_behind) = std::mem::take(&mut rest.1).split_at_mut(row.tokens * n_heads * head_dim);
+            rest = (qkv_behind, out_behind);
+            (row, qkv, out)
+        })
+        .collect();
+    rows.into_par_iter().for_each(|(row, qkv, out)| {
+        let shape = [1, row.tokens, heads.width()];
+        let mask = AttentionMask::Causal { window };
+        let problem = Problem { keys: row.keys, ..Problem::packed(shape, heads, &mask, options) };
+        let used = &row.pages[..row.keys.div_ceil(held.page_tokens)];
+        // Of one page as they lie; of several, one head after another.
+        let together = |values: &[f32]| -> Vec<f32> {
+            let head = |head: usize| {
+                let page = move |page: &u32| &values[(*page as usize * n_kv_heads + head) * page_size..][..page_size];
+                used.iter().flat_map(page).copied()
+            };
+            if used.len() == 1 { Vec::new() } else { (0..n_kv_heads).flat_map(head).collect() }
+        };
+        let copies = [held.keys, held.values].map(together);
+        let [keys, values] = match used {
+            [page] => [held.keys, held.values].map(|values| &values[*page as usize * n_kv_heads * page_size..]),
+            _ => copies.each_ref().map(Vec::as_slice),
+        };
+        assert!(keys.len() >= n_kv_heads * used.len() * page_size && keys.len() == values.len());
+        let strides = [0, (used.len() * page_size) as isize, head_dim as isize, 1];
+        let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), row.tokens, heads);
+        let [keys, values] = [keys, values].map(|values| Heads { pointer: values.as_ptr().cast_mut(), strides });
+        let mut sums = zeros(n_heads * row.tokens);
+        forward_into(&problem, [queries, keys, values], out, &mut sums);
+    });
+    output
 }
 
 /// Output and log-sum-exp of heads that outlive the call.
 fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray> {
     let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
     let mut output = zeros(batch_size * seq_length * n_heads * head_dim);
-    let out = Heads::of_tokens(&mut output, [seq_length, n_heads, head_dim]);
     let mut log_sum_exp = zeros(batch_size * n_heads * seq_length);
+    forward_into(problem, [q, k, v], &mut output, &mut log_sum_exp);
+    AttentionOutput {
+        output: tensor(output, [batch_size, seq_length, n_heads, head_dim]),
+        log_sum_exp: tensor(log_sum_exp, [batch_size, n_heads, seq_length, 1]),
+    }
+}
+
+/// [`forward`] into `output` `[batch_size, seq_length, n_heads, head_dim]` and `log_sum_exp` `[batch_size, n_heads,
+/// seq_length]`.
+fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], log_sum_exp: &mut [f32]) {
+    let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
+    assert!(output.len() == batch_size * seq_length * n_heads * head_dim);
+    assert!(log_sum_exp.len() == batch_size * n_heads * seq_length);
+    let out = Heads::of_tokens(output, [seq_length, n_heads, head_dim]);
     // One value a query, seen as heads of width one.
     let sums = Heads {
         pointer: log_sum_exp.as_mut_ptr(),
@@ -252,10 +315,6 @@ fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray>
             }
         }
     });
-    AttentionOutput {
-        output: tensor(output, [batch_size, seq_length, n_heads, head_dim]),
-        log_sum_exp: tensor(log_sum_exp, [batch_size, n_heads, seq_length, 1]),
-    }
 }
 
 /// Turns a row of raw scores into probabilities, and returns its log-sum-exp.

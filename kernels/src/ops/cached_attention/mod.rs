@@ -1,4 +1,14 @@
-//! Attention of new tokens over all tokens so far, whose keys and values lie in a cache on the device.
+//! Attention of new tokens over all tokens so far, whose keys and values lie in pages on the device.
+//!
+//! ```text
+//! the cache of a layer    page 0     page 1     page 2     page 3       page_tokens keys and values each
+//!                        [........] [........] [........] [........]
+//! row 0: pages 2, 0       8 .. 13                0 .. 7                 14 tokens
+//! row 1: page 3                                            0 .. 4        5 tokens
+//! ```
+//!
+//! A row takes a page when it has none left to write to, so that rows of all lengths share one cache; rows that begin with the
+//! same tokens can share the pages of these (Kwon et al., 2023, "PagedAttention").
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -7,19 +17,21 @@ pub(crate) mod cpu;
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, FloatDType, Int, Tensor};
+use std::sync::Arc;
 
-use super::attention::{AttentionMask, AttentionOps};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+
+use super::attention::AttentionOps;
 use super::norm::{Norm, NormKind, NormOps};
-use super::rotary::{RotaryOps, RotaryTable};
+use super::rotary::{RotaryOps, RotaryTable, next_positions};
 use super::weight::assert_float;
 use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
-/// The keys and values of one layer, each `[batch_size, n_kv_heads, capacity, head_dim]`.
+/// The keys and values of one layer, each `[pages, n_kv_heads, page_tokens, head_dim]`.
 ///
 /// They are written in place, and so never leave.
 #[derive(Debug)]
@@ -30,17 +42,19 @@ pub struct LayerCache<B: Backend> {
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Room for `capacity` tokens in each of `batch_size` rows.
+    /// Room for `pages` pages of `page_tokens` tokens each.
     ///
     /// # Panics
-    /// If any of the sizes is zero, or all of them together are beyond `usize`.
-    pub fn new(batch_size: usize, capacity: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
+    /// If `page_tokens` is no power of two, any of the sizes is zero, or all of them together are beyond 32 bits.
+    pub fn new(pages: usize, page_tokens: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
         assert_float("cached_attention", dtype);
-        let shape = [batch_size, heads.n_kv_heads, capacity, heads.head_dim];
+        let shape = [pages, heads.n_kv_heads, page_tokens, heads.head_dim];
+        let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
+        let countable = size > 0 && u32::try_from(size).is_ok();
+        assert!(countable, "cached_attention: no room for a cache of {shape:?}, of 1 to 2^32 elements");
+        assert!(page_tokens.is_power_of_two(), "cached_attention: pages of {page_tokens} tokens, no power of two");
         // Zeros, since what was never written is read by the tensor cores, and multiplied by nothing; in one row, since
         // some devices leave gaps between the rows of a matrix.
-        let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
-        assert!(size > 0, "cached_attention: no room for a cache of {shape:?}");
         let zeros = || Tensor::<B, 1>::zeros([size], (device, DType::from(dtype))).reshape(shape);
         Self { keys: zeros(), values: zeros() }
     }
@@ -57,35 +71,108 @@ pub struct Placement<B: Backend> {
     pub rotary: Option<RotaryTable<B>>,
 }
 
-/// Where the new tokens stand.
+/// A row of the cache in one pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CachedRow {
+    /// The pages that it has, in the order of its tokens.
+    pub pages: Arc<[u32]>,
+    /// Its new tokens, which stand behind all that it has.
+    pub tokens: usize,
+    /// Tokens that it has then, the new ones included.
+    pub keys: usize,
+}
+
+/// Where the new tokens of a pass stand: those of the first row, then those of the second, and so on.
 #[derive(Clone, Debug)]
 pub struct CachedTokens<B: Backend> {
-    /// Index in its row of each new token, `[batch_size, seq_length]`, one after another in a row. One outside `0..keys`
-    /// counts as the last.
-    pub positions: Tensor<B, 2, Int>,
-    /// Tokens that the longest row has, the new ones included.
-    pub keys: usize,
-    /// Whether all rows are of this length.
-    pub aligned: bool,
-    /// Number of keys that a query sees at the most, its own included.
-    pub window: Option<usize>,
+    pub(crate) rows: Vec<CachedRow>,
+    /// Index of each new token in its row, `[1, tokens]`.
+    pub(crate) positions: Tensor<B, 2, Int>,
+    /// The pages of each row, `[rows, most]`; behind those that a row has, the first page.
+    pub(crate) pages: Tensor<B, 2, Int>,
+    pub(crate) window: Option<usize>,
 }
 
 impl<B: Backend> CachedTokens<B> {
-    /// Which of the first [`keys`](Self::keys) keys a query sees.
-    pub(crate) fn mask(&self) -> AttentionMask<B> {
-        match self.aligned {
-            true => AttentionMask::Causal { window: self.window },
-            false => AttentionMask::Positions { positions: self.positions.clone(), window: self.window },
-        }
+    /// Of these rows, each token of which sees `window` keys at the most, its own included. Positions and pages go to the device.
+    ///
+    /// # Panics
+    /// If there are no rows, or one has no new tokens, or more than it has tokens, or no pages.
+    pub fn new(rows: Vec<CachedRow>, window: Option<usize>, device: &B::Device) -> Self {
+        assert_rows(&rows);
+        let places = rows.iter().flat_map(|row| row.keys - row.tokens..row.keys).map(|place| place as i32);
+        let places: Vec<i32> = places.collect();
+        let shape = [1, places.len()];
+        let positions = Tensor::from_data(TensorData::new(places, shape), device);
+        let pages = page_table(&rows, device);
+        Self { rows, positions, pages, window }
     }
+
+    /// The same rows with one more token each. Where their pages are the same, nothing goes to the device.
+    ///
+    /// # Panics
+    /// If these are not single tokens, or `rows` are not the same rows with one more.
+    pub fn next(&self, rows: Vec<CachedRow>) -> Self
+    where
+        B: RotaryOps,
+    {
+        assert_rows(&rows);
+        let follows = |(old, new): (&CachedRow, &CachedRow)| [old.tokens, new.tokens, new.keys] == [1, 1, old.keys + 1];
+        let all = self.rows.len() == rows.len() && self.rows.iter().zip(&rows).all(follows);
+        assert!(all, "cached_attention: one token more in each row of one new token");
+        let same = self.rows.iter().zip(&rows).all(|(old, new)| old.pages == new.pages);
+        let pages = if same { self.pages.clone() } else { page_table(&rows, &self.pages.device()) };
+        let positions = next_positions(self.positions.clone(), i32::MAX as usize);
+        Self { rows, positions, pages, window: self.window }
+    }
+
+    /// The last token of each row, alone: what [`next`](Self::next) goes on from.
+    pub fn last(&self) -> Self {
+        if self.rows.iter().all(|row| row.tokens == 1) {
+            return self.clone();
+        }
+        let rows: Vec<CachedRow> = self.rows.iter().map(|row| CachedRow { tokens: 1, ..row.clone() }).collect();
+        let positions: Vec<i32> = rows.iter().map(|row| row.keys as i32 - 1).collect();
+        let shape = [1, rows.len()];
+        let positions = Tensor::from_data(TensorData::new(positions, shape), &self.positions.device());
+        Self { rows, positions, pages: self.pages.clone(), window: self.window }
+    }
+
+    /// The rows.
+    pub fn rows(&self) -> &[CachedRow] {
+        &self.rows
+    }
+
+    /// Index of each new token in its row, `[1, tokens]`.
+    pub fn positions(&self) -> &Tensor<B, 2, Int> {
+        &self.positions
+    }
+}
+
+fn assert_rows(rows: &[CachedRow]) {
+    assert!(!rows.is_empty(), "cached_attention: no rows");
+    for CachedRow { pages, tokens, keys } in rows {
+        let there = *tokens > 0 && tokens <= keys && !pages.is_empty();
+        assert!(there, "cached_attention: {tokens} new tokens of {keys} in {} pages", pages.len());
+        assert!(i32::try_from(*keys).is_ok(), "cached_attention: {keys} tokens are too many");
+    }
+}
+
+fn page_table<B: Backend>(rows: &[CachedRow], device: &B::Device) -> Tensor<B, 2, Int> {
+    let most = rows.iter().map(|row| row.pages.len()).max().unwrap_or(0);
+    let padded =
+        |row: &CachedRow| row.pages.iter().copied().chain(std::iter::repeat(0)).take(most).collect::<Vec<u32>>();
+    let pages: Vec<i32> = rows.iter().flat_map(padded).map(|page| page as i32).collect();
+    let (count, shape) = (pages.len(), [rows.len(), most]);
+    // In one row: some devices leave gaps between the rows of a matrix.
+    Tensor::<B, 1, Int>::from_data(TensorData::new(pages, [count]), device).reshape(shape)
 }
 
 /// What [`cached_attention`] computes with.
 #[derive(Debug)]
 pub struct CachedAttention<'a, B: Backend> {
-    /// `[batch_size, seq_length, width]`.
-    pub qkv: Tensor<B, 3>,
+    /// `[tokens, width]`.
+    pub qkv: Tensor<B, 2>,
     /// How its heads lie.
     pub heads: PackedHeads,
     /// What happens to queries and keys.
@@ -100,11 +187,11 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
     fn check(&self) {
         let op = "cached_attention";
         let qkv = part(op, "qkv", &self.qkv).float();
-        let [batch_size, seq_length, _] = self.qkv.dims();
+        let [tokens, width] = self.qkv.dims();
         let PackedHeads { n_kv_heads, head_dim, .. } = self.heads;
-        self.heads.check(op, "qkv", self.qkv.dims());
-        let [rows, kv_heads, capacity, width] = self.cache.keys.dims();
-        let fits = [rows, kv_heads, width] == [batch_size, n_kv_heads, head_dim];
+        self.heads.check(op, "qkv", [1, tokens, width]);
+        let [pages, kv_heads, page_tokens, columns] = self.cache.keys.dims();
+        let fits = [kv_heads, columns] == [n_kv_heads, head_dim];
         let keys = part(op, "cache", &self.cache.keys).fits(fits, &qkv).alike(&qkv);
         part(op, "cached values", &self.cache.values).shaped(&self.cache.keys.dims(), &keys).alike(&keys);
 
@@ -122,53 +209,56 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
             table.check(op, &qkv, head_dim);
         }
 
-        let CachedTokens { positions, keys, window, .. } = self.at;
-        part(op, "positions", positions).integer().shaped(&[batch_size, seq_length], &qkv);
-        assert!(seq_length <= *keys && *keys <= capacity, "{op}: {seq_length} of {keys} keys in a cache of {capacity}");
+        let CachedTokens { rows, positions, pages: table, window } = self.at;
+        part(op, "positions", positions).integer().shaped(&[1, tokens], &qkv);
+        part(op, "pages", table).integer().fits(table.dims()[0] == rows.len(), &qkv);
+        for row in rows {
+            let room = row.pages.len().saturating_mul(page_tokens);
+            assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
+            let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
+            assert!(furthest < pages, "{op}: page {furthest} of a cache of {pages}");
+        }
         assert!(*window != Some(0), "{op}: a window of no keys");
-        assert!(
-            i32::try_from(capacity).is_ok_and(|capacity| capacity <= 1 << 30),
-            "{op}: {capacity} tokens are too many"
-        );
     }
 }
 
 /// Cached attention on a backend. It has no gradient.
 pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
-    /// Body of [`cached_attention`]: `[batch_size, seq_length, n_heads, head_dim]`.
-    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
+    /// Body of [`cached_attention`]: `[tokens, n_heads, head_dim]`.
+    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 3> {
         reference::cached_attention(operands.into_inner())
     }
 }
 
-/// Causal [`attention`](crate::attention()) of the tokens in `qkv` `[batch_size, seq_length, width]`, as their joint
-/// projection leaves them, over themselves and those in `cache`: `[batch_size, seq_length, n_heads * head_dim]`.
+/// Causal [`attention`](crate::attention()) of the new tokens in `qkv` `[tokens, width]`, as their joint projection leaves
+/// them, each over those of its row in `cache` and itself: `[tokens, n_heads * head_dim]`.
 ///
-/// Queries and keys are placed, keys and values written into the cache at the tokens' positions, on the device. What
-/// stands in the cache behind a token's own position is never read, so that rows may be of different lengths, and
-/// padding behind a short prompt's end is written over later.
+/// Queries and keys are placed, keys and values written into the pages of their rows, on the device. Rows may have any
+/// number of new tokens, and be of any length.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or `at.keys` exceeds the cache.
+/// If the sizes do not fit each other, or a row has more tokens than its pages hold.
 pub fn cached_attention<B: CachedAttentionOps>(
-    qkv: Tensor<B, 3>,
+    qkv: Tensor<B, 2>,
     heads: PackedHeads,
     placement: Placement<B>,
     at: &CachedTokens<B>,
     cache: &mut LayerCache<B>,
-) -> Tensor<B, 3> {
-    let [batch_size, seq_length, _] = qkv.dims();
+) -> Tensor<B, 2> {
+    let [tokens, _] = qkv.dims();
     let _op = recorder::op("cached_attention", || {
         let (qkv, keys) = (recorder::operand(&qkv), recorder::operand(&cache.keys));
         let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-        let seen = at.window.map_or(at.keys, |window| window.min(at.keys));
+        let seen = |row: &CachedRow| at.window.map_or(row.keys, |window| window.min(row.keys));
+        let read: usize = at.rows.iter().map(seen).sum();
+        let pairs: usize = at.rows.iter().map(|row| row.tokens * seen(row)).sum();
         // Keys and values that are seen, and the output beside the heads.
-        let cached = 2 * batch_size * n_kv_heads * seen * head_dim * keys.dtype.size();
+        let cached = 2 * n_kv_heads * read * head_dim * keys.dtype.size();
         let output = qkv.bytes() * n_heads as u64 / (n_heads + 2 * n_kv_heads) as u64;
-        let flops = 4 * batch_size * n_heads * seq_length * seen * head_dim;
+        let flops = 4 * n_heads * pairs * head_dim;
         Call { bytes: qkv.bytes() + output + cached as u64, flops: flops as u64, inputs: vec![qkv, keys] }
     });
     let operands = Checked::new(CachedAttention { qkv, heads, placement, at, cache });
     let output = dispatch!(B: CachedAttentionOps::cached_attention(operands));
-    B::reshape(output, [batch_size, seq_length, heads.n_heads * heads.head_dim])
+    B::reshape(output, [tokens, heads.n_heads * heads.head_dim])
 }

@@ -1,20 +1,18 @@
 //! Cached attention from the operations it is made of.
 
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
 
-use super::{CachedAttention, CachedAttentionOps, CachedTokens};
-use crate::checked::clamp_index;
-use crate::ops::attention::{AttentionForward, AttentionOptions, attention_heads};
+use super::{CachedAttention, CachedAttentionOps, CachedRow};
+use crate::ops::attention::{AttentionForward, AttentionMask, AttentionOptions, attention_heads};
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
 use crate::ops::rotary::rotary_heads;
 
-/// Reference body of [`cached_attention`](crate::cached_attention()): `[batch_size, seq_length, n_heads, head_dim]`.
-pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 4> {
+/// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads, head_dim]`.
+pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
     let CachedAttention { qkv, heads, placement, at, cache } = operands;
-    let at = CachedTokens { positions: clamp_index(at.positions.clone(), at.keys - 1), ..at.clone() };
-    let [query, key, value] = heads.split(qkv);
+    let [query, key, value] = heads.split(qkv.unsqueeze());
     let place = |x: Tensor<B, 4>, norm: Option<Norm<B>>| {
         let dims = x.dims();
         let x = match norm {
@@ -27,33 +25,37 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
         }
     };
     let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
-    cache.keys.inplace(|cached| written(cached, key, &at));
-    cache.values.inplace(|cached| written(cached, value, &at));
-    let [key, value] = [&cache.keys, &cache.values].map(|cached| cached.clone().narrow(2, 0, at.keys));
-    attention_heads(AttentionForward {
-        query,
-        key,
-        value,
-        mask: at.mask(),
-        options: AttentionOptions::new(heads.head_dim),
-    })
+    let mut first = 0;
+    let output = at.rows.iter().map(|row| {
+        let [query, key, value] = [&query, &key, &value].map(|x| x.clone().narrow(2, first, row.tokens));
+        first += row.tokens;
+        cache.keys.inplace(|held| written(held, key, row));
+        cache.values.inplace(|held| written(held, value, row));
+        let [key, value] = [&cache.keys, &cache.values].map(|held| all_of(held, row));
+        let (mask, options) = (AttentionMask::Causal { window: at.window }, AttentionOptions::new(heads.head_dim));
+        attention_heads(AttentionForward { query, key, value, mask, options })
+    });
+    Tensor::cat(output.collect(), 1).squeeze_dim(0)
 }
 
-/// `held` with `new` at the tokens' positions.
-fn written<B: Backend>(held: Tensor<B, 4>, new: Tensor<B, 4>, at: &CachedTokens<B>) -> Tensor<B, 4> {
-    let [batch_size, n_kv_heads, capacity, head_dim] = held.dims();
-    let seq_length = new.dims()[2];
-    if at.aligned {
-        let place = [0..batch_size, 0..n_kv_heads, at.keys - seq_length..at.keys, 0..head_dim];
-        return held.slice_assign(place, new);
+/// The pages `held` with the keys or values `new` `[1, n_kv_heads, tokens, head_dim]` at the end of a row.
+fn written<B: Backend>(mut held: Tensor<B, 4>, new: Tensor<B, 4>, row: &CachedRow) -> Tensor<B, 4> {
+    let [_, n_kv_heads, page_tokens, head_dim] = held.dims();
+    let first = row.keys - row.tokens;
+    let mut place = first;
+    while place < row.keys {
+        let (page, within) = (row.pages[place / page_tokens] as usize, place % page_tokens);
+        let count = (page_tokens - within).min(row.keys - place);
+        let part = new.clone().narrow(2, place - first, count);
+        held = held.slice_assign([page..page + 1, 0..n_kv_heads, within..within + count, 0..head_dim], part);
+        place += count;
     }
-    // Which of the new tokens belongs in each place, and whether any does.
-    let shape = [batch_size, 1, capacity, 1];
-    let first = at.positions.clone().narrow(1, 0, 1).reshape([batch_size, 1, 1, 1]).expand(shape);
-    let place = Tensor::<B, 1, Int>::arange(0..capacity as i64, &held.device()).reshape([1, 1, capacity, 1]);
-    let token = place.expand(shape) - first;
-    let all = [batch_size, n_kv_heads, capacity, head_dim];
-    let outside = token.clone().lower_elem(0).bool_or(token.clone().greater_equal_elem(seq_length as i32));
-    let token = token.clamp(0, seq_length as i32 - 1).expand(all);
-    new.gather(2, token).mask_where(outside.expand(all), held)
+    held
+}
+
+/// All keys or values of a row, `[1, n_kv_heads, keys, head_dim]`.
+fn all_of<B: Backend>(held: &Tensor<B, 4>, row: &CachedRow) -> Tensor<B, 4> {
+    let used = row.keys.div_ceil(held.dims()[2]);
+    let pages = row.pages[..used].iter().map(|page| held.clone().narrow(0, *page as usize, 1)).collect();
+    Tensor::cat(pages, 2).narrow(2, 0, row.keys)
 }

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{Draw, HeadSampleOps, Penalties, Sampling};
+use super::{Draw, HeadSampleOps, Penalties, SampledRow, Sampling, draws_key};
 use crate::checked::Checked;
 use crate::cpu::{Values, exp, integers, max_of, tensor};
 
@@ -14,34 +14,34 @@ impl HeadSampleOps for NdArray {
     }
 }
 
-fn draw(Draw { logits, sampling, rows }: Draw<'_, NdArray>) -> Tensor<NdArray, 1, Int> {
+fn draw(Draw { logits, rows, positions, mut counts }: Draw<'_, NdArray>) -> Tensor<NdArray, 1, Int> {
     let device = logits.device();
     let [batch_size, vocabulary] = logits.dims();
     let mut logits = Values::rows(logits).into_vec();
-    let streams = integers(rows.streams.clone());
-    let counts = rows.counts.as_ref();
-    let counts = counts.map(|counts| [&counts.prompt, &counts.written].map(|x| Values::rows(x.clone())));
-    let rows_of = logits.par_chunks_mut(vocabulary).zip(&streams).enumerate();
+    let positions = integers(positions);
+    let held = counts
+        .as_deref()
+        .map(|counts| [&counts.prompt, &counts.written, &counts.bias].map(|x| Values::rows(x.clone())));
+    let rows_of = logits.par_chunks_mut(vocabulary).zip(&rows.rows).zip(positions);
     let chosen: Vec<i64> = rows_of
-        .map(|(row, (logits, stream))| {
-            if let Some(counts) = &counts {
-                let [prompt, written] = counts.each_ref().map(|counts| &counts[row * vocabulary..][..vocabulary]);
-                penalise(logits, prompt, written, sampling.penalties);
+        .map(|((logits, SampledRow { sampling, line }), position)| {
+            if let (Some(line), Some(held)) = (line, &held) {
+                penalise(logits, held.each_ref().map(|x| &x[line * vocabulary..][..vocabulary]), sampling.penalties);
             }
             match logits.iter().any(|logit| logit.is_nan()) {
                 true => -1,
-                false => chosen_of(logits, sampling, *stream as u32) as i64,
+                false => chosen_of(logits, sampling, position as u32) as i64,
             }
         })
         .collect();
-    drop(counts);
-    if let Some(counts) = &mut rows.counts {
+    drop(held);
+    if let Some(counts) = &mut counts {
         counts.written.inplace(|written| {
             let shape = written.dims();
             let mut written = Values::rows(written).into_vec();
-            for (row, token) in chosen.iter().enumerate() {
-                if let Ok(token) = usize::try_from(*token) {
-                    written[row * vocabulary + token] += 1.0;
+            for (SampledRow { line, .. }, token) in rows.rows.iter().zip(&chosen) {
+                if let (Some(line), Ok(token)) = (line, usize::try_from(*token)) {
+                    written[line * vocabulary + token] += 1.0;
                 }
             }
             tensor(written, shape)
@@ -50,9 +50,11 @@ fn draw(Draw { logits, sampling, rows }: Draw<'_, NdArray>) -> Tensor<NdArray, 1
     Tensor::from_data(TensorData::new(chosen, [batch_size]), &device)
 }
 
-fn penalise(logits: &mut [f32], prompt: &[f32], written: &[f32], penalties: Penalties) {
+/// Changes logits by what a text has: counts of its prompt and of what is behind it, and biases.
+fn penalise(logits: &mut [f32], [prompt, written, bias]: [&[f32]; 3], penalties: Penalties) {
     let Penalties { repetition, presence, frequency } = penalties;
-    for ((logit, prompt), written) in logits.iter_mut().zip(prompt).zip(written) {
+    for (((logit, prompt), written), bias) in logits.iter_mut().zip(prompt).zip(written).zip(bias) {
+        *logit += bias;
         if prompt + written > 0.0 {
             *logit = if *logit < 0.0 { *logit * repetition as f32 } else { *logit / repetition as f32 };
         }
@@ -63,7 +65,7 @@ fn penalise(logits: &mut [f32], prompt: &[f32], written: &[f32], penalties: Pena
 }
 
 /// The token that one row draws.
-fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
+fn chosen_of(logits: &mut [f32], sampling: &Sampling, position: u32) -> usize {
     if sampling.temperature <= 0.0 {
         return arg_max(logits.iter().copied());
     }
@@ -89,9 +91,10 @@ fn chosen_of(logits: &mut [f32], sampling: &Sampling, stream: u32) -> usize {
     if let Some(min_p) = sampling.min_p.filter(|min_p| *min_p > 0.0) {
         cut = cut.max(max + min_p.ln() as f32);
     }
-    let key = sampling.key;
+    let key = draws_key();
+    let place = key.row_word(sampling.stream) ^ position;
     let noisy = logits.iter().enumerate().map(|(token, logit)| match *logit >= cut {
-        true => logit - (-key.uniform(stream, token as u32).ln()).ln() as f32,
+        true => logit - (-key.uniform(place, token as u32).ln()).ln() as f32,
         false => f32::NEG_INFINITY,
     });
     arg_max(noisy)

@@ -8,7 +8,8 @@ pub(crate) mod cpu;
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-pub use counts::{SampledRows, TokenCounts};
+use self::counts::NUMBERS;
+pub use counts::{SampledRow, SampledRows, TokenCounts};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -62,20 +63,26 @@ pub struct Sampling {
     pub min_p: Option<f64>,
     /// Taken from logits before anything else, where the tokens so far are known.
     pub penalties: Penalties,
-    /// Seed and step of the draw.
-    pub key: RandomKey,
+    /// Which random numbers it draws by.
+    pub stream: u32,
 }
 
 impl Sampling {
     /// The likeliest token.
     pub fn greedy() -> Self {
         let penalties = Penalties::default();
-        Self { temperature: 0.0, top_k: None, top_p: None, min_p: None, penalties, key: RandomKey::new(0) }
+        Self { temperature: 0.0, top_k: None, top_p: None, min_p: None, penalties, stream: 0 }
     }
 
-    /// A draw at `temperature` by the bits of `key`.
-    pub fn with_temperature(mut self, temperature: f64, key: RandomKey) -> Self {
-        (self.temperature, self.key) = (temperature, key);
+    /// A draw at `temperature`.
+    pub fn with_temperature(mut self, temperature: f64) -> Self {
+        self.temperature = temperature;
+        self
+    }
+
+    /// By the random numbers of a text: the same for the same seed and number, whatever is drawn beside it.
+    pub fn with_seed(mut self, seed: u64, text: u64) -> Self {
+        self.stream = RandomKey::new(seed).fold(text).word();
         self
     }
 
@@ -102,6 +109,20 @@ impl Sampling {
         self.penalties = penalties;
         self
     }
+
+    /// Its numbers on the device.
+    fn numbers(&self) -> [f32; NUMBERS] {
+        let Penalties { repetition, presence, frequency } = self.penalties;
+        [
+            self.temperature as f32,
+            self.top_k.map_or(MOST_TOKENS, |top_k| top_k.clamp(1, MOST_TOKENS)) as f32,
+            self.top_p.unwrap_or(1.0) as f32,
+            self.min_p.map_or(0.0, |min_p| min_p.ln() as f32),
+            repetition as f32,
+            presence as f32,
+            frequency as f32,
+        ]
+    }
 }
 
 /// What the logits of [`head_sample`] are computed with.
@@ -126,10 +147,12 @@ impl<B: Backend> Operands for Logits<B> {
 pub struct Draw<'a, B: Backend> {
     /// `[batch_size, vocabulary]`, f32.
     pub logits: Tensor<B, 2>,
-    /// How.
-    pub sampling: &'a Sampling,
-    /// Streams and counts of the rows.
-    pub rows: &'a mut SampledRows<B>,
+    /// How each row draws.
+    pub rows: &'a SampledRows<B>,
+    /// Where the token stands that each row's logits follow from, `[batch_size]`.
+    pub positions: Tensor<B, 1, Int>,
+    /// The texts of rows that have lines; the chosen tokens are counted there.
+    pub counts: Option<&'a mut TokenCounts<B>>,
 }
 
 impl<B: Backend> Operands for Draw<'_, B> {
@@ -138,10 +161,24 @@ impl<B: Backend> Operands for Draw<'_, B> {
         let logits = part(op, "logits", &self.logits).of(DType::F32);
         let [batch_size, vocabulary] = self.logits.dims();
         assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
-        part(op, "streams", &self.rows.streams).integer().shaped(&[batch_size], &logits);
-        if let Some(TokenCounts { prompt, written }) = &self.rows.counts {
-            part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
-            part(op, "counts of written tokens", written).of(DType::F32).shaped(&[batch_size, vocabulary], &logits);
+        let SampledRows { kinds, members, streams, lines, numbers, .. } = self.rows;
+        for (name, x) in [("rows", streams), ("members", members), ("lines", lines)] {
+            part(op, name, x).integer().shaped(&[batch_size], &logits);
+        }
+        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], &logits);
+        assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
+        part(op, "positions", &self.positions).integer().shaped(&[batch_size], &logits);
+        let lines = self.rows.rows.iter().filter_map(|row| row.line).max().map_or(0, |last| last + 1);
+        match &self.counts {
+            Some(TokenCounts { prompt, written, bias }) => {
+                let texts = prompt.dims()[0];
+                let shape = [texts, vocabulary];
+                assert!(lines <= texts, "{op}: line {} of {texts} texts", lines.saturating_sub(1));
+                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, &logits);
+                part(op, "counts of written tokens", written).of(DType::F32).shaped(&shape, &logits);
+                part(op, "biases", bias).of(DType::F32).shaped(&shape, &logits);
+            }
+            None => assert!(lines == 0, "{op}: line {} of no texts", lines.saturating_sub(1)),
         }
     }
 }
@@ -161,26 +198,53 @@ pub trait HeadSampleOps: LinearOps {
 /// A token for each row of `hidden` `[batch_size, d_model]`, drawn from `softmax(hidden * weight^T / temperature)`,
 /// `weight` being `[vocabulary, d_model]`: `[batch_size]` integers on the device.
 ///
-/// Penalties come first, for tokens that a row has; then temperature, top-k, top-p to what that leaves, and min-p. The
-/// draw is Gumbel's (the arg max of logits plus noise), and the noise at (stream, token) a pure function of
-/// [`Sampling::key`]: a row draws the same alone and in any batch.
+/// Each row draws in its own way. Where it has a line in `counts`, biases come first and penalties for the tokens that its
+/// text has; then temperature, top-k, top-p to what that leaves, and min-p. The draw is Gumbel's (the arg max of logits plus
+/// noise), and the noise of a token a pure function of the row's [`stream`](Sampling::stream) and its position: a row draws
+/// the same alone and in any batch.
 ///
 /// A row with a logit that is not a number draws -1, on every backend, and counts nothing.
 ///
 /// # Panics
-/// If there are not as many streams as rows, or the sizes do not fit each other.
+/// If there are not as many rows or positions as lines of `hidden`, or the sizes do not fit each other.
 pub fn head_sample<B: HeadSampleOps>(
     hidden: Tensor<B, 2>,
     weight: impl Into<Weight<B>>,
-    sampling: &Sampling,
-    rows: &mut SampledRows<B>,
+    rows: &SampledRows<B>,
+    positions: Tensor<B, 1, Int>,
+    counts: Option<&mut TokenCounts<B>>,
 ) -> Tensor<B, 1, Int> {
     let weight = weight.into();
-    let _op = recorder::op("head_sample", || {
-        let weight = weight.operand();
-        let flops = 2 * hidden.dims()[0] * weight.dims.iter().product::<usize>();
-        Call::reads([recorder::operand(&hidden), weight]).computes(flops as u64)
-    });
+    let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
     let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
-    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, sampling, rows })))
+    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, rows, positions, counts })))
+}
+
+/// [`head_sample`] together with the logits that it draws from, f32 `[batch_size, vocabulary]`, before biases and penalties.
+///
+/// # Panics
+/// As [`head_sample`] does.
+pub fn head_sample_logits<B: HeadSampleOps>(
+    hidden: Tensor<B, 2>,
+    weight: impl Into<Weight<B>>,
+    rows: &SampledRows<B>,
+    positions: Tensor<B, 1, Int>,
+    counts: Option<&mut TokenCounts<B>>,
+) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
+    let weight = weight.into();
+    let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
+    let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
+    let draw = Draw { logits: logits.clone(), rows, positions, counts };
+    (dispatch!(B: HeadSampleOps::draw(Checked::new(draw))), logits)
+}
+
+fn operands_of<B: Backend>(hidden: &Tensor<B, 2>, weight: &Weight<B>) -> Call {
+    let weight = weight.operand();
+    let flops = 2 * hidden.dims()[0] * weight.dims.iter().product::<usize>();
+    Call::reads([recorder::operand(hidden), weight]).computes(flops as u64)
+}
+
+/// What the random numbers of all draws begin from.
+pub(crate) fn draws_key() -> RandomKey {
+    RandomKey::new(0)
 }

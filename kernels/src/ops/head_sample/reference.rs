@@ -1,9 +1,9 @@
 //! Sampling from small operations. No sort: the cut of top-k and top-p is found by halving an interval.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{DType, ElementConversion, IndexingUpdateOp, Int, Tensor};
 
-use super::{Draw, HeadSampleOps, Logits, Penalties, TokenCounts};
+use super::{Draw, HeadSampleOps, Logits, Penalties, Sampling, TokenCounts, draws_key};
 use crate::masked::MASKED;
 use crate::ops::linear::{LinearForward, linear_rows};
 use crate::random::RANGE;
@@ -17,12 +17,28 @@ pub fn logits<B: HeadSampleOps>(Logits { hidden, weight }: Logits<B>) -> Tensor<
     linear_rows(LinearForward::new(hidden, weight, None)).cast(DType::F32)
 }
 
-/// Reference draw of [`head_sample`](crate::head_sample()).
-pub fn draw<B: Backend>(Draw { mut logits, sampling, rows }: Draw<'_, B>) -> Tensor<B, 1, Int> {
-    if let Some(counts) = &rows.counts {
+/// Reference draw of [`head_sample`](crate::head_sample()), row by row.
+pub fn draw<B: Backend>(Draw { logits, rows, positions, mut counts }: Draw<'_, B>) -> Tensor<B, 1, Int> {
+    let chosen = rows.rows.iter().enumerate().map(|(at, row)| {
+        let line = row.line.zip(counts.as_deref_mut());
+        draw_row(logits.clone().narrow(0, at, 1), row.sampling, positions.clone().narrow(0, at, 1), line)
+    });
+    Tensor::cat(chosen.collect(), 0)
+}
+
+/// The token of a row of logits `[1, vocabulary]`: `[1]`.
+fn draw_row<B: Backend>(
+    mut logits: Tensor<B, 2>,
+    sampling: Sampling,
+    position: Tensor<B, 1, Int>,
+    line: Option<(usize, &mut TokenCounts<B>)>,
+) -> Tensor<B, 1, Int> {
+    if let Some((line, counts)) = &line {
+        let of = |x: &Tensor<B, 2>| x.clone().narrow(0, *line, 1);
+        let counts = [&counts.prompt, &counts.written, &counts.bias].map(of);
         logits = penalised(logits, sampling.penalties, counts);
     }
-    let [batch_size, vocabulary] = logits.dims();
+    let [_, vocabulary] = logits.dims();
     let broken = logits.clone().is_nan().any_dim(1);
     if sampling.temperature > 0.0 {
         logits = logits.div_scalar(sampling.temperature);
@@ -37,29 +53,37 @@ pub fn draw<B: Backend>(Draw { mut logits, sampling, rows }: Draw<'_, B>) -> Ten
         if let Some(min_p) = sampling.min_p.filter(|min_p| *min_p > 0.0) {
             // Probabilities are to each other as their logits' differences say.
             let least = logits.clone().max_dim(1).add_scalar(min_p.ln());
-            let below = logits.clone().lower(least.expand([batch_size, vocabulary]));
+            let below = logits.clone().lower(least.expand([1, vocabulary]));
             logits = logits.mask_fill(below, MASKED);
         }
-        let uniform = bits_of_rows(rows.streams.clone(), vocabulary, sampling.key).float().cast(DType::F32);
+        let key = draws_key();
+        let place = position.bitwise_xor_scalar((key.row_word(sampling.stream) as i32).elem());
+        let uniform = bits_of_rows(place, vocabulary, key).float().cast(DType::F32);
         let uniform = uniform.add_scalar(0.5).div_scalar(RANGE);
         logits = logits - uniform.log().neg().log();
     }
     let chosen = logits.argmax(1).clamp(0, vocabulary as i64 - 1);
-    if let Some(counts) = &mut rows.counts {
-        let ones = Tensor::<B, 2>::ones([batch_size, 1], (&counts.written.device(), DType::F32));
-        let ones = ones.mask_fill(broken.clone(), 0.0);
-        counts.written.inplace(|written| written.scatter(1, chosen.clone(), ones, IndexingUpdateOp::Add));
+    if let Some((line, counts)) = line {
+        let one = Tensor::<B, 2>::ones([1, 1], (&counts.written.device(), DType::F32));
+        let one = one.mask_fill(broken.clone(), 0.0);
+        let own = counts.written.clone().narrow(0, line, 1).scatter(1, chosen.clone(), one, IndexingUpdateOp::Add);
+        counts.written.inplace(|written| written.slice_assign([line..line + 1, 0..vocabulary], own));
     }
     chosen.mask_fill(broken, -1).squeeze_dim(1)
 }
 
-fn penalised<B: Backend>(logits: Tensor<B, 2>, penalties: Penalties, counts: &TokenCounts<B>) -> Tensor<B, 2> {
+/// Logits after biases and penalties; `counts` are those of the prompt, those behind it, and the biases.
+fn penalised<B: Backend>(
+    logits: Tensor<B, 2>,
+    penalties: Penalties,
+    [prompt, written, bias]: [Tensor<B, 2>; 3],
+) -> Tensor<B, 2> {
     let Penalties { repetition, presence, frequency } = penalties;
-    let seen = (counts.prompt.clone() + counts.written.clone()).greater_elem(0.0);
+    let logits = logits + bias;
+    let seen = (prompt + written.clone()).greater_elem(0.0);
     let negative = logits.clone().lower_elem(0.0);
     let less = logits.clone().div_scalar(repetition).mask_where(negative, logits.clone().mul_scalar(repetition));
     let logits = logits.mask_where(seen, less);
-    let written = counts.written.clone();
     let present = written.clone().greater_elem(0.0).float().cast(DType::F32).mul_scalar(presence);
     logits - present - written.mul_scalar(frequency)
 }

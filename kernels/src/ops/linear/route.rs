@@ -72,9 +72,11 @@ pub(crate) enum Gemm {
     Cubek { split_k: usize },
 }
 
-/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes.
+/// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes. With fewer rows than a tile
+/// has, reading the weight takes most of the time, and this kernel reads it fastest, large or not.
 pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
-    let large = m >= TILE && n >= TILE && m * n * k > MOST_SMALL;
+    let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
+    let large = n >= TILE && (few || m >= TILE && m * n * k > MOST_SMALL);
     dtype.size() == 2 && large && on_hopper(x)
 }
 

@@ -1,5 +1,5 @@
 //! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces; for
-//! more, a kernel that places and appends, before that of attention.
+//! more, a kernel that places and appends and one that puts a row's pages side by side, before that of attention.
 
 mod planes;
 mod units;
@@ -11,13 +11,13 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedTokens, Placement, reference};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, Placement, reference};
 use crate::checked::Checked;
 use crate::cubecl::reduce::RowUnits;
-use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch, vector_width};
 use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
-use crate::ops::attention::cubecl::{Dims, Heads, attention_forward, cube_mask};
+use crate::ops::attention::cubecl::{CubeMask, Dims, Heads, attention_forward};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
@@ -36,26 +36,76 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 4> {
-        let PackedHeads { n_heads, n_kv_heads, head_dim } = operands.heads;
+    fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 3> {
+        let head_dim = operands.heads.head_dim;
         if head_dim > MOST_COLUMNS {
             fell_back("cached_attention", &Self::name(&operands.qkv.device()), "its heads are wider than 256");
             return reference::cached_attention(operands.into_inner());
         }
         let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
-        let [batch_size, seq_length, _] = qkv.dims();
-        let (placement, qkv) = (cube_placement(placement), primitive(qkv));
+        let [tokens, _] = qkv.dims();
+        let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
         let cached = [&cache.keys, &cache.values].map(|cached| primitive(cached.clone()));
-        let places = cube_at(at);
-        if seq_length == 1 {
-            return float(decode(qkv, heads, placement, &places, cached.each_ref()));
+        let all = Pass {
+            heads,
+            placement,
+            positions: contiguous(at.positions.clone().into_primitive()),
+            table: contiguous(at.pages.clone().into_primitive()),
+            window: at.window,
+            qkv,
+        };
+        let runs = runs(&at.rows);
+        if let [run] = &runs[..] {
+            return match run.single {
+                true => {
+                    let out = scratch(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype);
+                    decode(&all, run, cached.each_ref(), &out);
+                    float(out)
+                }
+                false => float::<Self, 4>(prefill(&all, run, cached.each_ref())).squeeze_dim(0),
+            };
         }
-        let query = rotary_append(qkv, heads, placement, &places, cached.each_ref());
-        let dims = Dims { batch_size, n_heads, n_kv_heads, seq_length, keys: at.keys, head_dim };
-        let [keys, values] = cached.map(Heads::from_tensor);
-        let inputs = [&Heads::from_rows(query), &keys, &values];
-        float(attention_forward(inputs, dims, &cube_mask(at.mask()), AttentionOptions::new(head_dim)).0)
+        let mut out = float::<Self, 3>(empty(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype));
+        for run in &runs {
+            if run.single {
+                decode(&all, run, cached.each_ref(), &primitive(out.clone()));
+            } else {
+                let part = float::<Self, 4>(prefill(&all, run, cached.each_ref())).squeeze_dim(0);
+                let place = [run.first_token..run.first_token + run.tokens, 0..heads.n_heads, 0..head_dim];
+                out.inplace(|out| out.slice_assign(place, part));
+            }
+        }
+        float(primitive(out))
     }
+}
+
+/// Rows that are attended to together: one of several new tokens, or several of one each.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    first_row: usize,
+    first_token: usize,
+    tokens: usize,
+    /// Whether each token is a row's only one.
+    single: bool,
+    /// Tokens of the longest row.
+    keys: usize,
+}
+
+fn runs(rows: &[CachedRow]) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    let mut first_token = 0;
+    for (first_row, row) in rows.iter().enumerate() {
+        let single = row.tokens == 1;
+        match runs.last_mut() {
+            Some(run) if run.single && single => {
+                run.tokens += 1;
+                run.keys = run.keys.max(row.keys);
+            }
+            _ => runs.push(Run { first_row, first_token, tokens: row.tokens, single, keys: row.keys }),
+        }
+        first_token += row.tokens;
+    }
+    runs
 }
 
 /// The placement's tensors as primitives. Both norms are there, or none.
@@ -69,12 +119,8 @@ fn cube_placement<R: CubeRuntime, B: Backend<FloatTensorPrimitive = CubeTensor<R
     }
 }
 
-/// Positions and window with their primitive.
-fn cube_at<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(at: &CachedTokens<B>) -> At<R> {
-    At { positions: at.positions.clone().into_primitive(), keys: at.keys, window: at.window }
-}
-
 /// [`Placement`] on the device.
+#[derive(Clone)]
 struct CubePlacement<R: CubeRuntime> {
     /// Gammas of queries and keys, and epsilon.
     norms: Option<([CubeTensor<R>; 2], f64)>,
@@ -82,10 +128,16 @@ struct CubePlacement<R: CubeRuntime> {
     rotary: Option<[CubeTensor<R>; 2]>,
 }
 
-/// Where the new tokens stand, and what they see.
-struct At<R: CubeRuntime> {
+/// What all runs of a pass share.
+struct Pass<R: CubeRuntime> {
+    /// `[tokens, width]`.
+    qkv: CubeTensor<R>,
+    heads: PackedHeads,
+    placement: CubePlacement<R>,
+    /// Index in its row of each token.
     positions: CubeTensor<R>,
-    keys: usize,
+    /// Pages of each row, `[rows, most]`.
+    table: CubeTensor<R>,
     window: Option<usize>,
 }
 
@@ -105,11 +157,17 @@ struct Variant {
 /// The sizes that may differ from launch to launch, in elements.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
+    /// Tokens of the run, and where they and their rows begin.
     tokens: u32,
-    seq_length: u32,
+    first_token: u32,
+    first_row: u32,
     n_heads: u32,
     n_kv_heads: u32,
-    capacity: u32,
+    /// Pages of the cache, and of a row in the table.
+    pages: u32,
+    pages_a_row: u32,
+    /// A page has two to this power tokens.
+    page_shift: u32,
     /// Pieces of the keys, or cubes for a token.
     pieces: u32,
     /// Keys of a piece.
@@ -119,124 +177,157 @@ struct Sizes {
     window: i32,
     scale: f32,
     epsilon: f32,
-    batch_stride: u32,
-    token_stride: u32,
     last: u32,
+}
+
+/// The head of the cache, counted in lines of `head_dim`, that a token of a row has in it.
+#[cube]
+fn cell<I: Int>(table: &Array<I>, row: u32, kv_head: u32, place: u32, sizes: &Sizes) -> u32 {
+    let entry = table[(row * sizes.pages_a_row + min(place >> sizes.page_shift, sizes.pages_a_row - 1)) as usize];
+    let page = clamp_index::<I>(entry, sizes.pages - 1);
+    let within = place & ((1u32 << sizes.page_shift) - 1);
+    ((page * sizes.n_kv_heads + kv_head) << sizes.page_shift) + within
 }
 
 /// The tensors of a launch, those that are not there standing for each other.
 struct Bound<R: CubeRuntime> {
-    qkv: CubeTensor<R>,
     gammas: [CubeTensor<R>; 2],
     table: [CubeTensor<R>; 2],
     variant: Variant,
     epsilon: f64,
 }
 
-fn bind<R: CubeRuntime>(qkv: CubeTensor<R>, heads: usize, head_dim: usize, placement: CubePlacement<R>) -> Bound<R> {
-    let qkv = contiguous(qkv);
+fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize) -> Bound<R> {
+    let Pass { qkv, placement, .. } = pass;
     let variant = Variant {
-        head_dim,
+        head_dim: pass.heads.head_dim,
         heads,
         normed: placement.norms.is_some(),
         rotated: placement.rotary.is_some(),
         cut: false,
         row_units: RowUnits { rows: 1, units: UNITS, ..RowUnits::new(&qkv.client, UNITS as usize, 1, UNITS) },
     };
-    let (gammas, epsilon) = placement.norms.unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
-    let table = placement.rotary.unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
-    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), qkv, variant, epsilon }
+    let (gammas, epsilon) = placement.norms.clone().unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
+    let table = placement.rotary.clone().unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
+    Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), variant, epsilon }
 }
 
 fn sizes<R: CubeRuntime>(
     bound: &Bound<R>,
-    heads: PackedHeads,
-    capacity: usize,
+    pass: &Pass<R>,
+    run: &Run,
+    held: &CubeTensor<R>,
     [pieces, piece]: [usize; 2],
-    at: &At<R>,
 ) -> SizesLaunch<R> {
-    let [batch_size, seq_length] = [bound.qkv.meta.shape()[0], bound.qkv.meta.shape()[1]];
-    let strides = at.positions.meta.strides();
+    let heads = pass.heads;
     let last = if bound.variant.rotated { bound.table[0].meta.shape()[0] - 1 } else { 0 };
     SizesLaunch::new(
-        (batch_size * seq_length) as u32,
-        seq_length as u32,
+        run.tokens as u32,
+        run.first_token as u32,
+        run.first_row as u32,
         heads.n_heads as u32,
         heads.n_kv_heads as u32,
-        capacity as u32,
+        held.meta.shape()[0] as u32,
+        pass.table.meta.shape()[1] as u32,
+        held.meta.shape()[2].trailing_zeros(),
         pieces as u32,
         piece as u32,
-        at.keys as u32,
-        at.window.map_or(i32::MAX / 2, |window| window.min(i32::MAX as usize / 2) as i32),
+        run.keys as u32,
+        pass.window.map_or(i32::MAX / 2, |window| window.min(i32::MAX as usize / 2) as i32),
         1.0 / (heads.head_dim as f32).sqrt(),
         bound.epsilon as f32,
-        strides[0] as u32,
-        strides[1] as u32,
         last as u32,
     )
 }
 
-/// Places the queries and keys of `qkv` `[batch_size, seq_length, width]`, and writes keys and values into the cache
-/// `[batch_size, n_kv_heads, capacity, head_dim]`, where it lies: the queries, `[batch_size, seq_length, n_heads,
+/// Places and appends the tokens of one row, and attends to its keys: `[1, tokens, n_heads, head_dim]`.
+fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2]) -> CubeTensor<R> {
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
+    let query = rotary_append(pass, run, held);
+    let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
+    let [keys, values] = side_by_side(pass, run, held).map(Heads::from_tensor);
+    let inputs = [&Heads::from_rows(query), &keys, &values];
+    let mask = CubeMask::Causal { window: pass.window };
+    attention_forward(inputs, dims, &mask, AttentionOptions::new(head_dim)).0
+}
+
+/// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[1, tokens, n_heads,
 /// head_dim]`.
-fn rotary_append<R: CubeRuntime>(
-    qkv: CubeTensor<R>,
-    heads: PackedHeads,
-    placement: CubePlacement<R>,
-    at: &At<R>,
-    [keys, values]: [&CubeTensor<R>; 2],
-) -> CubeTensor<R> {
-    let [batch_size, seq_length] = [qkv.meta.shape()[0], qkv.meta.shape()[1]];
-    let bound = bind(qkv, MOST_HEADS, heads.head_dim, placement);
-    let query = empty(&bound.qkv, [batch_size, seq_length, heads.n_heads, heads.head_dim], bound.qkv.dtype);
+fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeTensor<R>; 2]) -> CubeTensor<R> {
+    let Pass { qkv, heads, positions, table, .. } = pass;
+    let bound = bind(pass, MOST_HEADS);
+    let query = empty(qkv, [1, run.tokens, heads.n_heads, heads.head_dim], qkv.dtype);
     let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
-    // SAFETY: each cube places heads of its own token, below all heads; positions are held within table and cache.
+    // SAFETY: each cube places heads of its own token, below all heads; positions are held within the rotary table, pages
+    // within the cache.
     unsafe {
         append_kernel::launch_unchecked(
-            &bound.qkv.client,
-            grid(batch_size * seq_length * turns),
+            &qkv.client,
+            grid(run.tokens * turns),
             CubeDim::new_1d(UNITS),
-            array(&bound.qkv),
+            array(qkv),
             array(&bound.gammas[0]),
             array(&bound.gammas[1]),
             array(&bound.table[0]),
             array(&bound.table[1]),
-            array(&at.positions),
+            array(positions),
+            array(table),
             array(&query),
             array(keys),
             array(values),
-            sizes(&bound, heads, keys.meta.shape()[2], [turns, 0], at),
+            sizes(&bound, pass, run, keys, [turns, 0]),
             bound.variant,
-            bound.qkv.dtype.into(),
+            qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
-            at.positions.dtype.into(),
+            positions.dtype.into(),
         );
     }
     query
 }
 
-/// [`rotary_append`] and attention for one new token a row: `[batch_size, 1, n_heads, head_dim]`.
-fn decode<R: CubeRuntime>(
-    qkv: CubeTensor<R>,
-    heads: PackedHeads,
-    placement: CubePlacement<R>,
-    at: &At<R>,
-    held: [&CubeTensor<R>; 2],
-) -> CubeTensor<R> {
-    let bound = bind(qkv, 1, heads.head_dim, placement);
-    let out = scratch(&bound.qkv, [bound.qkv.meta.shape()[0], 1, heads.n_heads, heads.head_dim], bound.qkv.dtype);
-    let pieces = match bound.variant.row_units.plane > 1 {
-        true => planes::attend(bound, heads, at, held, &out),
-        false => units::attend(bound, heads, at, held, &out),
-    };
-    if let Some(pieces) = pieces {
-        join(pieces, &out, heads);
+/// All keys and values of a run's row, `[1, n_kv_heads, keys, head_dim]` each.
+fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2]) -> [CubeTensor<R>; 2] {
+    let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
+    let [keys, values] = [(); 2].map(|()| empty(held[0], [1, n_kv_heads, run.keys, head_dim], held[0].dtype));
+    let vector = vector_width(&[held[0], held[1], &keys, &values], &[head_dim]);
+    let vectors = n_kv_heads * run.keys * head_dim / vector;
+    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held within the cache.
+    unsafe {
+        side_by_side_kernel::launch_unchecked(
+            &keys.client,
+            grid(vectors.div_ceil(UNITS as usize)),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(held[0]),
+            array(held[1]),
+            array(&pass.table),
+            array(&keys),
+            array(&values),
+            sizes(&bind(pass, 1), pass, run, held[0], [1, 0]),
+            vectors as u32,
+            (head_dim / vector) as u32,
+            keys.dtype.into(),
+            pass.table.dtype.into(),
+        );
     }
-    out
+    [keys, values]
 }
 
-/// What pieces of the keys contribute: `partial` `[batch_size, n_heads, pieces, head_dim]`, f32, and for each of these
+/// Places and appends the tokens of a run, one a row, and attends to their keys: into their places in `out` `[tokens,
+/// n_heads, head_dim]`.
+fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2], out: &CubeTensor<R>) {
+    let bound = bind(pass, 1);
+    let pieces = match bound.variant.row_units.plane > 1 {
+        true => planes::attend(bound, pass, run, held, out),
+        false => units::attend(bound, pass, run, held, out),
+    };
+    if let Some(pieces) = pieces {
+        join(pieces, out, pass.heads, run);
+    }
+}
+
+/// What pieces of the keys contribute: `partial` `[tokens, n_heads, pieces, head_dim]`, f32, and for each of these
 /// rows in `statistics` `[.., 2]` the maximum it is scaled by and the sum it is to be divided by.
 struct Pieces<R: CubeRuntime> {
     partial: CubeTensor<R>,
@@ -245,8 +336,8 @@ struct Pieces<R: CubeRuntime> {
 
 impl<R: CubeRuntime> Pieces<R> {
     /// Room for them, if there are several.
-    fn new(out: &CubeTensor<R>, heads: PackedHeads, pieces: usize) -> Option<Self> {
-        let rows = [out.meta.shape()[0], heads.n_heads, pieces];
+    fn new(out: &CubeTensor<R>, heads: PackedHeads, run: &Run, pieces: usize) -> Option<Self> {
+        let rows = [run.tokens, heads.n_heads, pieces];
         (pieces > 1).then(|| Self {
             partial: scratch(out, [rows[0], rows[1], rows[2], heads.head_dim], DType::F32),
             statistics: scratch(out, [rows[0], rows[1], rows[2], 2], DType::F32),
@@ -262,8 +353,9 @@ impl<R: CubeRuntime> Pieces<R> {
     }
 }
 
-fn join<R: CubeRuntime>(Pieces { partial, statistics }: Pieces<R>, out: &CubeTensor<R>, heads: PackedHeads) {
-    let lines = out.meta.shape()[0] * heads.n_heads;
+fn join<R: CubeRuntime>(pieces: Pieces<R>, out: &CubeTensor<R>, heads: PackedHeads, run: &Run) {
+    let Pieces { partial, statistics } = pieces;
+    let lines = run.tokens * heads.n_heads;
     // SAFETY: a cube joins the pieces of one head.
     unsafe {
         launch!(
@@ -278,6 +370,7 @@ fn join<R: CubeRuntime>(Pieces { partial, statistics }: Pieces<R>, out: &CubeTen
                 statistics: Array<f32> = array(&statistics),
                 out: Array<join_kernel::O> = array(out),
                 lines: u32 = lines as u32,
+                first_line: u32 = (run.first_token * heads.n_heads) as u32,
                 pieces: u32 = partial.meta.shape()[2] as u32,
                 head_dim: u32 = heads.head_dim as u32,
             ],
@@ -381,6 +474,7 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     cos: &Array<T>,
     sin: &Array<T>,
     positions: &Array<I>,
+    table: &Array<I>,
     query: &mut Array<F>,
     keys: &mut Array<F>,
     values: &mut Array<F>,
@@ -397,11 +491,9 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     if token >= sizes.tokens {
         terminate!();
     }
-    let batch = token / sizes.seq_length;
-    let within = batch * sizes.batch_stride + token % sizes.seq_length * sizes.token_stride;
-    let position = clamp_index::<I>(positions[within as usize], sizes.keys - 1);
+    let position = clamp_index::<I>(positions[(sizes.first_token + token) as usize], sizes.keys - 1);
     let placed_heads = sizes.n_heads + sizes.n_kv_heads;
-    let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
+    let row = (sizes.first_token + token) * (placed_heads + sizes.n_kv_heads) * head_dim;
     let first = CUBE_POS as u32 % sizes.pieces * most;
     // Heads of both kinds may be among them: queries first, then keys, which lie behind them.
     let end = min(first + most, placed_heads);
@@ -417,12 +509,36 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
             query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
         } else {
             let head = head - sizes.n_heads;
-            let to = ((batch * sizes.n_kv_heads + head) * sizes.capacity + position) * head_dim + i % head_dim;
+            let to = cell::<I>(table, sizes.first_row, head, position, sizes) * head_dim + i % head_dim;
             keys[to as usize] = F::cast_from(placed[i as usize]);
             let value = row + (placed_heads + head) * head_dim + i % head_dim;
             values[to as usize] = qkv[value as usize];
         }
     }
+}
+
+/// A unit copies one vector of the keys and of the values of a row, from its page to where they lie side by side.
+#[cube(launch_unchecked)]
+fn side_by_side_kernel<F: Float, I: Int, N: Size>(
+    keys: &Array<Vector<F, N>>,
+    values: &Array<Vector<F, N>>,
+    table: &Array<I>,
+    keys_out: &mut Array<Vector<F, N>>,
+    values_out: &mut Array<Vector<F, N>>,
+    sizes: &Sizes,
+    vectors: u32,
+    columns: u32,
+    #[define(F)] _dtype: StorageType,
+    #[define(I)] _table_dtype: StorageType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at >= vectors {
+        terminate!();
+    }
+    let line = at / columns;
+    let from = cell::<I>(table, sizes.first_row, line / sizes.keys, line % sizes.keys, sizes) * columns + at % columns;
+    keys_out[at as usize] = keys[from as usize];
+    values_out[at as usize] = values[from as usize];
 }
 
 /// Joins the pieces of each head by their maxima and totals.
@@ -432,6 +548,7 @@ fn join_kernel<O: Float>(
     statistics: &Array<f32>,
     out: &mut Array<O>,
     lines: u32,
+    first_line: u32,
     pieces: u32,
     head_dim: u32,
     #[define(O)] _dtype: StorageType,
@@ -453,6 +570,6 @@ fn join_kernel<O: Float>(
             total += statistics[(at * 2 + 1) as usize] * factor;
             sum += partial[(at * head_dim + column) as usize] * factor;
         }
-        out[(line * head_dim + column) as usize] = O::cast_from(sum / total);
+        out[((first_line + line) * head_dim + column) as usize] = O::cast_from(sum / total);
     }
 }

@@ -16,7 +16,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{At, Bound, MOST_HEADS, Pieces, Sizes, UNITS, Variant, sizes};
+use super::{Bound, MOST_HEADS, Pass, Pieces, Run, Sizes, UNITS, Variant, cell, sizes};
 use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum, row_vector};
 use crate::cubecl::{array, clamp_index, grid, launch};
 use crate::masked::MASKED;
@@ -67,31 +67,32 @@ impl Lanes {
 /// Writes the result, or the pieces of it.
 pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
-    heads: PackedHeads,
-    at: &At<R>,
+    pass: &Pass<R>,
+    run: &Run,
     [keys, values]: [&CubeTensor<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
-    let batch_size = bound.qkv.meta.shape()[0];
-    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let Pass { qkv, heads, positions, table, .. } = pass;
+    let batch_size = run.tokens;
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let group = n_heads / n_kv_heads;
-    let hardware = &bound.qkv.client.properties().hardware;
+    let hardware = &qkv.client.properties().hardware;
     let busy = hardware.num_streaming_multiprocessors.map_or(CUBES, |count| count as usize);
     // Heads that share a key are together where there are cubes enough all the same.
     let possible = |count: &usize| group.is_multiple_of(*count) && batch_size * (n_heads / count) >= busy;
     let together = (1..=MOST_HEADS.min(group)).rev().find(possible).unwrap_or(1);
     let cubes = batch_size * (n_heads / together);
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
-    let tensors = [&bound.qkv, keys, values, query_gamma, key_gamma, cos, sin];
+    let tensors = [qkv, keys, values, query_gamma, key_gamma, cos, sin];
     // The two elements of a rotated pair lie half a head apart.
     let vector = row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }]);
-    let run = if cubes <= busy { RUN } else { SHORT_RUN };
-    let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, run);
-    let rounds = at.keys.div_ceil(lanes.round());
+    let reads = if cubes <= busy { RUN } else { SHORT_RUN };
+    let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, reads);
+    let rounds = run.keys.div_ceil(lanes.round());
     let most = rounds.div_ceil(ROUNDS).min((2 * busy).div_ceil(cubes)).max(1);
     let piece = rounds.div_ceil(most) * lanes.round();
-    let count = at.keys.div_ceil(piece);
-    let pieces = Pieces::new(out, heads, count);
+    let count = run.keys.div_ceil(piece);
+    let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
@@ -99,29 +100,30 @@ pub(super) fn attend<R: CubeRuntime>(
     unsafe {
         launch!(
             planes_kernel::PlanesKernel,
-            &bound.qkv.client,
+            &qkv.client,
             grid(cubes * count),
             CubeDim::new_1d(UNITS),
             [N = vector],
             [
-                F = bound.qkv.dtype,
+                F = qkv.dtype,
                 G = bound.gammas[0].dtype,
                 T = bound.table[0].dtype,
-                I = at.positions.dtype,
+                I = positions.dtype,
                 O = partial.dtype,
             ],
             [
-                qkv: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(&bound.qkv),
+                qkv: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(qkv),
                 query_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(query_gamma),
                 key_gamma: Array<Vector<planes_kernel::G, planes_kernel::N>> = array(key_gamma),
                 cos: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(cos),
                 sin: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
-                positions: Array<planes_kernel::I> = array(&at.positions),
+                positions: Array<planes_kernel::I> = array(positions),
+                table: Array<planes_kernel::I> = array(table),
                 keys: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
                 values: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
                 partial: Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
                 statistics: Array<f32> = array(statistics),
-                sizes: Sizes = sizes(&bound, heads, keys.meta.shape()[2], [count, piece], at),
+                sizes: Sizes = sizes(&bound, pass, run, keys, [count, piece]),
             ],
             [variant: Variant = bound.variant, lanes: Lanes = lanes]
         );
@@ -138,6 +140,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     cos: &Array<Vector<T, N>>,
     sin: &Array<Vector<T, N>>,
     positions: &Array<I>,
+    table: &Array<I>,
     keys: &mut Array<Vector<F, N>>,
     values: &mut Array<Vector<F, N>>,
     out: &mut Array<Vector<O, N>>,
@@ -165,17 +168,18 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     if batch >= sizes.tokens {
         terminate!();
     }
+    let token = sizes.first_token + batch;
+    let cached_row = sizes.first_row + batch;
     let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
     let first = piece * sizes.piece;
-    let held = (batch * sizes.n_kv_heads + kv_head) * sizes.capacity;
     let slot = UNIT_POS / across;
     let lane = UNIT_POS % across;
 
     let mut key = Array::<Vector<F, N>>::new(comptime!(run * each));
     let mut value = Array::<Vector<F, N>>::new(comptime!(run * each));
-    read::<F, N>(keys, &mut key, held, first + slot, lane, columns, sizes, lanes);
-    read::<F, N>(values, &mut value, held, first + slot, lane, columns, sizes, lanes);
-    let row = batch * (sizes.n_heads + 2 * sizes.n_kv_heads);
+    let in_row = (cached_row, kv_head, first + slot);
+    read::<F, I, N>(keys, values, table, &mut key, &mut value, in_row, lane, columns, sizes, lanes);
+    let row = token * (sizes.n_heads + 2 * sizes.n_kv_heads);
     let mut new_value = Array::<Vector<F, N>>::new(each);
     #[unroll]
     for e in 0..each {
@@ -183,7 +187,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         let line = row + sizes.n_heads + sizes.n_kv_heads + kv_head;
         new_value[e] = qkv[(line * columns + column) as usize];
     }
-    let position = clamp_index::<I>(positions[(batch * sizes.batch_stride) as usize], sizes.keys - 1);
+    let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
 
     // Queries, and behind them the new key.
     let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((variant.heads + 1) * variant.head_dim / width));
@@ -230,11 +234,12 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
     let shares = sizes.n_heads / sizes.n_kv_heads;
     if position >= first && position < first + sizes.piece && head == kv_head * shares && slot == 0 {
+        let line = cell::<I>(table, cached_row, kv_head, position, sizes);
         #[unroll]
         for e in 0..each {
             let column = lane + comptime!(e as u32 * lanes.across);
             if column < columns {
-                let to = ((held + position) * columns + column) as usize;
+                let to = (line * columns + column) as usize;
                 keys[to] = new_key[e];
                 values[to] = new_value[e];
             }
@@ -258,8 +263,8 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let round = comptime!(slots * lanes.run as u32);
     for start in range_stepped(first, end, round) {
         if start > first {
-            read::<F, N>(keys, &mut key, held, start + slot, lane, columns, sizes, lanes);
-            read::<F, N>(values, &mut value, held, start + slot, lane, columns, sizes, lanes);
+            let in_row = (cached_row, kv_head, start + slot);
+            read::<F, I, N>(keys, values, table, &mut key, &mut value, in_row, lane, columns, sizes, lanes);
         }
         let mut scores = Array::<f32>::new(comptime!(variant.heads * lanes.run));
         #[unroll]
@@ -382,6 +387,7 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 }
             } else {
                 result *= Vector::<f32, N>::new(1.0f32 / total);
+                let line = sizes.first_token * sizes.n_heads + line;
                 out[(line * columns + UNIT_POS) as usize] = Vector::cast_from(result);
             }
         }
@@ -391,25 +397,43 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
 }
 
-/// Reads a lane's vectors of a run of keys or values, the first of them `first`; those beyond the end again.
+/// Reads a lane's vectors of a run of keys and values of a row and key head, the first of them the third of `in_row`; those
+/// beyond the end again.
 #[cube]
-fn read<F: Float, N: Size>(
-    from: &Array<Vector<F, N>>,
-    to: &mut Array<Vector<F, N>>,
-    held: u32,
-    first: u32,
+fn read<F: Float, I: Int, N: Size>(
+    keys: &Array<Vector<F, N>>,
+    values: &Array<Vector<F, N>>,
+    table: &Array<I>,
+    key: &mut Array<Vector<F, N>>,
+    value: &mut Array<Vector<F, N>>,
+    in_row: (u32, u32, u32),
     lane: u32,
     columns: u32,
     sizes: &Sizes,
     #[comptime] lanes: Lanes,
 ) {
+    let (row, kv_head, first) = in_row;
+    // All lines before the first read.
+    let mut lines = Array::<u32>::new(lanes.run);
     #[unroll]
-    for j in 0..comptime!(lanes.run) {
+    for j in 0..lanes.run {
         let at = min(first + comptime!(j as u32 * UNITS / lanes.across), sizes.keys - 1);
+        lines[j] = cell::<I>(table, row, kv_head, at, sizes) * columns;
+    }
+    #[unroll]
+    for j in 0..lanes.run {
         #[unroll]
-        for e in 0..comptime!(lanes.each) {
+        for e in 0..lanes.each {
             let column = min(lane + comptime!(e as u32 * lanes.across), columns - 1);
-            to[comptime!(j * lanes.each + e)] = from[((held + at) * columns + column) as usize];
+            key[comptime!(j * lanes.each + e)] = keys[(lines[j] + column) as usize];
+        }
+    }
+    #[unroll]
+    for j in 0..lanes.run {
+        #[unroll]
+        for e in 0..lanes.each {
+            let column = min(lane + comptime!(e as u32 * lanes.across), columns - 1);
+            value[comptime!(j * lanes.each + e)] = values[(lines[j] + column) as usize];
         }
     }
 }

@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{At, Bound, MOST_HEADS, Pieces, Sizes, Source, UNITS, Variant, place, sizes};
+use super::{Bound, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
 use crate::masked::MASKED;
@@ -18,44 +18,46 @@ const RUN: u32 = 8;
 /// Writes the result, or the pieces of it.
 pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
-    heads: PackedHeads,
-    at: &At<R>,
+    pass: &Pass<R>,
+    run: &Run,
     [keys, values]: [&CubeTensor<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
-    let batch_size = bound.qkv.meta.shape()[0];
-    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let Pass { qkv, heads, positions, table, .. } = pass;
+    let batch_size = run.tokens;
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let group = n_heads / n_kv_heads;
     let together = (1..=MOST_HEADS.min(group)).rev().find(|count| group.is_multiple_of(*count)).unwrap_or(1);
-    let count = at.keys.div_ceil(PIECE as usize);
-    let pieces = Pieces::new(out, heads, count);
+    let count = run.keys.div_ceil(PIECE as usize);
+    let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    let vector = vector_width(&[&bound.qkv, keys, values, partial], &[head_dim]);
+    let vector = vector_width(&[qkv, keys, values, partial], &[head_dim]);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not read; positions are held within table and cache. What stands in for statistics is not written.
     unsafe {
         units_kernel::launch_unchecked(
-            &bound.qkv.client,
+            &qkv.client,
             grid(batch_size * (n_heads / together) * count),
             CubeDim::new_1d(UNITS),
             vector,
-            array(&bound.qkv),
+            array(qkv),
             array(&bound.gammas[0]),
             array(&bound.gammas[1]),
             array(&bound.table[0]),
             array(&bound.table[1]),
-            array(&at.positions),
+            array(positions),
+            array(table),
             array(keys),
             array(values),
             array(partial),
             array(statistics),
-            sizes(&bound, heads, keys.meta.shape()[2], [count, PIECE as usize], at),
+            sizes(&bound, pass, run, keys, [count, PIECE as usize]),
             bound.variant,
-            bound.qkv.dtype.into(),
+            qkv.dtype.into(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
-            at.positions.dtype.into(),
+            positions.dtype.into(),
             partial.dtype.into(),
         );
     }
@@ -71,6 +73,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     cos: &Array<T>,
     sin: &Array<T>,
     positions: &Array<I>,
+    table: &Array<I>,
     keys: &mut Array<Vector<F, N>>,
     values: &mut Array<Vector<F, N>>,
     out: &mut Array<Vector<O, N>>,
@@ -94,10 +97,12 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     if batch >= sizes.tokens {
         terminate!();
     }
+    let token = sizes.first_token + batch;
+    let cached_row = sizes.first_row + batch;
     let head = group * heads;
     let kv_head = head / (sizes.n_heads / sizes.n_kv_heads);
-    let position = clamp_index::<I>(positions[(batch * sizes.batch_stride) as usize], sizes.keys - 1);
-    let row = batch * (sizes.n_heads + 2 * sizes.n_kv_heads) * head_dim;
+    let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
+    let row = token * (sizes.n_heads + 2 * sizes.n_kv_heads) * head_dim;
     let first = piece * PIECE;
     let end = min(first + PIECE, position + 1);
 
@@ -108,10 +113,9 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let source = Source { start: row + head * head_dim, queries: heads, keys: keys_at, heads: heads + 1, position };
     place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
     let new_value = row + (sizes.n_heads + sizes.n_kv_heads + kv_head) * head_dim;
-    let held = (batch * sizes.n_kv_heads + kv_head) * sizes.capacity;
     let writes = position >= first && position < first + PIECE && head == kv_head * (sizes.n_heads / sizes.n_kv_heads);
     if writes && UNIT_POS < columns {
-        let to = ((held + position) * columns + UNIT_POS) as usize;
+        let to = (cell::<I>(table, cached_row, kv_head, position, sizes) * columns + UNIT_POS) as usize;
         let mut key = Vector::<F, N>::cast_from(0.0f32);
         let mut value = Vector::<F, N>::cast_from(0.0f32);
         #[unroll]
@@ -133,6 +137,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         sums[i] = 0.0f32;
     }
     let width_u32 = comptime!(width as u32);
+    let own_line = cell::<I>(table, cached_row, kv_head, min(own, sizes.keys - 1), sizes);
     if seen {
         // A run of columns at a time: all its reads before the first product.
         let run = comptime!(columns.min(RUN));
@@ -141,7 +146,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             #[unroll]
             for i in 0..run {
                 let column = min(start + i, columns - 1);
-                key[i as usize] = keys[((held + own) * columns + column) as usize];
+                key[i as usize] = keys[(own_line * columns + column) as usize];
             }
             #[unroll]
             for i in 0..run {
@@ -203,7 +208,8 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
         #[unroll]
         for i in 0..RUN {
             let key = min(start + comptime!(i * lanes), end - 1);
-            value[i as usize] = values[((held + key) * columns + column) as usize];
+            let line = cell::<I>(table, cached_row, kv_head, key, sizes);
+            value[i as usize] = values[(line * columns + column) as usize];
         }
         #[unroll]
         for i in 0..RUN {
@@ -254,6 +260,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 out[to as usize] = Vector::cast_from(result);
             } else {
                 result *= Vector::<f32, N>::new(1.0f32 / totals[i]);
+                let line = sizes.first_token * sizes.n_heads + line;
                 out[(line * columns + UNIT_POS) as usize] = Vector::cast_from(result);
             }
         }

@@ -53,6 +53,7 @@ pub(super) fn halved_cut(
     logits: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     start: u32,
     end: u32,
     top: f32,
@@ -64,16 +65,17 @@ pub(super) fn halved_cut(
     let mut floor = MASKED.runtime();
     if comptime!(variant.top_k) {
         let wanted = f32::cast_from(numbers.top_k);
-        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, false, numbers, variant);
+        floor =
+            halved(logits, prompt, written, bias, start, end, floor, top, wanted, halvings, false, numbers, variant);
     }
     if comptime!(variant.top_p) {
         let mut above_floor = 0.0f32;
         for at in range_stepped(start + UNIT_POS_X, end, comptime!(variant.row_units.units)) {
-            let value = logit(logits, prompt, written, at, numbers, variant);
+            let value = logit(logits, prompt, written, bias, at, numbers, variant);
             above_floor += select(value >= floor, (value - top).exp(), 0.0f32);
         }
         let wanted = row_sum(above_floor, row_units) * numbers.top_p;
-        floor = halved(logits, prompt, written, start, end, floor, top, wanted, halvings, true, numbers, variant);
+        floor = halved(logits, prompt, written, bias, start, end, floor, top, wanted, halvings, true, numbers, variant);
     }
     if comptime!(variant.min_p) {
         floor = max(floor, top + numbers.min_p_ln);
@@ -87,6 +89,7 @@ fn halved(
     logits: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     start: u32,
     end: u32,
     floor: f32,
@@ -101,7 +104,7 @@ fn halved(
     let units = comptime!(variant.row_units.units);
     let mut least = top;
     for at in range_stepped(start + UNIT_POS_X, end, units) {
-        least = min(least, logit(logits, prompt, written, at, numbers, variant));
+        least = min(least, logit(logits, prompt, written, bias, at, numbers, variant));
     }
     let mut low = max(0.0f32 - row_max(0.0f32 - least, row_units), floor);
     let mut high = top;
@@ -109,7 +112,7 @@ fn halved(
         let middle = (low + high) * 0.5;
         let mut weight = 0.0f32;
         for at in range_stepped(start + UNIT_POS_X, end, units) {
-            let value = logit(logits, prompt, written, at, numbers, variant);
+            let value = logit(logits, prompt, written, bias, at, numbers, variant);
             if value >= middle {
                 if comptime!(by_mass) {
                     weight += (value - top).exp();

@@ -2,31 +2,39 @@
 
 use cubecl::prelude::*;
 
-use super::{BROKEN, GROUPERS, Numbers, Variant, adjusted, first_of, noisy};
+use super::{BROKEN, GROUPERS, Sizes, Variant, adjusted, first_of, noisy, numbers_of, place_bits};
+use crate::cubecl::clamp_index;
 use crate::masked::MASKED;
-use crate::random::cubecl::{Rounds, row_bits};
+use crate::random::cubecl::Rounds;
 
 /// The largest token of every group, with noise where nothing is left out of the draw, and its exponentials' sum.
 #[cube(launch_unchecked)]
-pub(super) fn group_kernel<I: Int>(
+pub(super) fn group_kernel<I: Int, P: Int>(
     logits: &Array<f32>,
+    members: &Array<I>,
     streams: &Array<I>,
+    positions: &Array<P>,
+    lines: &Array<I>,
+    all_numbers: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     largest: &mut Array<f32>,
     largest_token: &mut Array<u32>,
     masses: &mut Array<f32>,
-    rows: u32,
-    numbers: &Numbers,
+    sizes: &Sizes,
     rounds: &Rounds,
     #[comptime] variant: Variant,
     #[define(I)] _stream_dtype: StorageType,
+    #[define(P)] _position_dtype: StorageType,
 ) {
-    let parts = numbers.groups / GROUPERS;
-    let row = CUBE_POS as u32 / parts;
-    if row >= rows {
+    let parts = sizes.groups / GROUPERS;
+    let member = CUBE_POS as u32 / parts;
+    if member >= sizes.rows {
         terminate!();
     }
+    let row = clamp_index::<I>(members[(sizes.first + member) as usize], sizes.batch_size - 1);
+    let numbers = &numbers_of::<I>(row, all_numbers, lines, sizes);
     let group = CUBE_POS as u32 % parts * GROUPERS + UNIT_POS;
     let first = first_of(group, variant);
     let start = row * numbers.vocabulary;
@@ -38,13 +46,13 @@ pub(super) fn group_kernel<I: Int>(
     #[unroll]
     for i in 0..variant.tokens {
         let at = start + min(first + i * GROUPERS, numbers.vocabulary - 1);
-        values[i as usize] = adjusted(values[i as usize], prompt, written, at, numbers, variant);
+        values[i as usize] = adjusted(values[i as usize], prompt, written, bias, at, numbers, variant);
     }
     let mut best = MASKED.runtime();
     let mut token = first;
     let mut bits = 0u32;
     if comptime!(variant.draws && !variant.cuts()) {
-        bits = row_bits(u32::cast_from(streams[row as usize]), rounds);
+        bits = place_bits::<I, P>(row, streams, positions, rounds);
     }
     #[unroll]
     for i in 0..variant.tokens {

@@ -24,17 +24,18 @@ use cubecl::prelude::*;
 
 use self::group::group_kernel;
 use self::pick::draw_kernel;
-use super::{Draw, HeadSampleOps, Logits, Sampling};
+use super::counts::{Kind, NUMBERS};
+use super::{Draw, HeadSampleOps, Logits, SampledRows, draws_key};
 use crate::checked::Checked;
 use crate::cubecl::reduce::RowUnits;
-use crate::cubecl::{array, contiguous, empty, grid};
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
 use crate::masked::MASKED;
 use crate::ops::linear::cubecl::cube_weight;
 use crate::ops::linear::cubecl::gemm::{product, transposed};
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
 use crate::ops::linear::route::SKINNY_ROWS;
 use crate::random::RANGE;
-use crate::random::cubecl::{Rounds, column_bits};
+use crate::random::cubecl::{Rounds, column_bits, row_bits};
 use crate::tensor::{float, primitive};
 
 /// Stands for the largest token of a group with a logit that is not a number.
@@ -58,7 +59,7 @@ const READS: u32 = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     row_units: RowUnits,
-    penalised: bool,
+    counted: bool,
     draws: bool,
     top_k: bool,
     top_p: bool,
@@ -96,8 +97,8 @@ impl Variant {
     }
 }
 
-/// [`Sampling`]'s numbers.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+/// The numbers of a row.
+#[derive(CubeType, Clone, Copy)]
 struct Numbers {
     vocabulary: u32,
     groups: u32,
@@ -108,6 +109,40 @@ struct Numbers {
     repetition: f32,
     presence: f32,
     frequency: f32,
+    /// From a logit to what is known of its token: modulo 2^32.
+    to_counts: u32,
+}
+
+/// What all rows of a launch share.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// Rows of the launch, and the first of them among the members.
+    rows: u32,
+    first: u32,
+    /// Rows of the batch, and lines of counts.
+    batch_size: u32,
+    lines: u32,
+    vocabulary: u32,
+    groups: u32,
+}
+
+/// A row's numbers, as the array has them: [`NUMBERS`] a row.
+#[cube]
+fn numbers_of<I: Int>(row: u32, numbers: &Array<f32>, lines: &Array<I>, sizes: &Sizes) -> Numbers {
+    let first = row * comptime!(NUMBERS as u32);
+    let line = clamp_index::<I>(lines[row as usize], sizes.lines - 1);
+    Numbers {
+        vocabulary: sizes.vocabulary,
+        groups: sizes.groups,
+        temperature: numbers[first as usize],
+        top_k: min(u32::cast_from(numbers[(first + 1) as usize]), sizes.vocabulary),
+        top_p: numbers[(first + 2) as usize],
+        min_p_ln: numbers[(first + 3) as usize],
+        repetition: numbers[(first + 4) as usize],
+        presence: numbers[(first + 5) as usize],
+        frequency: numbers[(first + 6) as usize],
+        to_counts: (line - row) * sizes.vocabulary,
+    }
 }
 
 impl<R, F, I, BT> HeadSampleOps for CubeBackend<R, F, I, BT>
@@ -128,115 +163,142 @@ where
     }
 
     fn draw(operands: Checked<Draw<'_, Self>>) -> Tensor<Self, 1, burn::tensor::Int> {
-        let Draw { logits, sampling, rows } = operands.into_inner();
-        let counts = rows.counts.as_mut().map(|counts| {
+        let Draw { logits, rows, positions, counts } = operands.into_inner();
+        let counts = counts.map(|counts| {
             // Those written are counted where they lie, unless something else holds them or there are gaps between rows.
             counts.written.inplace(|written| {
                 let written = primitive(written);
                 let own = written.can_mut() && written.is_contiguous();
                 float(if own { written } else { contiguous(written.copy()) })
             });
-            [contiguous(primitive(counts.prompt.clone())), primitive(counts.written.clone())]
+            let [prompt, bias] = [&counts.prompt, &counts.bias].map(|x| contiguous(primitive(x.clone())));
+            [prompt, primitive(counts.written.clone()), bias]
         });
-        let streams = rows.streams.clone().into_primitive();
-        Tensor::from_primitive(draw(primitive(logits), sampling, streams, counts))
+        let SampledRows { kinds, members, streams, lines, numbers, .. } = rows;
+        let [members, streams, lines, positions] =
+            [members, streams, lines, &positions].map(|x| contiguous(x.clone().into_primitive()));
+        let ways = Ways { members, streams, lines, positions, numbers: contiguous(primitive(numbers.clone())) };
+        let logits = contiguous(primitive(logits));
+        let out = empty(&logits, [logits.meta.shape()[0]], DType::I32);
+        let mut first = 0;
+        for (kind, count) in kinds {
+            draw(&logits, *kind, [first, *count], &ways, counts.as_ref().filter(|_| kind.counted), &out);
+            first += count;
+        }
+        Tensor::from_primitive(out)
     }
 }
 
-/// A token for each row of `logits`, f32 `[batch_size, vocabulary]`: `[batch_size]` 32-bit integers. `counts` are those of
-/// the prompts and those of the tokens behind them, which the chosen ones are added to.
-fn draw<R: CubeRuntime>(
-    logits: CubeTensor<R>,
-    sampling: &Sampling,
+/// How rows draw, on the device.
+struct Ways<R: CubeRuntime> {
+    members: CubeTensor<R>,
     streams: CubeTensor<R>,
-    counts: Option<[CubeTensor<R>; 2]>,
-) -> CubeTensor<R> {
-    let logits = contiguous(logits);
+    lines: CubeTensor<R>,
+    positions: CubeTensor<R>,
+    numbers: CubeTensor<R>,
+}
+
+/// A token for each of `count` members, from `first` on, of one kind, into `out` `[batch_size]`. `counts` are those of the
+/// prompts, those of the tokens behind them, which the chosen ones are added to, and biases.
+fn draw<R: CubeRuntime>(
+    logits: &CubeTensor<R>,
+    kind: Kind,
+    [first, count]: [usize; 2],
+    ways: &Ways<R>,
+    counts: Option<&[CubeTensor<R>; 3]>,
+    out: &CubeTensor<R>,
+) {
     let [batch_size, vocabulary] = [logits.meta.shape()[0], logits.meta.shape()[1]];
-    let out = empty(&logits, [batch_size], DType::I32);
     let hardware = &logits.client.properties().hardware;
     let row_units = RowUnits::new(&logits.client, 32, 1, 32);
     // Without planes each exchange takes shared memory for all units, and there are a dozen of them.
     let most = if row_units.plane == 1 { UNITS / 4 } else { UNITS };
     let units = most.min(hardware.max_units_per_cube).min(hardware.max_cube_dim.0);
     let row_units = RowUnits { units: 1 << units.ilog2(), rows: 1, ..row_units };
-    let draws = sampling.temperature > 0.0;
     let tokens = TOKENS_A_GROUP.max(vocabulary.div_ceil(MOST_GROUPS * row_units.units as usize).next_power_of_two());
     let parts = vocabulary.div_ceil(GROUPERS as usize * tokens);
     let groups = parts * GROUPERS as usize;
     let variant = Variant {
         row_units,
-        penalised: counts.is_some(),
-        draws,
-        top_k: draws && sampling.top_k.is_some_and(|top_k| top_k < vocabulary),
-        top_p: draws && sampling.top_p.is_some_and(|top_p| top_p < 1.0),
-        min_p: draws && sampling.min_p.is_some_and(|min_p| min_p > 0.0),
+        counted: counts.is_some(),
+        draws: kind.draws,
+        top_k: kind.top_k,
+        top_p: kind.top_p,
+        min_p: kind.min_p,
         tokens: tokens as u32,
         each: groups.div_ceil(row_units.units as usize),
     };
-    let largest = empty(&logits, [batch_size, groups], DType::F32);
-    let largest_token = empty(&logits, [batch_size, groups], DType::U32);
-    let masses = if variant.weighs() { empty(&logits, [batch_size, groups], DType::F32) } else { largest.clone() };
-    let streams = contiguous(streams);
-    let [prompt, written] = counts.unwrap_or_else(|| [logits.clone(), logits.clone()]);
-    let penalties = sampling.penalties;
-    let numbers = || {
-        NumbersLaunch::new(
-            vocabulary as u32,
-            groups as u32,
-            sampling.temperature as f32,
-            sampling.top_k.map_or(0, |top_k| top_k.clamp(1, vocabulary) as u32),
-            sampling.top_p.unwrap_or(1.0) as f32,
-            sampling.min_p.map_or(0.0, |min_p| min_p.ln() as f32),
-            penalties.repetition as f32,
-            penalties.presence as f32,
-            penalties.frequency as f32,
-        )
+    let largest = empty(logits, [batch_size, groups], DType::F32);
+    let largest_token = empty(logits, [batch_size, groups], DType::U32);
+    let masses = if variant.weighs() { empty(logits, [batch_size, groups], DType::F32) } else { largest.clone() };
+    let none = [(); 3].map(|()| logits.clone());
+    let [prompt, written, bias] = counts.unwrap_or(&none);
+    let lines = if variant.counted { prompt.meta.shape()[0] } else { 1 };
+    let sizes = || {
+        let [rows, first, batch_size] = [count, first, batch_size].map(|count| count as u32);
+        SizesLaunch::new(rows, first, batch_size, lines as u32, vocabulary as u32, groups as u32)
     };
+    let Ways { members, streams, lines, positions, numbers } = ways;
     // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
-    // penalties the counts are not touched, and without top-p masses are not.
+    // lines the counts are not touched, and without top-p masses are not.
     unsafe {
         group_kernel::launch_unchecked(
             &logits.client,
-            grid(batch_size * parts),
+            grid(count * parts),
             CubeDim::new_1d(GROUPERS),
-            array(&logits),
-            array(&streams),
-            array(&prompt),
-            array(&written),
+            array(logits),
+            array(members),
+            array(streams),
+            array(positions),
+            array(lines),
+            array(numbers),
+            array(prompt),
+            array(written),
+            array(bias),
             array(&largest),
             array(&largest_token),
             array(&masses),
-            batch_size as u32,
-            numbers(),
-            sampling.key.rounds(),
+            sizes(),
+            draws_key().rounds(),
             variant,
             streams.dtype.into(),
+            positions.dtype.into(),
         );
     }
-    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below `vocabulary`; without penalties
-    // the counts are not touched.
+    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below `vocabulary`; without lines the
+    // counts are not touched.
     unsafe {
         draw_kernel::launch_unchecked(
             &logits.client,
-            grid(batch_size),
+            grid(count),
             row_units.cube_dim(),
-            array(&logits),
-            array(&streams),
-            array(&prompt),
-            array(&written),
+            array(logits),
+            array(members),
+            array(streams),
+            array(positions),
+            array(lines),
+            array(numbers),
+            array(prompt),
+            array(written),
+            array(bias),
             array(&largest),
             array(&largest_token),
             array(&masses),
-            array(&out),
-            batch_size as u32,
-            numbers(),
-            sampling.key.rounds(),
+            array(out),
+            sizes(),
+            draws_key().rounds(),
             variant,
             streams.dtype.into(),
+            positions.dtype.into(),
         );
     }
-    out
+}
+
+/// What the bits of all tokens have in common that a row may draw behind a position.
+#[cube]
+fn place_bits<I: Int, P: Int>(row: u32, streams: &Array<I>, positions: &Array<P>, rounds: &Rounds) -> u32 {
+    let stream = row_bits(u32::cast_from(streams[row as usize]), rounds);
+    row_bits(stream ^ u32::cast_from(positions[row as usize]), rounds)
 }
 
 /// The logit of a token, after penalties and temperature.
@@ -245,11 +307,12 @@ fn logit(
     logits: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     at: u32,
     numbers: &Numbers,
     #[comptime] variant: Variant,
 ) -> f32 {
-    adjusted(logits[at as usize], prompt, written, at, numbers, variant)
+    adjusted(logits[at as usize], prompt, written, bias, at, numbers, variant)
 }
 
 /// A token's logit after penalties and temperature. Where there are several, all are read before the first comes here: what
@@ -259,14 +322,17 @@ fn adjusted(
     logit: f32,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     at: u32,
     numbers: &Numbers,
     #[comptime] variant: Variant,
 ) -> f32 {
     let mut value = logit;
-    if comptime!(variant.penalised) {
-        let behind = written[at as usize];
-        if prompt[at as usize] + behind > 0.0 {
+    if comptime!(variant.counted) {
+        let known = (at + numbers.to_counts) as usize;
+        value += bias[known];
+        let behind = written[known];
+        if prompt[known] + behind > 0.0 {
             value = select(value < 0.0, value * numbers.repetition, value / numbers.repetition);
         }
         if behind > 0.0 {
@@ -286,6 +352,7 @@ fn several(
     logits: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     first: u32,
     end: u32,
     numbers: &Numbers,
@@ -299,7 +366,7 @@ fn several(
     #[unroll]
     for i in 0..READS {
         let at = first + comptime!(i * variant.row_units.units);
-        let value = adjusted(values[i as usize], prompt, written, min(at, end - 1), numbers, variant);
+        let value = adjusted(values[i as usize], prompt, written, bias, min(at, end - 1), numbers, variant);
         values[i as usize] = select(at < end, value, MASKED);
     }
     values

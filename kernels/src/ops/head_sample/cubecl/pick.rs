@@ -3,34 +3,44 @@
 use cubecl::prelude::*;
 
 use super::cut::{bound, halved_cut};
-use super::{BROKEN, GROUPERS, Numbers, READS, Variant, first_of, logit, noisy, several};
+use super::{
+    BROKEN, GROUPERS, Numbers, READS, Sizes, Variant, first_of, logit, noisy, numbers_of, place_bits, several,
+};
+use crate::cubecl::clamp_index;
 use crate::cubecl::reduce::{exclusive_sum, row_max, row_sum};
 use crate::masked::MASKED;
-use crate::random::cubecl::{Rounds, row_bits};
+use crate::random::cubecl::Rounds;
 
 /// A cube chooses a row's token.
 #[cube(launch_unchecked)]
-pub(super) fn draw_kernel<I: Int>(
+pub(super) fn draw_kernel<I: Int, P: Int>(
     logits: &Array<f32>,
+    members: &Array<I>,
     streams: &Array<I>,
+    positions: &Array<P>,
+    lines: &Array<I>,
+    all_numbers: &Array<f32>,
     prompt: &Array<f32>,
     written: &mut Array<f32>,
+    bias: &Array<f32>,
     largest: &Array<f32>,
     largest_token: &Array<u32>,
     masses: &Array<f32>,
     out: &mut Array<i32>,
-    rows: u32,
-    numbers: &Numbers,
+    sizes: &Sizes,
     rounds: &Rounds,
     #[comptime] variant: Variant,
     #[define(I)] _stream_dtype: StorageType,
+    #[define(P)] _position_dtype: StorageType,
 ) {
     let row_units = comptime!(variant.row_units);
     let units = comptime!(variant.row_units.units);
-    let row = CUBE_POS as u32;
-    if row >= rows {
+    let member = CUBE_POS as u32;
+    if member >= sizes.rows {
         terminate!();
     }
+    let row = clamp_index::<I>(members[(sizes.first + member) as usize], sizes.batch_size - 1);
+    let numbers = &numbers_of::<I>(row, all_numbers, lines, sizes);
     let start = row * numbers.vocabulary;
 
     // The unit's groups.
@@ -52,7 +62,7 @@ pub(super) fn draw_kernel<I: Int>(
     }
     if comptime!(variant.cuts()) {
         let top = row_max(best, row_units);
-        let bits = row_bits(u32::cast_from(streams[row as usize]), rounds);
+        let bits = place_bits::<I, P>(row, streams, positions, rounds);
         let mut mass = 0.0f32;
         if comptime!(variant.weighs()) {
             #[unroll]
@@ -87,7 +97,7 @@ pub(super) fn draw_kernel<I: Int>(
         let mut own = 0u32;
         for at in range_stepped(UNIT_POS_X, looked_at, units) {
             let column = first_of(list[(at / variant.tokens) as usize], variant) + at % variant.tokens * GROUPERS;
-            let value = candidate(logits, prompt, written, start, column, numbers, variant);
+            let value = candidate(logits, prompt, written, bias, start, column, numbers, variant);
             own += select(value >= low, 1u32, 0u32);
         }
         let (before, count) = exclusive_sum(own, row_units);
@@ -101,7 +111,7 @@ pub(super) fn draw_kernel<I: Int>(
         if fits && own > 0 {
             for at in range_stepped(UNIT_POS_X, looked_at, units) {
                 let column = first_of(list[(at / variant.tokens) as usize], variant) + at % variant.tokens * GROUPERS;
-                let value = candidate(logits, prompt, written, start, column, numbers, variant);
+                let value = candidate(logits, prompt, written, bias, start, column, numbers, variant);
                 if value >= low {
                     values[place as usize] = value;
                     tokens[place as usize] = column;
@@ -153,9 +163,9 @@ pub(super) fn draw_kernel<I: Int>(
 
         // What follows goes over no tokens, and halves nothing, where the cut is found.
         let end = select(found, start, start + numbers.vocabulary);
-        let cut = halved_cut(logits, prompt, written, start, end, top, numbers, variant);
+        let cut = halved_cut(logits, prompt, written, bias, start, end, top, numbers, variant);
         for first in range_stepped(start + UNIT_POS_X, end, comptime!(units * READS)) {
-            let values = several(logits, prompt, written, first, end, numbers, variant);
+            let values = several(logits, prompt, written, bias, first, end, numbers, variant);
             #[unroll]
             for i in 0..READS {
                 let column = first + comptime!(i * units) - start;
@@ -177,8 +187,8 @@ pub(super) fn draw_kernel<I: Int>(
     if UNIT_POS_X == 0 {
         out[row as usize] = i32::cast_from(first);
         let counts = first >= 0.0f32;
-        if comptime!(variant.penalised) && counts {
-            written[(start + u32::cast_from(first)) as usize] += 1.0;
+        if comptime!(variant.counted) && counts {
+            written[(start + u32::cast_from(first) + numbers.to_counts) as usize] += 1.0;
         }
     }
 }
@@ -189,11 +199,12 @@ fn candidate(
     logits: &Array<f32>,
     prompt: &Array<f32>,
     written: &Array<f32>,
+    bias: &Array<f32>,
     start: u32,
     column: u32,
     numbers: &Numbers,
     #[comptime] variant: Variant,
 ) -> f32 {
     let at = start + min(column, numbers.vocabulary - 1);
-    select(column < numbers.vocabulary, logit(logits, prompt, written, at, numbers, variant), MASKED)
+    select(column < numbers.vocabulary, logit(logits, prompt, written, bias, at, numbers, variant), MASKED)
 }

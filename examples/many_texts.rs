@@ -1,0 +1,52 @@
+//! Many texts at once by the scheduler: requests with settings of their own come while others are written, and one is cancelled.
+//!
+//! `cargo run --release --example many_texts MODEL`, a folder with a language model.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fireclay::Failure;
+use fireclay::generation::Generator;
+use fireclay::generation::scheduler::{Request, Scheduler, SchedulerOptions};
+use fireclay::precision::Precision;
+use fireclay_kernels::Sampling;
+
+type B = burn::backend::NdArray;
+
+fn main() -> Result<(), Failure> {
+    let folder =
+        std::env::args().nth(1).ok_or_else(|| Failure::usage("many_texts MODEL: a folder with a language model"))?;
+    let generator = Generator::<B>::open(Path::new(&folder), Precision::F32, Default::default())?;
+    let tokenizer = generator.tokenizer();
+    let options = SchedulerOptions { rows: 8, step_tokens: 256, cache_tokens: 4096 };
+    let mut scheduler = Scheduler::new(generator.model(), options, Default::default());
+
+    let prompts = ["There was once", "Nobody knew", "The fox", "One evening", "In the forest"];
+    let mut coming = prompts.iter().enumerate();
+    let mut texts = BTreeMap::new();
+    loop {
+        // A new request at each step, until there are no more.
+        if let Some((number, prompt)) = coming.next() {
+            let sampling = Sampling::greedy().with_temperature(0.3 * number as f64).with_seed(7, number as u64);
+            let request = Request { sampling, ..Request::new(tokenizer.encode_prompt(prompt)?, 24) };
+            let id = scheduler.add(request)?;
+            texts.insert(id, (*prompt, tokenizer.stream(), String::new()));
+            if number == 2 {
+                scheduler.cancel(id);
+            }
+        } else if scheduler.is_idle() {
+            break;
+        }
+        scheduler.step(generator.model())?;
+        for written in scheduler.take() {
+            let Some((_, stream, text)) = texts.get_mut(&written.id) else { continue };
+            for token in &written.tokens {
+                text.push_str(&stream.push(token.token)?);
+            }
+        }
+    }
+    for (prompt, _, text) in texts.into_values() {
+        println!("{prompt}|{text}");
+    }
+    Ok(())
+}

@@ -1,0 +1,227 @@
+//! Keys and values of the tokens a model has read.
+
+mod pages;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use fireclay_kernels::recorder::part;
+use fireclay_kernels::{Backend, CachedRow, CachedTokens, LayerCache, PackedHeads};
+
+use self::pages::Pages;
+use crate::config::TransformerConfig;
+
+/// Tokens of a page.
+const PAGE_TOKENS: usize = 64;
+
+/// A row of a [`Cache`]: the tokens of one text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RowId(u64);
+
+/// There are no pages left for a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the cache is full: {wanted} pages are wanted, {left} are left")]
+pub struct CacheFull {
+    /// Pages that the row needs.
+    pub wanted: usize,
+    /// Pages that no row has.
+    pub left: usize,
+}
+
+/// The keys and values of every layer, in pages that rows take as they grow. Rows come and go, and those that begin with the
+/// same tokens share the pages of these.
+#[derive(Debug)]
+pub struct Cache<B: Backend> {
+    pub(crate) layers: Vec<LayerCache<B>>,
+    pages: Pages,
+    page_tokens: usize,
+    rows: HashMap<RowId, Row>,
+    new_rows: u64,
+    window: Option<usize>,
+    context_length: usize,
+    /// The rows of the last pass, and where their last tokens stand.
+    last: Option<(Vec<RowId>, CachedTokens<B>)>,
+    device: B::Device,
+}
+
+#[derive(Debug, Default)]
+struct Row {
+    pages: Arc<[u32]>,
+    length: usize,
+}
+
+impl<B: Backend> Cache<B> {
+    pub(crate) fn new(config: &TransformerConfig, tokens: usize, dtype: FloatDType, device: &B::Device) -> Self {
+        // A model of a short context needs no large pages.
+        let page_tokens = PAGE_TOKENS.min(config.context_length.next_power_of_two());
+        let pages = tokens.div_ceil(page_tokens).max(1);
+        let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+        let layer = |_| LayerCache::new(pages, page_tokens, heads, dtype, device);
+        Self {
+            layers: (0..config.n_layers).map(layer).collect(),
+            pages: Pages::new(pages, page_tokens),
+            page_tokens,
+            rows: HashMap::new(),
+            new_rows: 0,
+            window: config.sliding_window,
+            context_length: config.context_length,
+            last: None,
+            device: device.clone(),
+        }
+    }
+
+    /// Tokens of a page.
+    pub fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+
+    /// All pages, and those that no row has.
+    pub fn pages(&self) -> (usize, usize) {
+        (self.pages.count(), self.pages.left())
+    }
+
+    /// A new row without tokens.
+    pub fn add_row(&mut self) -> RowId {
+        self.add(Row::default())
+    }
+
+    /// A new row that begins with those of `tokens` that the cache has, up to a page's end and all but one at the most: see
+    /// [`length`](Self::length).
+    pub fn add_row_of(&mut self, tokens: &[u32]) -> RowId {
+        let pages = self.pages.shared(tokens);
+        let length = pages.len() * self.page_tokens;
+        self.add(Row { pages: pages.into(), length })
+    }
+
+    fn add(&mut self, row: Row) -> RowId {
+        self.new_rows += 1;
+        let id = RowId(self.new_rows);
+        self.rows.insert(id, row);
+        id
+    }
+
+    /// Gives up a row, if it is there; its pages are free for others.
+    pub fn remove_row(&mut self, row: RowId) {
+        if let Some(row) = self.rows.remove(&row) {
+            self.pages.let_go(&row.pages);
+        }
+    }
+
+    /// Tokens of a row; none where there is no such row.
+    pub fn length(&self, row: RowId) -> usize {
+        self.rows.get(&row).map_or(0, |row| row.length)
+    }
+
+    /// Pages that a row has.
+    pub fn pages_of(&self, row: RowId) -> usize {
+        self.rows.get(&row).map_or(0, |row| row.pages.len())
+    }
+
+    /// Takes pages for `tokens` more tokens of a row, so that passes need not.
+    ///
+    /// # Errors
+    /// If too few are left. None is taken then.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn reserve(&mut self, row: RowId, tokens: usize) -> Result<(), CacheFull> {
+        let row = self.rows.get_mut(&row).expect("a row of the cache");
+        let wanted = (row.length + tokens).div_ceil(self.page_tokens).saturating_sub(row.pages.len());
+        if wanted == 0 {
+            return Ok(());
+        }
+        let left = self.pages.left();
+        if wanted > left {
+            return Err(CacheFull { wanted, left });
+        }
+        row.pages = row.pages.iter().copied().chain((0..wanted).filter_map(|_| self.pages.take())).collect();
+        Ok(())
+    }
+
+    /// Gives up the pages of a row that neither its tokens need nor `tokens` more.
+    pub fn release(&mut self, row: RowId, tokens: usize) {
+        if let Some(row) = self.rows.get_mut(&row) {
+            let used = (row.length + tokens).div_ceil(self.page_tokens);
+            let (used, behind) = row.pages.split_at(used.min(row.pages.len()));
+            self.pages.let_go(behind);
+            row.pages = used.into();
+        }
+    }
+
+    /// Makes it known that a row begins with `tokens`, so that others may share the pages that these fill. Tokens that it does
+    /// not have are left out.
+    pub fn make_known(&mut self, row: RowId, tokens: &[u32]) {
+        if let Some(row) = self.rows.get(&row) {
+            self.pages.make_known(&row.pages, &tokens[..tokens.len().min(row.length)]);
+        }
+    }
+
+    /// Forgets all tokens of a row but the first `length`, and perhaps some of these, where others share the page that they end
+    /// in: gives the tokens that it has then.
+    pub fn truncate(&mut self, row: RowId, length: usize) -> usize {
+        let Some(held) = self.rows.get_mut(&row) else { return 0 };
+        if length < held.length {
+            held.length = length;
+            let within = held.length % self.page_tokens;
+            if within > 0 && !self.pages.make_own(held.pages[held.length / self.page_tokens]) {
+                held.length -= within;
+            }
+        }
+        let length = held.length;
+        self.release(row, 0);
+        length
+    }
+
+    /// Where new tokens of rows stand, of each row as many as are said beside it.
+    ///
+    /// # Panics
+    /// If a row is not there, twice, or longer than the model's context then, or there are no pages for it: reserve them.
+    pub(crate) fn begin(&mut self, rows: &[(RowId, usize)]) -> CachedTokens<B> {
+        let cached = |(id, tokens): &(RowId, usize)| {
+            let reserved = self.reserve(*id, *tokens);
+            reserved.unwrap_or_else(|full| panic!("{full}"));
+            let row = &self.rows[id];
+            let keys = row.length + tokens;
+            assert!(keys <= self.context_length, "{keys} tokens exceed context_length {}", self.context_length);
+            CachedRow { pages: row.pages.clone(), tokens: *tokens, keys }
+        };
+        let cached: Vec<CachedRow> = rows.iter().map(cached).collect();
+        let ids: Vec<RowId> = rows.iter().map(|(id, _)| *id).collect();
+        let mut sorted = ids.clone();
+        sorted.sort_unstable();
+        assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is there once");
+        let _in_cache = part("cache");
+        let follows = |old: &CachedTokens<B>| {
+            let one_more =
+                |(old, new): (&CachedRow, &CachedRow)| old.tokens == 1 && new.tokens == 1 && new.keys == old.keys + 1;
+            old.rows().iter().zip(&cached).all(one_more)
+        };
+        let at = match &self.last {
+            // Nothing goes to the device.
+            Some((last, at)) if *last == ids && follows(at) => at.next(cached),
+            _ => CachedTokens::new(cached, self.window, &self.device),
+        };
+        self.last = Some((ids, at.last()));
+        at
+    }
+
+    /// Counts the tokens that a pass has written.
+    pub(crate) fn advance(&mut self, rows: &[(RowId, usize)]) {
+        for (id, tokens) in rows {
+            if let Some(row) = self.rows.get_mut(id) {
+                row.length += tokens;
+            }
+        }
+    }
+
+    /// Where the last token of each row of the last pass stands, `[rows]`.
+    ///
+    /// # Panics
+    /// If there was none.
+    pub fn last_positions(&self) -> Tensor<B, 1, Int> {
+        let (_, at) = self.last.as_ref().expect("a pass that wrote into the cache");
+        at.positions().clone().reshape([at.rows().len()])
+    }
+}

@@ -1,0 +1,221 @@
+//! Which pages of a cache are taken, and which hold what a row may begin with. All on the host.
+
+use std::collections::{BTreeMap, HashMap};
+
+/// The tokens of a full page behind those of another, or of none: what all pages of a row before it hold follows from that.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Prefix {
+    before: Option<u64>,
+    tokens: Box<[u32]>,
+}
+
+/// A page.
+#[derive(Debug, Default)]
+struct Page {
+    /// Rows that it is one of the pages of.
+    rows: u32,
+    /// The number that its prefix was given, and that prefix, once its tokens are known.
+    known: Option<(u64, Prefix)>,
+    /// When it was last let go.
+    let_go: u64,
+}
+
+/// The pages of a cache. A page that no row has any more keeps its tokens, if they are known, until it is needed: those that
+/// were let go first are taken first.
+#[derive(Debug)]
+pub(super) struct Pages {
+    page_tokens: usize,
+    pages: Vec<Page>,
+    /// Pages of no row and no known tokens.
+    free: Vec<u32>,
+    /// Pages of no row and known tokens, by when they were let go.
+    idle: BTreeMap<u64, u32>,
+    by_prefix: HashMap<Prefix, u32>,
+    /// How many prefixes were given a number, and how often a page was let go.
+    numbers: u64,
+    moments: u64,
+}
+
+impl Pages {
+    pub(super) fn new(count: usize, page_tokens: usize) -> Self {
+        Self {
+            page_tokens,
+            pages: (0..count).map(|_| Page::default()).collect(),
+            free: (0..count as u32).rev().collect(),
+            idle: BTreeMap::new(),
+            by_prefix: HashMap::new(),
+            numbers: 0,
+            moments: 0,
+        }
+    }
+
+    /// Pages that are there for the taking.
+    pub(super) fn left(&self) -> usize {
+        self.free.len() + self.idle.len()
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// A page for a row, if any is left.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        let page = self.free.pop().or_else(|| {
+            let (_, page) = self.idle.pop_first()?;
+            self.forget(page);
+            Some(page)
+        })?;
+        self.pages[page as usize].rows = 1;
+        Some(page)
+    }
+
+    /// Makes a page one of another row's.
+    fn share(&mut self, page: u32) {
+        let held = &mut self.pages[page as usize];
+        if held.rows == 0 {
+            self.idle.remove(&held.let_go);
+        }
+        held.rows += 1;
+    }
+
+    /// A row has no use for its pages any more; the last ones go first.
+    pub(super) fn let_go(&mut self, pages: &[u32]) {
+        for page in pages.iter().rev() {
+            let held = &mut self.pages[*page as usize];
+            held.rows -= 1;
+            if held.rows == 0 {
+                self.moments += 1;
+                held.let_go = self.moments;
+                match held.known {
+                    Some(_) => drop(self.idle.insert(self.moments, *page)),
+                    None => self.free.push(*page),
+                }
+            }
+        }
+    }
+
+    /// Makes the pages that hold the beginning of `tokens` another row's, all but one token at the most.
+    pub(super) fn shared(&mut self, tokens: &[u32]) -> Vec<u32> {
+        let mut found = Vec::new();
+        let mut before = None;
+        for tokens in tokens[..tokens.len().saturating_sub(1)].chunks_exact(self.page_tokens) {
+            let prefix = Prefix { before, tokens: tokens.into() };
+            let Some(page) = self.by_prefix.get(&prefix).copied() else { break };
+            before = self.pages[page as usize].known.as_ref().map(|(number, _)| *number);
+            self.share(page);
+            found.push(page);
+        }
+        found
+    }
+
+    /// Makes it known that a row's pages hold `tokens`, so that others may share those that are full.
+    pub(super) fn make_known(&mut self, pages: &[u32], tokens: &[u32]) {
+        let mut before = None;
+        for (page, tokens) in pages.iter().zip(tokens.chunks_exact(self.page_tokens)) {
+            let prefix = Prefix { before, tokens: tokens.into() };
+            let page = *self.by_prefix.entry(prefix.clone()).or_insert(*page);
+            let held = &mut self.pages[page as usize];
+            if held.known.is_none() {
+                self.numbers += 1;
+                held.known = Some((self.numbers, prefix));
+            }
+            before = held.known.as_ref().map(|(number, _)| *number);
+        }
+    }
+
+    /// Whether a page may be written to: it is one row's alone, and nobody else may come to share it then.
+    pub(super) fn make_own(&mut self, page: u32) -> bool {
+        let alone = self.pages[page as usize].rows == 1;
+        if alone {
+            self.forget(page);
+        }
+        alone
+    }
+
+    fn forget(&mut self, page: u32) {
+        if let Some((_, prefix)) = self.pages[page as usize].known.take() {
+            self.by_prefix.remove(&prefix);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_begin_alike_share_full_pages() {
+        let mut pages = Pages::new(8, 4);
+        let tokens: Vec<u32> = (0..11).collect();
+        let first: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
+        pages.make_known(&first, &tokens);
+        assert_eq!(pages.shared(&tokens), first[..2]);
+        // One token at least is read again: it is what the row goes on from.
+        assert_eq!(pages.shared(&tokens[..8]), first[..1]);
+        assert!(pages.shared(&tokens[..4]).is_empty());
+        // The second page follows from the first.
+        let other: Vec<u32> = [9, 9, 9, 9].iter().chain(&tokens[4..]).copied().collect();
+        assert!(pages.shared(&other).is_empty());
+        assert_eq!(pages.left(), 5);
+    }
+
+    #[test]
+    fn known_pages_stay_until_they_are_needed_the_end_of_a_text_first() {
+        let mut pages = Pages::new(3, 2);
+        let row: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
+        pages.make_known(&row, &[1, 2, 3, 4, 5, 6]);
+        assert_eq!(pages.take(), None);
+        pages.let_go(&row);
+        assert_eq!(pages.left(), 3);
+        assert_eq!(pages.take(), Some(row[2]));
+        assert_eq!(pages.shared(&[1, 2, 3, 4, 5, 6, 7]), row[..2]);
+        assert_eq!(pages.left(), 0);
+        pages.let_go(&row[..2]);
+        assert_eq!(pages.take(), Some(row[1]));
+        assert_eq!(pages.shared(&[1, 2, 3, 4, 5]), row[..1]);
+    }
+
+    #[test]
+    fn a_page_that_is_written_to_is_nobody_elses() {
+        let mut pages = Pages::new(3, 2);
+        let row = [pages.take().expect("a page")];
+        pages.make_known(&row, &[1, 2]);
+        assert_eq!(pages.shared(&[1, 2, 3]), row);
+        assert!(!pages.make_own(row[0]), "two rows have it");
+        pages.let_go(&row);
+        assert!(pages.make_own(row[0]));
+        assert!(pages.shared(&[1, 2, 3]).is_empty());
+    }
+
+    #[test]
+    fn a_hundred_thousand_rows_that_come_and_go_leave_nothing_behind() {
+        let mut pages = Pages::new(64, 4);
+        let mut rows: Vec<Vec<u32>> = Vec::new();
+        let mut state = 1u64;
+        let mut next = |below: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % below
+        };
+        for _ in 0..100_000 {
+            let tokens: Vec<u32> = (0..next(40)).map(|_| next(2) as u32).collect();
+            let mut row = pages.shared(&tokens);
+            while row.len() * 4 < tokens.len() {
+                match pages.take() {
+                    Some(page) => row.push(page),
+                    None => break,
+                }
+            }
+            pages.make_known(&row, &tokens);
+            rows.push(row);
+            if rows.len() > 6 {
+                let at = next(7) as usize;
+                let row = rows.swap_remove(at);
+                pages.let_go(&row);
+            }
+        }
+        rows.iter().for_each(|row| pages.let_go(row));
+        assert_eq!(pages.left(), 64);
+        assert_eq!(pages.idle.len(), pages.by_prefix.len());
+        assert!(pages.pages.iter().all(|page| page.rows == 0));
+    }
+}

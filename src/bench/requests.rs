@@ -1,0 +1,151 @@
+//! Many texts at once: of all lengths and settings, coming at random, beside a batch of texts that are all alike.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling};
+use fireclay_model::Transformer;
+
+use super::decode::Drawn;
+use super::{BenchOptions, Measurement};
+use crate::backend::OnBackend;
+use crate::failure::Failure;
+use crate::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
+
+/// Requests, and the tokens of their prompts and texts on a device of its own; on the CPU, a fraction of them.
+const REQUESTS: usize = 200;
+const PROMPT: [usize; 2] = [32, 2000];
+const ANSWER: [usize; 2] = [16, 512];
+const CPU_FRACTION: usize = 8;
+/// Tokens of a step.
+const STEP_TOKENS: usize = 2048;
+
+/// Requests that come and go, each case told to `show` as soon as it is measured.
+pub struct RequestsBench<S> {
+    /// What is asked for.
+    pub options: BenchOptions,
+    /// Told of each measurement.
+    pub show: S,
+}
+
+/// What came of a run.
+struct Served {
+    /// Tokens written in a second, from the first request to the last token.
+    tokens_per_second: f64,
+    /// The longest that a text which was being written waited for more tokens, in ms.
+    longest_wait: f64,
+    preemptions: usize,
+}
+
+impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S> {
+    type Output = ();
+
+    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        let cpu = B::is_synchronous();
+        let own = if cpu { "llama-15m" } else { "qwen3-0.6b" };
+        let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };
+        let fraction = if cpu { CPU_FRACTION } else { 1 };
+        let rows = self.options.batch.unwrap_or(if cpu { 8 } else { 32 });
+        for name in sizes {
+            let Drawn { model, dtype, .. } = Drawn::<B>::new(&name, &self.options, &device)?;
+            let what = format!("requests {name} {dtype}");
+            let context = model.config().context_length;
+            let requests = requests(model.config().vocab_size, context, fraction);
+            let length = |request: &Request| request.prompt.len() + request.max_tokens;
+            let most: usize = {
+                let mut lengths: Vec<usize> =
+                    requests.iter().map(|request| length(request).next_multiple_of(64)).collect();
+                lengths.sort_unstable();
+                lengths.iter().rev().take(rows).sum()
+            };
+            let longest = requests.iter().map(length).max().unwrap_or(0).next_multiple_of(64);
+            let alike: Vec<Request> = (0..rows).map(|row| Request::new(vec![row as u32; 16], 256)).collect();
+            let alike_tokens = rows * 320;
+            let full = most.max(alike_tokens);
+            let cases = [
+                (format!("{rows} alike"), &alike, full),
+                (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full),
+                ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest)),
+            ];
+            for (case, requests, cache_tokens) in cases {
+                let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS / fraction, cache_tokens };
+                let mut served = Vec::new();
+                // The first time compiles.
+                for _ in 0..self.options.repeats + 1 {
+                    served.push(serve(&model, requests, options, &device)?);
+                }
+                served.remove(0);
+                let of = |value: fn(&Served) -> f64| served.iter().map(value).collect();
+                (self.show)(Measurement::new(&what, &case, "tokens/s", of(|served| served.tokens_per_second)))?;
+                let waits = format!("{case}, longest wait for a token");
+                (self.show)(Measurement::new(&what, waits, "ms", of(|served| served.longest_wait)))?;
+                let preemptions: usize = served.iter().map(|served| served.preemptions).sum();
+                if preemptions > 0 {
+                    let each = preemptions.div_ceil(served.len());
+                    eprintln!("{case}: {each} times a text gave way and was read again");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Requests with settings of their own, the same each time.
+fn requests(vocabulary: usize, context: usize, fraction: usize) -> Vec<Request> {
+    let key = RandomKey::new(5);
+    let between = |at: usize, column: u32, [low, high]: [usize; 2]| {
+        let (low, high) = (low / fraction, high / fraction);
+        low.max(1) + (key.uniform(at as u32, column) * (high - low) as f64) as usize
+    };
+    let request = |at: usize| {
+        let length = between(at, 0, PROMPT).min(context / 2);
+        let prompt = (0..length).map(|place| key.bits(at as u32, 10 + place as u32) % vocabulary as u32).collect();
+        // Logits of weights drawn at random are nearly alike: this cold they are as far apart as those of a trained model.
+        let plain = Sampling::greedy().with_temperature(0.08 + 0.0002 * at as f64).with_seed(at as u64, 0);
+        let sampling = match at % 5 {
+            0 => Sampling::greedy(),
+            1 => plain.with_top_k(Some(10 + at)),
+            2 => plain.with_top_p(Some(0.9)),
+            3 => plain.with_top_k(Some(50)).with_top_p(Some(0.8)),
+            _ => plain.with_min_p(Some(0.05)).with_penalties(Penalties { presence: 0.1, ..Penalties::default() }),
+        };
+        Request { sampling, ..Request::new(prompt, between(at, 1, ANSWER).min(context / 2)) }
+    };
+    (0..REQUESTS / fraction).map(request).collect()
+}
+
+/// All requests, which come in twos and threes, as fast as there are rows for them.
+fn serve<B: Backend>(
+    model: &Transformer<B>,
+    requests: &[Request],
+    options: SchedulerOptions,
+    device: &B::Device,
+) -> Result<Served, Failure> {
+    let mut scheduler = Scheduler::new(model, options, device.clone());
+    B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+    let (begun, key) = (Instant::now(), RandomKey::new(9));
+    let mut coming = requests.iter();
+    let mut last: HashMap<RequestId, Instant> = HashMap::new();
+    let (mut tokens, mut longest) = (0, 0.0f64);
+    for step in 0.. {
+        if scheduler.load().waiting < options.rows / 2 {
+            for request in coming.by_ref().take(key.bits(step, 0) as usize % 4) {
+                scheduler.add(request.clone())?;
+            }
+        }
+        if scheduler.is_idle() && coming.len() == 0 {
+            break;
+        }
+        scheduler.step(model)?;
+        let now = Instant::now();
+        for written in scheduler.take() {
+            tokens += written.tokens.len();
+            if let Some(before) = last.insert(written.id, now) {
+                longest = longest.max((now - before).as_secs_f64());
+            }
+        }
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    let Load { preemptions, .. } = scheduler.load();
+    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions })
+}

@@ -1,0 +1,279 @@
+//! What must hold when many texts are written at once, and come and go at any step.
+
+use std::collections::BTreeMap;
+
+use fireclay::Failure;
+use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions, WrittenToken};
+use fireclay_kernels::{Backend, Penalties, Sampling, TokenCounts};
+use fireclay_model::{Transformer, TransformerConfig};
+
+use crate::backend_test;
+
+const VOCABULARY: usize = 90;
+const ROOMY: SchedulerOptions = SchedulerOptions { rows: 8, step_tokens: 48, cache_tokens: 40 * 64 };
+
+fn model<B: Backend>(device: &B::Device) -> Result<Transformer<B>, Failure> {
+    let config = TransformerConfig::qwen3(VOCABULARY, 320, 32, 2, 4, 8).with_n_kv_heads(2).with_init_deviation(0.3);
+    Ok(config.init(3, device)?)
+}
+
+/// Numbers below a bound, the same each time.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % bound
+    }
+}
+
+/// Requests of all lengths, no two of which draw in one way.
+fn requests(count: usize) -> Vec<Request> {
+    let mut numbers = Numbers(7);
+    let request = |at: usize| {
+        let length = 1 + numbers.below(if at.is_multiple_of(5) { 200 } else { 40 });
+        let prompt = (0..length).map(|_| numbers.below(VOCABULARY) as u32).collect();
+        let plain = Sampling::greedy().with_temperature(0.7 + at as f64 * 0.01).with_seed(at as u64, 1);
+        let penalties = Penalties { repetition: 1.2, presence: 0.1, frequency: 0.2 };
+        let sampling = match at % 6 {
+            0 => Sampling::greedy(),
+            1 => plain,
+            2 => plain.with_top_k(Some(5 + at)),
+            3 => plain.with_top_p(Some(0.9)).with_penalties(penalties),
+            4 => plain.with_min_p(Some(0.05)),
+            _ => plain.with_top_k(Some(20)).with_top_p(Some(0.8)),
+        };
+        let biases = if at.is_multiple_of(4) {
+            vec![(3, 2.0), (5, TokenCounts::<burn::backend::NdArray>::FORBIDDEN)]
+        } else {
+            vec![]
+        };
+        let max_tokens = 1 + numbers.below(60);
+        Request { sampling, biases, ends: vec![(at % 7) as u32 + 60], ..Request::new(prompt, max_tokens) }
+    };
+    (0..count).map(request).collect()
+}
+
+type Texts = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
+
+fn step<B: Backend>(scheduler: &mut Scheduler<B>, model: &Transformer<B>, texts: &mut Texts) -> Result<(), Failure> {
+    scheduler.step(model)?;
+    for written in scheduler.take() {
+        let (tokens, finish) = texts.entry(written.id).or_default();
+        assert!(finish.is_none(), "nothing comes behind the end");
+        tokens.extend(written.tokens.iter().map(|written| written.token));
+        *finish = written.finish;
+    }
+    Ok(())
+}
+
+/// The text of a request alone.
+fn alone<B: Backend>(model: &Transformer<B>, request: &Request, device: &B::Device) -> Result<Vec<u32>, Failure> {
+    let mut scheduler = Scheduler::new(model, ROOMY, device.clone());
+    let id = scheduler.add(request.clone())?;
+    let mut texts = Texts::new();
+    while !scheduler.is_idle() {
+        step(&mut scheduler, model, &mut texts)?;
+    }
+    Ok(texts.remove(&id).expect("a text").0)
+}
+
+/// All requests in one scheduler, each of which comes when some steps were made; none is left with anything.
+fn together<B: Backend>(
+    model: &Transformer<B>,
+    requests: &[Request],
+    options: SchedulerOptions,
+    device: &B::Device,
+) -> Result<(Vec<Vec<u32>>, usize), Failure> {
+    let mut scheduler = Scheduler::new(model, options, device.clone());
+    let mut numbers = Numbers(5);
+    let (mut texts, mut ids) = (Texts::new(), Vec::new());
+    let mut coming = requests.iter();
+    loop {
+        if ids.len() < requests.len() && numbers.below(3) == 0 {
+            for request in coming.by_ref().take(1 + numbers.below(3)) {
+                ids.push(scheduler.add(request.clone())?);
+            }
+        }
+        if ids.len() == requests.len() && scheduler.is_idle() {
+            break;
+        }
+        step(&mut scheduler, model, &mut texts)?;
+    }
+    let load = scheduler.load();
+    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+    let text = |(id, request): (&RequestId, &Request)| {
+        let (tokens, finish) = texts.remove(id).expect("a text");
+        let ended = tokens.last().is_some_and(|last| request.ends.contains(last));
+        let wanted = if ended { Finish::End } else { Finish::Length };
+        assert_eq!(finish, Some(wanted));
+        assert!(ended || tokens.len() == request.max_tokens);
+        tokens
+    };
+    Ok((ids.iter().zip(requests).map(text).collect(), load.preemptions))
+}
+
+backend_test!(texts_are_the_same_alone_and_among_others_that_come_and_go::<B>(device) {
+    let model = model::<B>(&device)?;
+    let requests = requests(if B::is_synchronous() { 40 } else { 14 });
+    let wanted = requests.iter().map(|request| alone(&model, request, &device)).collect::<Result<Vec<_>, _>>()?;
+    let (texts, preemptions) = together(&model, &requests, ROOMY, &device)?;
+    assert_eq!(preemptions, 0);
+    assert_eq!(texts, wanted);
+    for (request, text) in requests.iter().zip(&texts) {
+        assert!(request.biases.is_empty() || !text.contains(&5), "a forbidden token");
+    }
+});
+
+backend_test!(texts_are_the_same_where_the_cache_is_far_too_small::<B>(device) {
+    let model = model::<B>(&device)?;
+    let requests = requests(if B::is_synchronous() { 40 } else { 14 });
+    let (wanted, _) = together(&model, &requests, ROOMY, &device)?;
+    let tight = SchedulerOptions { cache_tokens: 5 * 64, ..ROOMY };
+    let (texts, preemptions) = together(&model, &requests, tight, &device)?;
+    assert!(preemptions > 0, "some have to give way");
+    assert_eq!(texts, wanted);
+});
+
+backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
+    let model = model::<B>(&device)?;
+    let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { ends: vec![], max_tokens: 40, ..request }).collect();
+    let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
+    let add = |scheduler: &mut Scheduler<B>, at: usize| scheduler.add(requests[at].clone()).expect("it fits");
+    let ids: Vec<RequestId> = (0..6).map(|at| add(&mut scheduler, at)).collect();
+    let mut texts = Texts::new();
+    // One that is being written, one that may be read yet, and one that waits.
+    for (steps, cancelled) in [(12, 1), (1, 4), (1, 5)] {
+        for _ in 0..steps {
+            step(&mut scheduler, &model, &mut texts)?;
+        }
+        scheduler.cancel(ids[cancelled]);
+    }
+    let late = add(&mut scheduler, 1);
+    scheduler.cancel(late);
+    while !scheduler.is_idle() {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    let load = scheduler.load();
+    assert_eq!(load.pages_left, load.pages);
+    for at in [0, 2, 3] {
+        assert_eq!(texts[&ids[at]].0, alone(&model, &requests[at], &device)?, "request {at}");
+    }
+    assert!(texts.get(&ids[1]).is_none_or(|(_, finish)| finish.is_none()) && !texts.contains_key(&late));
+});
+
+backend_test!(prompts_that_begin_alike_are_read_once::<B>(device) {
+    let model = model::<B>(&device)?;
+    let prompt: Vec<u32> = (0..200).map(|at| at * 7 % VOCABULARY as u32).collect();
+    let other: Vec<u32> = prompt[..150].iter().copied().chain([1, 2, 3]).collect();
+    let requests = [Request::new(prompt.clone(), 9), Request::new(prompt, 9), Request::new(other, 9)];
+    let wanted = requests.iter().map(|request| alone(&model, request, &device)).collect::<Result<Vec<_>, _>>()?;
+    let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
+    let mut texts = Texts::new();
+    let mut steps = Vec::new();
+    for (request, wanted) in requests.iter().zip(&wanted) {
+        let id = scheduler.add(request.clone()).expect("it fits");
+        let mut count = 0;
+        while !texts.contains_key(&id) {
+            step(&mut scheduler, &model, &mut texts)?;
+            count += 1;
+        }
+        steps.push(count);
+        while !scheduler.is_idle() {
+            step(&mut scheduler, &model, &mut texts)?;
+        }
+        assert_eq!(&texts[&id].0, wanted);
+    }
+    // 200 tokens, 48 a step; then all but the first three pages, which are 8, and all but the first two, 25.
+    assert_eq!(steps, [5, 1, 1]);
+});
+
+backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
+    let model = model::<B>(&device)?;
+    let sampling = Sampling::greedy().with_temperature(1.5).with_seed(4, 0).with_top_k(Some(40));
+    let request = Request { sampling, likeliest: Some(3), ..Request::new(vec![4, 5, 6], 6) };
+    let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
+    // Beside one that did not ask for any.
+    let plain = scheduler.add(Request::new(vec![9, 9], 4)).expect("it fits");
+    let id = scheduler.add(request.clone()).expect("it fits");
+    let mut tokens: Vec<WrittenToken> = Vec::new();
+    while !scheduler.is_idle() {
+        scheduler.step(&model)?;
+        for written in scheduler.take() {
+            match written.id == id {
+                true => tokens.extend(written.tokens),
+                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.likeliest.is_empty())),
+            }
+        }
+    }
+    assert_eq!(tokens.len(), 6);
+    let mut text: Vec<i32> = request.prompt.iter().map(|token| *token as i32).collect();
+    for written in tokens {
+        let ids = burn::tensor::TensorData::new(text.clone(), [1, text.len()]);
+        let hidden = model.forward(burn::tensor::Tensor::<B, 2, burn::tensor::Int>::from_data(ids, &device));
+        let logits = model.logits(hidden.narrow(1, text.len() - 1, 1));
+        let exact: Vec<f32> = burn::tensor::activation::log_softmax(logits, 2).into_data().iter::<f32>().collect();
+        let close = |(token, value): (u32, f32)| assert!((exact[token as usize] - value).abs() < 1e-3, "{token}: {value}");
+        close((written.token, written.log_probability.expect("it was asked for")));
+        let mut best: Vec<u32> = (0..VOCABULARY as u32).collect();
+        best.sort_by(|a, b| exact[*b as usize].total_cmp(&exact[*a as usize]));
+        assert_eq!(written.likeliest.iter().map(|(token, _)| *token).collect::<Vec<_>>(), best[..3]);
+        written.likeliest.into_iter().for_each(close);
+        text.push(written.token as i32);
+    }
+});
+
+backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
+    let model = model::<B>(&device)?;
+    let tight = SchedulerOptions { cache_tokens: 2 * 64, ..ROOMY };
+    let mut scheduler = Scheduler::new(&model, tight, device.clone());
+    let mut refused = |request: Request, part: &str| {
+        let failure = scheduler.add(request).expect_err(part).to_string();
+        assert!(failure.contains(part) && !failure.contains('\n'), "{failure}");
+    };
+    refused(Request::new(vec![], 5), "needs a prompt of one token");
+    refused(Request::new(vec![1], 0), "asks for one at least");
+    refused(Request::new(vec![90], 5), "token 90 is none of the model's, which are 0 to 89");
+    refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is none");
+    refused(Request { likeliest: Some(21), ..Request::new(vec![1], 5) }, "20 of the likeliest");
+    refused(Request::new(vec![1; 300], 21), "the model's context is 320");
+    refused(Request::new(vec![1; 100], 29), "the cache holds 128");
+    assert!(scheduler.is_idle());
+});
+
+#[test]
+fn rows_that_come_and_go_leave_nothing_behind() {
+    type B = burn::backend::NdArray;
+    // `FIRECLAY_TEST_ROWS` makes it as many as one likes.
+    let count = std::env::var("FIRECLAY_TEST_ROWS").ok().and_then(|count| count.parse().ok()).unwrap_or(1000);
+    let device = Default::default();
+    let config = TransformerConfig::llama(16, 320, 8, 1, 1);
+    let model: Transformer<B> = config.init(3, &device).expect("a model");
+    let options = SchedulerOptions { rows: 16, step_tokens: 256, cache_tokens: 12 * 64 };
+    let mut scheduler = Scheduler::new(&model, options, device);
+    let mut numbers = Numbers(3);
+    let mut alive: Vec<RequestId> = Vec::new();
+    let mut added = 0;
+    while added < count || !scheduler.is_idle() {
+        while added < count && scheduler.load().waiting < 20 {
+            let prompt = (0..1 + numbers.below(100)).map(|at| (at % 3) as u32).collect();
+            let penalties = Penalties { presence: (added % 2) as f64, ..Penalties::default() };
+            let sampling =
+                Sampling::greedy().with_temperature(1.0).with_seed(added as u64, 0).with_penalties(penalties);
+            let request = Request { sampling, ends: vec![5], ..Request::new(prompt, 1 + numbers.below(20)) };
+            alive.push(scheduler.add(request).expect("it fits"));
+            added += 1;
+        }
+        scheduler.step(&model).expect("a step");
+        for written in scheduler.take() {
+            if written.finish.is_some() {
+                alive.retain(|id| *id != written.id);
+            }
+        }
+        if !alive.is_empty() && numbers.below(4) == 0 {
+            scheduler.cancel(alive.swap_remove(numbers.below(alive.len())));
+        }
+    }
+    let load = scheduler.load();
+    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages));
+}
