@@ -235,8 +235,8 @@ impl<B: Backend> Generator<B> {
         let lengths: Vec<usize> =
             lengths.map(|length| length.min(config.context_length).next_multiple_of(64)).collect();
         let longest = lengths.iter().copied().max().unwrap_or(1);
-        let cache_tokens = lengths.iter().sum::<usize>().min(most).max(longest).max(1);
         let rows = if B::is_synchronous() { CPU_ROWS } else { ROWS };
+        let cache_tokens = lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest).max(1);
         let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
