@@ -403,6 +403,9 @@ impl<B: Backend> Scheduler<B> {
             }
         }
         while budget > 0 && self.running.len() < self.options.rows && !self.waiting.is_empty() {
+            if self.cache.pages().1 == 0 && !self.release() {
+                break;
+            }
             self.admit();
             let at = self.running.len() - 1;
             match self.readable(at, budget) {

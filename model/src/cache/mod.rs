@@ -158,22 +158,6 @@ impl<B: Backend> Cache<B> {
         }
     }
 
-    /// Forgets all tokens of a row but the first `length`, and perhaps some of these, where others share the page that they end
-    /// in: gives the tokens that it has then.
-    pub fn truncate(&mut self, row: RowId, length: usize) -> usize {
-        let Some(held) = self.rows.get_mut(&row) else { return 0 };
-        if length < held.length {
-            held.length = length;
-            let within = held.length % self.page_tokens;
-            if within > 0 && !self.pages.make_own(held.pages[held.length / self.page_tokens]) {
-                held.length -= within;
-            }
-        }
-        let length = held.length;
-        self.release(row, 0);
-        length
-    }
-
     /// Where new tokens of rows stand, of each row as many as are said beside it.
     ///
     /// # Panics

@@ -123,15 +123,6 @@ impl Pages {
         }
     }
 
-    /// Whether a page may be written to: it is one row's alone, and nobody else may come to share it then.
-    pub(super) fn make_own(&mut self, page: u32) -> bool {
-        let alone = self.pages[page as usize].rows == 1;
-        if alone {
-            self.forget(page);
-        }
-        alone
-    }
-
     fn forget(&mut self, page: u32) {
         if let Some((_, prefix)) = self.pages[page as usize].known.take() {
             self.by_prefix.remove(&prefix);
@@ -173,18 +164,6 @@ mod tests {
         pages.let_go(&row[..2]);
         assert_eq!(pages.take(), Some(row[1]));
         assert_eq!(pages.shared(&[1, 2, 3, 4, 5]), row[..1]);
-    }
-
-    #[test]
-    fn a_page_that_is_written_to_is_nobody_elses() {
-        let mut pages = Pages::new(3, 2);
-        let row = [pages.take().expect("a page")];
-        pages.make_known(&row, &[1, 2]);
-        assert_eq!(pages.shared(&[1, 2, 3]), row);
-        assert!(!pages.make_own(row[0]), "two rows have it");
-        pages.let_go(&row);
-        assert!(pages.make_own(row[0]));
-        assert!(pages.shared(&[1, 2, 3]).is_empty());
     }
 
     #[test]
