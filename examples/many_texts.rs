@@ -21,7 +21,7 @@ fn main() -> Result<(), Failure> {
     let options = SchedulerOptions { rows: 8, step_tokens: 256, cache_tokens: 4096 };
     let mut scheduler = Scheduler::new(generator.model(), options, Default::default());
 
-    let prompts = ["There was once", "Nobody knew", "The fox", "One evening", "In the forest"];
+    let prompts = ["There", "There was", "There was once", "There was once a", "There was once a"];
     let mut coming = prompts.iter().enumerate();
     let mut texts = BTreeMap::new();
     loop {
