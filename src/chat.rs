@@ -163,7 +163,7 @@ impl<B: Backend> Conversation<B> {
         if context == 0 || context > longest {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
-        let scheduler = generator.scheduler_of(std::iter::once(context));
+        let scheduler = generator.scheduler(std::iter::once(context));
         Ok(Self { generator, template, messages: Vec::new(), scheduler, context, length: 0 })
     }
 
@@ -192,7 +192,8 @@ impl<B: Backend> Conversation<B> {
         (self.length, self.context)
     }
 
-    /// The model's answer, handed to `show` as it comes. Of the conversation only what is new is read.
+    /// The model's answer, handed to `show` as it comes. Of the conversation the model reads what is new, and what shares its last
+    /// page of the cache.
     ///
     /// # Errors
     /// If the template refuses the conversation, it leaves no room for an answer, or the device fails. What was said is

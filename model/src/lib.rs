@@ -37,7 +37,7 @@ mod weights;
 
 pub use attention::Attention;
 pub use block::Block;
-pub use cache::{Cache, CacheFull, RowId};
+pub use cache::{Cache, CacheFull, PAGE_TOKENS, RowId};
 pub use config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 pub use error::WeightsError;
 pub use feed_forward::FeedForward;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Int, Tensor, Transaction};
 use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
-use fireclay_model::{RowId, Transformer};
+use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
@@ -18,8 +18,6 @@ const BEFORE: usize = 22;
 const TIMED: usize = 128;
 /// Steps of which the tokens are read together, as generation does it.
 const READ_STEPS: usize = 16;
-/// Tokens that a page of the cache has, at the most.
-const PAGE: usize = 64;
 /// Tokens of the prompt whose reading is timed.
 const PROMPT: usize = 2048;
 
@@ -144,7 +142,7 @@ fn decode<B: Backend>(
     let mut seconds = Vec::new();
     // The first time compiles.
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(batch_size * (BEFORE + TIMED + 1).next_multiple_of(PAGE));
+        let mut cache = model.cache(batch_size * (BEFORE + TIMED + 1).next_multiple_of(PAGE_TOKENS));
         let rows: Vec<RowId> = (0..batch_size).map(|_| cache.add_row()).collect();
         for row in &rows {
             cache.reserve(*row, BEFORE + TIMED + 1).map_err(|full| Failure::new(full.to_string()))?;

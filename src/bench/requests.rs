@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling};
-use fireclay_model::Transformer;
+use fireclay_model::{PAGE_TOKENS, Transformer};
 
 use super::decode::Drawn;
 use super::{BenchOptions, Measurement};
@@ -54,13 +54,13 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             let length = |request: &Request| request.prompt.len() + request.max_tokens;
             let most: usize = {
                 let mut lengths: Vec<usize> =
-                    requests.iter().map(|request| length(request).next_multiple_of(64)).collect();
+                    requests.iter().map(|request| length(request).next_multiple_of(PAGE_TOKENS)).collect();
                 lengths.sort_unstable();
                 lengths.iter().rev().take(rows).sum()
             };
-            let longest = requests.iter().map(length).max().unwrap_or(0).next_multiple_of(64);
+            let longest = requests.iter().map(length).max().unwrap_or(0).next_multiple_of(PAGE_TOKENS);
             let alike: Vec<Request> = (0..rows).map(|row| Request::new(vec![row as u32; 16], 256)).collect();
-            let alike_tokens = rows * 320;
+            let alike_tokens = rows * (16 + 256usize).next_multiple_of(PAGE_TOKENS);
             let full = most.max(alike_tokens);
             let cases = [
                 (format!("{rows} alike"), &alike, full),

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use burn::tensor::DType;
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, Penalties, Sampling};
-use fireclay_model::Transformer;
+use fireclay_model::{PAGE_TOKENS, Transformer};
 
-use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken};
+use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::language_model::LanguageModel;
@@ -30,8 +30,10 @@ const ROWS: usize = 256;
 const CPU_ROWS: usize = 16;
 /// Tokens of a step: of a long prompt no more are read while others are written.
 const STEP_TOKENS: usize = 2048;
-/// Bytes of the cache, at the most, but for those that one text needs.
+/// Bytes of the cache, at the most, and of the keys of one layer in it, which WGPU binds no more than 128 MiB of on some
+/// devices; but for those that one text needs.
 const CACHE_BYTES: usize = 4 << 30;
+const SLAB_BYTES: usize = 120 << 20;
 
 /// Ends a text early when it is set.
 pub type Interrupt = Arc<AtomicBool>;
@@ -113,6 +115,13 @@ impl GenerationOptions {
 pub struct Prepared {
     pub(crate) tokens: Vec<u32>,
     pub(crate) max_tokens: usize,
+}
+
+impl Prepared {
+    /// Tokens of prompt and text, at the most.
+    fn length(&self) -> usize {
+        self.tokens.len() + self.max_tokens
+    }
 }
 
 /// What came of a prompt.
@@ -205,7 +214,7 @@ impl<B: Backend> Generator<B> {
         let context = self.model.config().context_length;
         let room = context.saturating_sub(tokens.len());
         let max_tokens = options.max_tokens.unwrap_or(room.min(256));
-        if (max_tokens > room && !self.slides()) || room == 0 {
+        if (max_tokens > room && kept_tokens(self.model.config()).is_none()) || room == 0 {
             return Err(Failure::new(format!(
                 "the prompt has {} tokens and {max_tokens} are to follow, but the model's context is {context}: \
                  shorten the prompt, or set --max-tokens to {room} at the most",
@@ -215,28 +224,17 @@ impl<B: Backend> Generator<B> {
         Ok(Prepared { tokens, max_tokens })
     }
 
-    /// Whether a text can go on from its own end when it has filled the context.
-    fn slides(&self) -> bool {
-        let config = self.model.config();
-        config.sliding_window.is_some_and(|window| window < config.context_length)
-    }
-
-    /// A scheduler for texts behind these prompts.
-    pub(crate) fn scheduler<'a>(&self, prompts: impl Iterator<Item = &'a Prepared>) -> Scheduler<B> {
-        self.scheduler_of(prompts.map(|prompt| prompt.tokens.len() + prompt.max_tokens))
-    }
-
     /// A scheduler for texts that have so many tokens each at the most, with their prompts.
-    pub fn scheduler_of(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
+    pub fn scheduler(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
         let config = self.model.config();
-        let width = 2 * config.n_layers * config.n_kv_heads * config.head_dim;
-        let most = CACHE_BYTES / (width * DType::from(self.model.activations()).size()).max(1);
+        let token = config.n_kv_heads * config.head_dim * DType::from(self.model.activations()).size();
+        let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
         // Each fills its last page in part.
-        let lengths: Vec<usize> =
-            lengths.map(|length| length.min(config.context_length).next_multiple_of(64)).collect();
+        let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
+        let lengths: Vec<usize> = lengths.collect();
         let longest = lengths.iter().copied().max().unwrap_or(1);
         let rows = if B::is_synchronous() { CPU_ROWS } else { ROWS };
-        let cache_tokens = lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest).max(1);
+        let cache_tokens = lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest);
         let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
@@ -292,7 +290,7 @@ impl<B: Backend> Generator<B> {
         decoding: impl FnOnce() -> Result<(), Failure>,
     ) -> Result<Vec<Generated>, Failure> {
         let mut all = Vec::new();
-        let mut scheduler = self.scheduler(prompts.iter().copied());
+        let mut scheduler = self.scheduler(prompts.iter().map(|prompt| prompt.length()));
         self.write_all(
             &mut scheduler,
             (prompts, first),
@@ -343,8 +341,8 @@ impl<B: Backend> Generator<B> {
         // Those that were handed on are no longer among the texts.
         let mut handed_on = 0;
         while !texts.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
-            let written = self.written(scheduler).and_then(|written| {
-                for written in written {
+            let written = scheduler.step(&self.model).and_then(|()| {
+                for written in scheduler.take() {
                     let row = rows.get(&written.id).copied();
                     let text = row.and_then(|row| Some((row, texts.get_mut(row.checked_sub(handed_on)?)?)));
                     if let Some((row, (_, text))) = text {
@@ -376,12 +374,6 @@ impl<B: Backend> Generator<B> {
             handed_on += 1;
         }
         Ok(())
-    }
-
-    /// One step, and what came of it.
-    fn written(&self, scheduler: &mut Scheduler<B>) -> Result<Vec<Written>, Failure> {
-        scheduler.step(&self.model)?;
-        Ok(scheduler.take())
     }
 }
 
@@ -553,7 +545,7 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
                 (self.show)(GenerationEvent::Done(&generated));
             }
         };
-        let mut scheduler = generator.scheduler(prepared.iter());
+        let mut scheduler = generator.scheduler(prepared.iter().map(Prepared::length));
         generator.write_all(&mut scheduler, (&all, 0), &self.options, (|_, _: &str| {}, done), || Ok(()))
     }
 }

@@ -7,7 +7,7 @@ use fireclay::precision::Precision;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
-use fireclay_model::{Cache, ModelFolder, RowId, Transformer, TransformerConfig};
+use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use crate::backend_test;
 use crate::golden::{Golden, folder};
@@ -17,7 +17,7 @@ const FAMILIES: [&str; 8] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llam
 
 /// A cache whose rows have read a prompt each, with room for so many tokens in each, and what follows from their last tokens.
 fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> (Cache<B>, Vec<RowId>, Tensor<B, 2>) {
-    let mut cache = model.cache(prompts.len() * room.next_multiple_of(64));
+    let mut cache = model.cache(prompts.len() * room.next_multiple_of(PAGE_TOKENS));
     let rows: Vec<RowId> = prompts.iter().map(|_| cache.add_row()).collect();
     rows.iter().for_each(|row| cache.reserve(*row, room).expect("pages for all"));
     let prompts: Vec<(RowId, &[u32])> = rows.iter().copied().zip(prompts.iter().copied()).collect();

@@ -13,8 +13,8 @@ use fireclay_kernels::{Backend, CachedRow, CachedTokens, LayerCache, PackedHeads
 use self::pages::Pages;
 use crate::config::TransformerConfig;
 
-/// Tokens of a page.
-const PAGE_TOKENS: usize = 64;
+/// Tokens of a page, but for models of a shorter context.
+pub const PAGE_TOKENS: usize = 64;
 
 /// A row of a [`Cache`]: the tokens of one text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,0 +1,50 @@
+//! How likely the model takes drawn tokens to be, and the likeliest in their places.
+
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData};
+use fireclay_kernels::Backend;
+
+/// The drawn token of each row, and behind it the likeliest in its place, the likeliest first: `[rows, 1 + count]`.
+pub(super) struct LogProbabilities<B: Backend> {
+    pub(super) tokens: Tensor<B, 2, Int>,
+    /// Their log-probabilities, in nats.
+    pub(super) values: Tensor<B, 2>,
+}
+
+impl<B: Backend> LogProbabilities<B> {
+    /// Of drawn tokens `[rows]` and the `count` likeliest by logits `[rows, vocabulary]`.
+    pub(super) fn of(logits: Tensor<B, 2>, drawn: Tensor<B, 1, Int>, count: usize) -> Self {
+        let [rows, vocabulary] = logits.dims();
+        let mut left = log_softmax(logits, 1);
+        let drawn = drawn.clamp(0, vocabulary as i64 - 1).reshape([rows, 1]);
+        let (mut tokens, mut values) = (vec![drawn.clone()], vec![left.clone().gather(1, drawn)]);
+        // One after another: there are few, and a sort would leave the device.
+        for _ in 0..count.min(vocabulary) {
+            let best = left.clone().argmax(1);
+            let value = left.clone().gather(1, best.clone());
+            left = left.scatter(1, best.clone(), value.clone().neg().add_scalar(f32::MIN), IndexingUpdateOp::Add);
+            tokens.push(best);
+            values.push(value);
+        }
+        Self { tokens: Tensor::cat(tokens, 1), values: Tensor::cat(values, 1) }
+    }
+}
+
+/// [`LogProbabilities`] on the host.
+pub(super) struct Known {
+    all: Vec<(u32, f32)>,
+    width: usize,
+}
+
+impl Known {
+    pub(super) fn new(tokens: TensorData, values: TensorData) -> Self {
+        let width = tokens.shape.last().copied().unwrap_or(1);
+        let tokens = tokens.iter::<i64>().map(|token| token as u32).collect::<Vec<u32>>();
+        Self { all: tokens.into_iter().zip(values.iter::<f32>()).collect(), width }
+    }
+
+    /// The drawn token of a row, and then the likeliest.
+    pub(super) fn row(&self, row: usize) -> &[(u32, f32)] {
+        self.all.chunks_exact(self.width.max(1)).nth(row).unwrap_or(&[])
+    }
+}

@@ -1,0 +1,345 @@
+//! Many texts at once: requests come and go at any step, and share one cache.
+//!
+//! ```text
+//! add -> waiting -> reading its prompt, in chunks -> writing, a token a step -> finished
+//!           ^                                           |
+//!           '----- pages run out: the last that came ---'   it is read again, with what it has written
+//! ```
+//!
+//! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
+//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Drawn tokens feed the next step on the
+//! device, and are read some steps later.
+
+mod log_probabilities;
+mod pass;
+mod plan;
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use burn::tensor::{Int, Tensor};
+use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling, TokenCounts};
+use fireclay_model::{Cache, RowId, Transformer, TransformerConfig};
+
+use self::log_probabilities::LogProbabilities;
+use crate::failure::Failure;
+
+/// Steps of which the tokens are read together, at the most: reading makes the device wait for the host.
+const READ_STEPS: usize = 16;
+/// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
+const READ_INTERVAL: Duration = Duration::from_millis(25);
+/// The most of the likeliest tokens whose probabilities can be asked for.
+pub const MOST_LIKELIEST: usize = 20;
+
+/// What a scheduler may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerOptions {
+    /// Texts that are read or written at a time.
+    pub rows: usize,
+    /// Tokens of one step, prompts and texts together.
+    pub step_tokens: usize,
+    /// Tokens that the cache holds.
+    pub cache_tokens: usize,
+}
+
+/// A text to be written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// What it goes on from: one token at least.
+    pub prompt: Vec<u32>,
+    /// Tokens to write at the most: one at least.
+    pub max_tokens: usize,
+    /// How they are drawn.
+    pub sampling: Sampling,
+    /// Tokens that end it.
+    pub ends: Vec<u32>,
+    /// What is added to the logits of some tokens.
+    pub biases: Vec<(u32, f32)>,
+    /// Asks for the log-probability of each token, and for so many of the likeliest in its place.
+    pub likeliest: Option<usize>,
+}
+
+impl Request {
+    /// A request of the likeliest tokens.
+    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
+        let sampling = Sampling::greedy();
+        Self { prompt, max_tokens, sampling, ends: Vec::new(), biases: Vec::new(), likeliest: None }
+    }
+}
+
+/// Names a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(u64);
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// By a token that ends it, its last one.
+    End,
+    /// It has as many tokens as were asked for.
+    Length,
+    /// Its logits are not numbers.
+    NotANumber,
+}
+
+/// A token of a text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WrittenToken {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability by the model, in nats, before temperature, cuts, biases and penalties, if it was asked for.
+    pub log_probability: Option<f32>,
+    /// The likeliest tokens in its place and their log-probabilities, the likeliest first.
+    pub likeliest: Vec<(u32, f32)>,
+}
+
+/// What became of a request since it was asked before.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Written {
+    /// Which request.
+    pub id: RequestId,
+    /// Its new tokens.
+    pub tokens: Vec<WrittenToken>,
+    /// Why it ended, if it did: nothing more comes then.
+    pub finish: Option<Finish>,
+}
+
+/// How much there is to do, and what it takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that have not begun.
+    pub waiting: usize,
+    /// Those whose prompts are being read.
+    pub reading: usize,
+    /// Those that are being written.
+    pub writing: usize,
+    /// Pages of the cache.
+    pub pages: usize,
+    /// Pages that none of them has.
+    pub pages_left: usize,
+    /// How often a text gave up its pages for others so far, to be read again.
+    pub preemptions: usize,
+}
+
+/// A request on its way.
+struct Text {
+    id: RequestId,
+    request: Request,
+    /// The prompt, and the tokens behind it that were read from the device.
+    tokens: Vec<u32>,
+    /// Tokens drawn behind the prompt; those beyond `tokens` are still on the device.
+    drawn: usize,
+    /// Where in `tokens` its row of the cache begins.
+    begin: usize,
+    row: Option<RowId>,
+    /// Its line of counts.
+    line: Option<usize>,
+    /// How often it went on from its own end.
+    slides: u64,
+    /// Where its last token is among those that the last step drew, if it was: the next step reads it there.
+    drawn_at: Option<usize>,
+    /// Tokens that it reads in this step.
+    reads: usize,
+    finished: bool,
+}
+
+impl Text {
+    fn prompt_length(&self) -> usize {
+        self.request.prompt.len()
+    }
+
+    /// Whether nothing more is to be drawn.
+    fn is_complete(&self) -> bool {
+        self.finished || self.drawn >= self.request.max_tokens
+    }
+
+    /// Whether the next step gives it a token.
+    fn writes(&self) -> bool {
+        self.drawn_at.is_some() && !self.is_complete()
+    }
+
+    fn needs_line(&self) -> bool {
+        !self.request.sampling.penalties.are_none() || !self.request.biases.is_empty()
+    }
+
+    fn sampling(&self) -> Sampling {
+        let Sampling { stream, .. } = self.request.sampling;
+        let stream =
+            if self.slides == 0 { stream } else { Sampling::greedy().with_seed(stream.into(), self.slides).stream };
+        Sampling { stream, ..self.request.sampling }
+    }
+}
+
+/// Tokens on their way from the device.
+struct Drawn<B: Backend> {
+    tokens: Tensor<B, 1, Int>,
+    /// Whose they are, by their place in `tokens`.
+    texts: Vec<(usize, RequestId)>,
+    log_probabilities: Option<LogProbabilities<B>>,
+}
+
+/// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if that is
+/// more. None where attention sees all of the context.
+pub(super) fn kept_tokens(config: &TransformerConfig) -> Option<usize> {
+    let window = config.sliding_window.filter(|window| *window < config.context_length)?;
+    Some(window.max(config.context_length / 2))
+}
+
+/// Writes many texts at once.
+pub struct Scheduler<B: Backend> {
+    options: SchedulerOptions,
+    cache: Cache<B>,
+    context: usize,
+    vocabulary: usize,
+    /// Tokens that a text goes on from which has filled the context, where the model has a window.
+    kept: Option<usize>,
+    waiting: VecDeque<Text>,
+    /// Those that have rows, in the order in which they came.
+    running: Vec<Text>,
+    requests: u64,
+    /// What the last step drew, and how.
+    drawn: Option<Tensor<B, 1, Int>>,
+    sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
+    counts: Option<TokenCounts<B>>,
+    free_lines: Vec<usize>,
+    on_the_way: Vec<Drawn<B>>,
+    last_read: Instant,
+    ready: HashMap<RequestId, Written>,
+    preemptions: usize,
+    device: B::Device,
+}
+
+impl<B: Backend> Scheduler<B> {
+    /// A scheduler for a model, whose cache is allocated here.
+    ///
+    /// # Panics
+    /// If the model looks ahead, as encoders do, or an option is zero.
+    pub fn new(model: &Transformer<B>, options: SchedulerOptions, device: B::Device) -> Self {
+        let SchedulerOptions { rows, step_tokens, cache_tokens } = options;
+        assert!(rows > 0 && step_tokens > 0 && cache_tokens > 0, "a scheduler of nothing: {options:?}");
+        let config = model.config();
+        let context = config.context_length;
+        Self {
+            options,
+            cache: model.cache(cache_tokens),
+            context,
+            vocabulary: config.vocab_size,
+            kept: kept_tokens(config),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            requests: 0,
+            drawn: None,
+            sampled: None,
+            counts: None,
+            free_lines: Vec::new(),
+            on_the_way: Vec::new(),
+            last_read: Instant::now(),
+            ready: HashMap::new(),
+            preemptions: 0,
+            device,
+        }
+    }
+
+    /// Adds a request, behind those that wait.
+    ///
+    /// # Errors
+    /// If it asks for nothing, holds tokens that the vocabulary lacks, or can never fit the context or the cache.
+    pub fn add(&mut self, request: Request) -> Result<RequestId, Failure> {
+        let Request { prompt, max_tokens, biases, likeliest, .. } = &request;
+        let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
+        if length == 0 || *max_tokens == 0 {
+            return Err(Failure::usage("a request needs a prompt of one token at least, and asks for one at least"));
+        }
+        let tokens = prompt.iter().chain(biases.iter().map(|(token, _)| token));
+        if let Some(token) = tokens.max().filter(|token| **token as usize >= self.vocabulary) {
+            let last = self.vocabulary - 1;
+            return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {last}")));
+        }
+        if likeliest.is_some_and(|count| count > MOST_LIKELIEST) {
+            return Err(Failure::usage(format!("{MOST_LIKELIEST} of the likeliest tokens can be asked for, not more")));
+        }
+        if room == 0 || (*max_tokens > room && self.kept.is_none()) {
+            return Err(Failure::usage(format!(
+                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {}",
+                self.context
+            )));
+        }
+        let (pages, _) = self.cache.pages();
+        let most = (length + max_tokens).min(self.context);
+        if most.div_ceil(self.cache.page_tokens()) > pages {
+            let held = pages * self.cache.page_tokens();
+            return Err(Failure::usage(format!(
+                "the prompt has {length} tokens and {max_tokens} are to follow, but the cache holds {held}"
+            )));
+        }
+        self.requests += 1;
+        let id = RequestId(self.requests);
+        let tokens = prompt.clone();
+        let text = Text {
+            id,
+            request,
+            tokens,
+            drawn: 0,
+            begin: 0,
+            row: None,
+            line: None,
+            slides: 0,
+            drawn_at: None,
+            reads: 0,
+            finished: false,
+        };
+        self.waiting.push_back(text);
+        Ok(id)
+    }
+
+    /// Ends a request now; what was not taken of it is gone. Others are not touched.
+    pub fn cancel(&mut self, id: RequestId) {
+        self.waiting.retain(|text| text.id != id);
+        if let Some(at) = self.running.iter().position(|text| text.id == id) {
+            let text = self.running.remove(at);
+            self.taken_back(text);
+        }
+        self.ready.remove(&id);
+    }
+
+    /// Whether there is nothing to do and nothing to take.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty() && self.on_the_way.is_empty() && self.ready.is_empty()
+    }
+
+    /// What there is to do.
+    pub fn load(&self) -> Load {
+        let (pages, pages_left) = self.cache.pages();
+        let writing = self.running.iter().filter(|text| text.drawn_at.is_some()).count();
+        let (waiting, reading) = (self.waiting.len(), self.running.len() - writing);
+        Load { waiting, reading, writing, pages, pages_left, preemptions: self.preemptions }
+    }
+
+    /// What became of requests, in the order in which they were added: what was read from the device by now.
+    pub fn take(&mut self) -> Vec<Written> {
+        let mut written: Vec<Written> = self.ready.drain().map(|(_, written)| written).collect();
+        written.sort_by_key(|written| written.id);
+        written
+    }
+
+    /// One pass of the model, if there is something to do, and a look at what was drawn, if it is time.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn step(&mut self, model: &Transformer<B>) -> Result<(), Failure> {
+        self.slide()?;
+        let reads = self.plan()?;
+        let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.running[*at].writes()).collect();
+        let first_tokens = !reads.is_empty() && writing.is_empty();
+        if !reads.is_empty() || !writing.is_empty() {
+            self.pass(model, &writing, &reads);
+        }
+        let waits = self.running.iter().any(|text| !text.is_complete());
+        let due =
+            first_tokens || !waits || self.on_the_way.len() >= READ_STEPS || self.last_read.elapsed() >= READ_INTERVAL;
+        if due {
+            self.read()?;
+        }
+        Ok(())
+    }
+}

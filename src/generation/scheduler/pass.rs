@@ -1,0 +1,143 @@
+//! One pass of the model over a step's tokens, and what it draws.
+
+use std::time::Instant;
+
+use burn::tensor::{Tensor, TensorData, Transaction};
+use fireclay_kernels::recorder::read_back;
+use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
+use fireclay_model::{RowId, Transformer};
+
+use super::log_probabilities::{Known, LogProbabilities};
+use super::{Drawn, Finish, RequestId, Scheduler, Text, Written, WrittenToken};
+use crate::failure::Failure;
+
+impl<B: Backend> Scheduler<B> {
+    /// Runs the model over one token of each text that is `writing`, and over tokens of those that are being read.
+    pub(super) fn pass(&mut self, model: &Transformer<B>, writing: &[usize], reads: &[(usize, usize)]) {
+        let rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
+        let decode = self.drawn.as_ref().filter(|_| !writing.is_empty()).map(|drawn| {
+            let places: Vec<usize> = writing.iter().filter_map(|at| self.running[*at].drawn_at).collect();
+            match places.iter().copied().eq(0..drawn.dims()[0]) {
+                true => drawn.clone(),
+                false => {
+                    let places: Vec<i32> = places.into_iter().map(|place| place as i32).collect();
+                    let count = places.len();
+                    drawn.clone().gather(0, Tensor::from_data(TensorData::new(places, [count]), &self.device))
+                }
+            }
+        });
+        let prefill: Vec<(RowId, &[u32])> = reads
+            .iter()
+            .filter_map(|(at, count)| {
+                let text = &self.running[*at];
+                let row = text.row?;
+                let from = text.begin + self.cache.length(row);
+                Some((row, &text.tokens[from..from + count]))
+            })
+            .collect();
+        let hidden = model.step(decode.map(|tokens| (tokens, &rows[..])), &prefill, &mut self.cache);
+
+        // What a prompt's chunks draw before its end is not used.
+        let mut likeliest = None;
+        let mut sampled: Vec<SampledRow> = Vec::new();
+        let mut texts: Vec<(usize, RequestId)> = Vec::new();
+        let places: Vec<usize> = writing.iter().chain(reads.iter().map(|(at, _)| at)).copied().collect();
+        for (place, at) in places.iter().enumerate() {
+            let text = &mut self.running[*at];
+            let read = text.row.map_or(0, |row| text.begin + self.cache.length(row));
+            if text.drawn_at.is_some() || read >= text.tokens.len() {
+                text.drawn_at = Some(place);
+                text.drawn += 1;
+                likeliest = likeliest.max(text.request.likeliest);
+                sampled.push(SampledRow { sampling: text.sampling(), line: text.line });
+                texts.push((place, text.id));
+            } else {
+                sampled.push(Sampling::greedy().into());
+            }
+        }
+        let rows = match self.sampled.take() {
+            Some((same, rows)) if same == sampled => rows,
+            _ => SampledRows::new(&sampled, &self.device),
+        };
+        let counts = self.counts.as_mut();
+        let (tokens, log_probabilities) = match likeliest {
+            Some(count) => {
+                let (tokens, logits) = model.sample_logits(hidden, &rows, counts, &self.cache);
+                (tokens.clone(), Some(LogProbabilities::of(logits, tokens, count)))
+            }
+            None => (model.sample(hidden, &rows, counts, &self.cache), None),
+        };
+        self.sampled = Some((sampled, rows));
+        self.drawn = Some(tokens.clone());
+        // Prompts that are read are there for others.
+        for (at, _) in reads {
+            let text = &self.running[*at];
+            if let Some(row) = text.row.filter(|_| text.begin == 0) {
+                self.cache.make_known(row, &text.tokens);
+            }
+        }
+        if !texts.is_empty() {
+            self.on_the_way.push(Drawn { tokens, texts, log_probabilities });
+        }
+    }
+
+    /// Reads the tokens of some steps at once, and gives them to the texts that are not finished.
+    pub(super) fn read(&mut self) -> Result<(), Failure> {
+        self.last_read = Instant::now();
+        let drawn = std::mem::take(&mut self.on_the_way);
+        if !drawn.is_empty() {
+            let mut all = Transaction::<B>::default();
+            for Drawn { tokens, log_probabilities, .. } in &drawn {
+                all = all.register(tokens.clone());
+                if let Some(LogProbabilities { tokens, values }) = log_probabilities {
+                    all = all.register(tokens.clone()).register(values.clone());
+                }
+            }
+            let read = all.try_execute().inspect(|read| read_back(read.iter().map(|data| data.bytes.len()).sum()));
+            let read = read.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            // In the order in which they were registered.
+            let mut read = read.into_iter();
+            let mut next = || read.next().unwrap_or_else(|| TensorData::new(Vec::<i32>::new(), [0]));
+            for Drawn { texts, log_probabilities, .. } in drawn {
+                let tokens: Vec<i64> = next().iter().collect();
+                let known = log_probabilities.map(|_| Known::new(next(), next()));
+                for (place, id) in texts {
+                    let token = tokens.get(place).copied().unwrap_or(-1);
+                    self.push(id, token, known.as_ref().map(|known| known.row(place)));
+                }
+            }
+        }
+        // Those that are finished give up their rows.
+        let (gone, running): (Vec<Text>, _) =
+            std::mem::take(&mut self.running).into_iter().partition(|text| text.finished);
+        self.running = running;
+        gone.into_iter().for_each(|text| drop(self.taken_back(text)));
+        Ok(())
+    }
+
+    /// One more token of a text, unless it is finished; -1 is what the device draws from logits that are NaN.
+    fn push(&mut self, id: RequestId, token: i64, log_probabilities: Option<&[(u32, f32)]>) {
+        let Some(text) = self.running.iter_mut().find(|text| text.id == id && !text.finished) else { return };
+        let ready = self.ready.entry(id).or_insert_with(|| Written { id, tokens: Vec::new(), finish: None });
+        match u32::try_from(token) {
+            Ok(token) => {
+                text.tokens.push(token);
+                let asked = text.request.likeliest.zip(log_probabilities.and_then(<[_]>::split_first));
+                ready.tokens.push(match asked {
+                    Some((count, ((_, own), others))) => {
+                        let likeliest = others.iter().take(count).copied().collect();
+                        WrittenToken { token, log_probability: Some(*own), likeliest }
+                    }
+                    None => WrittenToken { token, log_probability: None, likeliest: Vec::new() },
+                });
+                if text.request.ends.contains(&token) {
+                    ready.finish = Some(Finish::End);
+                } else if text.tokens.len() - text.prompt_length() >= text.request.max_tokens {
+                    ready.finish = Some(Finish::Length);
+                }
+            }
+            Err(_) => ready.finish = Some(Finish::NotANumber),
+        }
+        text.finished = ready.finish.is_some();
+    }
+}

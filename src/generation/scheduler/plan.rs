@@ -1,0 +1,190 @@
+//! Which texts a step reads and writes, and their pages.
+
+use burn::tensor::Tensor;
+use fireclay_kernels::{Backend, TokenCounts};
+
+use super::{Scheduler, Text};
+use crate::failure::Failure;
+
+impl<B: Backend> Scheduler<B> {
+    /// Texts that fill the context go on from their own ends: these are read anew.
+    pub(super) fn slide(&mut self) -> Result<(), Failure> {
+        let Some(kept) = self.kept else { return Ok(()) };
+        let full = |this: &Self, text: &Text| {
+            text.row.is_some_and(|row| this.cache.length(row) == this.context) && !text.is_complete()
+        };
+        if !self.running.iter().any(|text| full(self, text)) {
+            return Ok(());
+        }
+        // Their last tokens have to be known.
+        self.read()?;
+        for at in 0..self.running.len() {
+            if full(self, &self.running[at]) {
+                let text = &mut self.running[at];
+                text.begin = text.tokens.len().saturating_sub(kept);
+                text.slides += 1;
+                text.drawn_at = None;
+                let row = text.row.replace(self.cache.add_row());
+                row.into_iter().for_each(|row| self.cache.remove_row(row));
+            }
+        }
+        Ok(())
+    }
+
+    /// Which texts read how many tokens in this step, with pages for all that the step reads and writes.
+    pub(super) fn plan(&mut self) -> Result<Vec<(usize, usize)>, Failure> {
+        // Texts that are written come first, a token each.
+        self.running.iter_mut().for_each(|text| text.reads = usize::from(text.writes()));
+        let mut at = 0;
+        while at < self.running.len() {
+            let text = &self.running[at];
+            let Some(row) = text.row.filter(|_| text.writes()) else {
+                at += 1;
+                continue;
+            };
+            let id = text.id;
+            while self.cache.reserve(row, 1).is_err() {
+                if !self.release() {
+                    self.preempt()?;
+                }
+                if !self.running.iter().any(|text| text.id == id) {
+                    break;
+                }
+            }
+            // One that came before may be gone.
+            at = self.running.iter().position(|text| text.id >= id).unwrap_or(self.running.len());
+            at += usize::from(self.running.get(at).is_some_and(|text| text.id == id));
+        }
+        let writing = self.running.iter().filter(|text| text.writes()).count();
+        let mut budget = self.options.step_tokens.saturating_sub(writing).max(usize::from(writing == 0));
+        let mut reads = Vec::new();
+        for at in 0..self.running.len() {
+            if budget == 0 || self.running[at].drawn_at.is_some() || self.running[at].is_complete() {
+                continue;
+            }
+            if let Some(count) = self.readable(at, budget) {
+                self.running[at].reads = count;
+                reads.push((at, count));
+                budget -= count;
+            }
+        }
+        while budget > 0 && self.running.len() < self.options.rows && !self.waiting.is_empty() {
+            if self.cache.pages().1 == 0 && !self.release() {
+                break;
+            }
+            self.admit();
+            let at = self.running.len() - 1;
+            match self.readable(at, budget) {
+                Some(count) => {
+                    self.running[at].reads = count;
+                    reads.push((at, count));
+                    budget -= count;
+                }
+                None => {
+                    // It waits for pages, at the head of the others.
+                    if let Some(text) = self.running.pop() {
+                        let text = self.taken_back(text);
+                        self.waiting.push_front(text);
+                    }
+                    break;
+                }
+            }
+        }
+        // Where nothing moves, two texts that are being read may have all pages: one gives way.
+        if reads.is_empty() && writing == 0 && self.running.iter().any(|text| !text.is_complete()) {
+            self.preempt()?;
+            return self.plan();
+        }
+        Ok(reads)
+    }
+
+    /// Tokens that a text can read now, up to `budget`, with pages for them.
+    fn readable(&mut self, at: usize, budget: usize) -> Option<usize> {
+        let text = &self.running[at];
+        let row = text.row?;
+        let left = text.tokens.len().saturating_sub(text.begin + self.cache.length(row));
+        let count = left.min(budget);
+        // All that it will ever need, where there is room: its pages are sent to the device once then.
+        let behind =
+            (text.request.max_tokens - text.drawn).min(self.context.saturating_sub(text.tokens.len() - text.begin));
+        let (_, pages_left) = self.cache.pages();
+        let ahead = (left + behind).div_ceil(self.cache.page_tokens()) + 1;
+        if self.waiting.is_empty() && 2 * ahead <= pages_left && self.cache.reserve(row, left + behind).is_ok() {
+            return Some(count);
+        }
+        if self.cache.reserve(row, count).is_ok() || (self.release() && self.cache.reserve(row, count).is_ok()) {
+            return Some(count);
+        }
+        // As many as there are pages for.
+        let (_, pages_left) = self.cache.pages();
+        let room = self.cache.pages_of(row) + pages_left;
+        let fits = (room * self.cache.page_tokens()).saturating_sub(self.cache.length(row)).min(count);
+        (fits > 0 && self.cache.reserve(row, fits).is_ok()).then_some(fits)
+    }
+
+    /// Gives up pages that texts took ahead; whether there were any.
+    fn release(&mut self) -> bool {
+        let (_, before) = self.cache.pages();
+        let rows = self.running.iter().filter_map(|text| Some((text.row?, text.reads)));
+        rows.for_each(|(row, reads)| self.cache.release(row, reads));
+        self.cache.pages().1 > before
+    }
+
+    /// The first of those that wait gets a row, with as much of its tokens as the cache has.
+    fn admit(&mut self) {
+        let Some(mut text) = self.waiting.pop_front() else { return };
+        text.row = Some(self.cache.add_row_of(&text.tokens[text.begin..]));
+        if text.needs_line() {
+            let line = self.free_line();
+            if let Some(counts) = &mut self.counts {
+                let (prompt, written) = text.tokens.split_at(text.prompt_length());
+                counts.begin(line, prompt, written, &text.request.biases);
+            }
+            text.line = Some(line);
+        }
+        self.running.push(text);
+    }
+
+    /// A line of counts that no text has.
+    fn free_line(&mut self) -> usize {
+        if let Some(line) = self.free_lines.pop() {
+            return line;
+        }
+        let lines = self.counts.as_ref().map_or(0, |counts| counts.prompt.dims()[0]);
+        let more = TokenCounts::new(lines.max(4), self.vocabulary, &self.device);
+        let all = match self.counts.take() {
+            Some(counts) => TokenCounts {
+                prompt: Tensor::cat(vec![counts.prompt, more.prompt], 0),
+                written: Tensor::cat(vec![counts.written, more.written], 0),
+                bias: Tensor::cat(vec![counts.bias, more.bias], 0),
+            },
+            None => more,
+        };
+        self.free_lines.extend((lines..all.prompt.dims()[0]).rev());
+        self.counts = Some(all);
+        self.free_lines.pop().unwrap_or(lines)
+    }
+
+    /// The text that came last gives up its pages, and waits to be read again.
+    fn preempt(&mut self) -> Result<(), Failure> {
+        // What it has drawn has to be known.
+        self.read()?;
+        if let Some(text) = self.running.pop() {
+            self.preemptions += 1;
+            let text = self.taken_back(text);
+            self.waiting.push_front(text);
+        }
+        Ok(())
+    }
+
+    /// A text without row and line.
+    pub(super) fn taken_back(&mut self, mut text: Text) -> Text {
+        if let Some(row) = text.row.take() {
+            self.cache.make_known(row, &text.tokens[text.begin..]);
+            self.cache.remove_row(row);
+        }
+        self.free_lines.extend(text.line.take());
+        text.drawn_at = None;
+        text
+    }
+}
