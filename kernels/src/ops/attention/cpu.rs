@@ -197,149 +197,27 @@ impl AttentionOps for NdArray {
     }
 }
 
-/// New tokens of a row, and where its keys and values lie.
-#[derive(Clone, Copy)]
-pub(crate) struct RowOfPages<'a> {
-    pub(crate) pages: &'a [u32],
-    pub(crate) tokens: usize,
-    /// Of all its tokens.
-    pub(crate) keys: usize,
-}
-
-/// A cache's keys and values, `[pages, n_kv_heads, page_tokens, head_dim]` each.
-#[derive(Clone, Copy)]
-pub(crate) struct Pages<'a> {
-    pub(crate) keys: &'a [f32],
-    pub(crate) values: &'a [f32],
-    pub(crate) page_tokens: usize,
-}
-
-/// Attention of packed queries `[tokens, width]`, those of one row behind those of another, each over the keys of its row:
-/// `[tokens, n_heads, head_dim]`.
+/// Causal attention of packed queries `[tokens, width]`, the last of `keys` tokens, over keys and values `[n_kv_heads, capacity,
+/// head_dim]`: into `out` `[tokens, n_heads, head_dim]`.
 pub(crate) fn attention_over(
     qkv: &[f32],
     heads: PackedHeads,
-    held: Pages<'_>,
-    rows: &[RowOfPages<'_>],
+    [key, value]: [&[f32]; 2],
+    keys: usize,
     window: Option<usize>,
-    options: AttentionOptions,
-) -> Vec<f32> {
-    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
-    let tokens: usize = rows.iter().map(|row| row.tokens).sum();
-    assert_eq!(qkv.len(), tokens * heads.width(), "a line of queries, keys and values for each token");
-    let page_size = held.page_tokens * head_dim;
-    let mut output = zeros(tokens * n_heads * head_dim);
-    let mut rest = (qkv, &mut output[..]);
-    let rows: Vec<_> = rows
-        .iter()
-        .map(|row| {
-            // Those that it uses.
-            let used = &row.pages[..row.keys.div_ceil(held.page_tokens)];
-            let row = RowOfPages { pages: used, ..*row };
-            let (qkv, qkv_behind) = rest.0.split_at(row.tokens * heads.width());
-            let (out, out_behind) = std::mem::take(&mut rest.1).split_at_mut(row.tokens * n_heads * head_dim);
-            rest = (qkv_behind, out_behind);
-            (row, qkv, out)
-        })
-        .collect();
-    let (single, several): (Vec<_>, Vec<_>) = rows.into_iter().partition(|(row, ..)| row.tokens == 1);
-    // A thread for each key head of each row.
-    let group = n_heads / n_kv_heads * head_dim;
-    let work: Vec<_> = single
-        .into_iter()
-        .flat_map(|(row, qkv, out)| {
-            let heads = qkv.chunks_exact(group).zip(out.chunks_exact_mut(group));
-            heads.enumerate().map(move |(kv, (query, out))| (row, kv, query, out))
-        })
-        .collect();
-    work.into_par_iter().for_each(|(row, kv, query, out)| {
-        vectorised(|| attend_one(query, held, &row, [kv, n_kv_heads, head_dim], window, options.scale as f32, out));
-    });
-    for (row, qkv, out) in several {
-        let shape = [1, row.tokens, heads.width()];
-        let mask = AttentionMask::Causal { window };
-        let problem = Problem { keys: row.keys, ..Problem::packed(shape, heads, &mask, options) };
-        // Of several pages, one head's behind another's.
-        let together = |values: &[f32]| {
-            let mut all = Vec::with_capacity(n_kv_heads * row.pages.len() * page_size);
-            for head in 0..n_kv_heads {
-                for page in row.pages {
-                    all.extend_from_slice(&values[(*page as usize * n_kv_heads + head) * page_size..][..page_size]);
-                }
-            }
-            all
-        };
-        let copies = [held.keys, held.values].map(together);
-        let [keys, values] = copies.each_ref().map(Vec::as_slice);
-        assert!(row.keys <= row.pages.len() * held.page_tokens && keys.len() == values.len());
-        let strides = [0, (row.pages.len() * page_size) as isize, head_dim as isize, 1];
-        let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), row.tokens, heads);
-        let [keys, values] = [keys, values].map(|values| Heads { pointer: values.as_ptr().cast_mut(), strides });
-        let mut sums = zeros(n_heads * row.tokens);
-        forward_into(&problem, [queries, keys, values], out, &mut sums);
-    }
-    output
-}
-
-/// The keys or values of a row from one on, of the first of the numbers `head`, of as many as the second says, as wide as the
-/// third.
-struct Lines<'a> {
-    page_tokens: usize,
-    row: &'a RowOfPages<'a>,
-    head: [usize; 3],
-    first: usize,
-}
-
-impl Lines<'_> {
-    /// Calls `work` with each of them, counted from the first.
-    #[inline(always)]
-    fn each(&self, values: &[f32], mut work: impl FnMut(usize, &[f32])) {
-        let Self { page_tokens, row, head: [head, heads, width], first } = *self;
-        let page_size = page_tokens * width;
-        for (at, page) in row.pages.iter().enumerate().skip(first / page_tokens) {
-            let (begin, end) = ((at * page_tokens).max(first), ((at + 1) * page_tokens).min(row.keys));
-            let page = &values[(*page as usize * heads + head) * page_size..][..page_size];
-            for place in begin..end {
-                work(place - first, &page[place % page_tokens * width..][..width]);
-            }
-        }
-    }
-}
-
-/// Attention of the query heads `query` of one token, which share a key head, over all keys of its row: into `out`. Nothing is
-/// copied, and the sums do not depend on where pages end.
-#[inline(always)]
-fn attend_one(
-    query: &[f32],
-    held: Pages<'_>,
-    row: &RowOfPages<'_>,
-    [kv, n_kv_heads, head_dim]: [usize; 3],
-    window: Option<usize>,
-    scale: f32,
     out: &mut [f32],
 ) {
-    let first = window.map_or(0, |window| row.keys.saturating_sub(window));
-    let lines = Lines { page_tokens: held.page_tokens, row, head: [kv, n_kv_heads, head_dim], first };
-    let seen = row.keys - first;
-    let mut scores = vec![0.0; query.len() / head_dim * seen];
-    lines.each(held.keys, |place, key| {
-        for (query, scores) in query.chunks_exact(head_dim).zip(scores.chunks_exact_mut(seen)) {
-            scores[place] = scale * sum_of(query, key, |a, b| a * b);
-        }
-    });
-    for scores in scores.chunks_exact_mut(seen) {
-        let max = max_of(scores);
-        scores.iter_mut().for_each(|score| *score = exp(*score - max));
-        let inverse = 1.0 / sum_of(scores, scores, |x, _| x);
-        scores.iter_mut().for_each(|score| *score *= inverse);
-    }
-    out.fill(0.0);
-    lines.each(held.values, |place, value| {
-        for (out, scores) in out.chunks_exact_mut(head_dim).zip(scores.chunks_exact(seen)) {
-            let share = scores[place];
-            out.iter_mut().zip(value).for_each(|(out, value)| *out += share * value);
-        }
-    });
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let tokens = qkv.len() / heads.width();
+    let capacity = key.len() / (n_kv_heads * head_dim);
+    assert!(qkv.len() == tokens * heads.width() && tokens <= keys, "{tokens} of {keys} tokens");
+    assert!(keys <= capacity && key.len() == value.len(), "{keys} keys of {capacity}");
+    let (mask, options) = (AttentionMask::Causal { window }, AttentionOptions::new(head_dim));
+    let problem = Problem { keys, ..Problem::packed([1, tokens, heads.width()], heads, &mask, options) };
+    let [queries, ..] = Heads::of_packed(qkv.as_ptr().cast_mut(), tokens, heads);
+    let strides = [0, (capacity * head_dim) as isize, head_dim as isize, 1];
+    let [key, value] = [key, value].map(|values| Heads { pointer: values.as_ptr().cast_mut(), strides });
+    forward_into(&problem, [queries, key, value], out, &mut zeros(n_heads * tokens));
 }
 
 /// Output and log-sum-exp of heads that outlive the call.

@@ -2,12 +2,13 @@
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
+use rayon::prelude::*;
 
 use super::{CachedAttention, CachedAttentionOps, CachedRow};
 use crate::checked::Checked;
-use crate::cpu::{Values, clamp_index, integers, sum_of, tensor, vectorised};
+use crate::cpu::{Values, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, zeros};
 use crate::ops::attention::AttentionOptions;
-use crate::ops::attention::cpu::{Pages, RowOfPages, attention_over};
+use crate::ops::attention::cpu::attention_over;
 use crate::ops::rotary::cpu::rotate;
 use crate::packed_heads::PackedHeads;
 
@@ -64,9 +65,105 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
     }
     let page_tokens = cache.keys.dims()[2];
     let [keys, values] = [&cache.keys, &cache.values].map(|held| Values::rows(held.clone()));
-    let held = Pages { keys: &keys, values: &values, page_tokens };
-    let rows: Vec<_> =
-        at.rows.iter().map(|row| RowOfPages { pages: &row.pages, tokens: row.tokens, keys: row.keys }).collect();
-    let output = attention_over(&qkv, heads, held, &rows, at.window, AttentionOptions::new(head_dim));
+    let held = Held { keys: &keys, values: &values, page_tokens, n_kv_heads, head_dim };
+    let output = attend(&qkv, heads, held, &at.rows, at.window);
     tensor(output, [tokens, n_heads, head_dim])
+}
+
+/// A cache's keys and values, `[pages, n_kv_heads, page_tokens, head_dim]` each.
+#[derive(Clone, Copy)]
+struct Held<'a> {
+    keys: &'a [f32],
+    values: &'a [f32],
+    page_tokens: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+}
+
+impl Held<'_> {
+    /// What a head has in a page, `[page_tokens, head_dim]`.
+    fn page<'a>(&self, of: &'a [f32], page: u32, head: usize) -> &'a [f32] {
+        let size = self.page_tokens * self.head_dim;
+        &of[(page as usize * self.n_kv_heads + head) * size..][..size]
+    }
+
+    /// Calls `work` with each of a row's keys or values from `first` on, counted from there.
+    #[inline(always)]
+    fn each(&self, of: &[f32], row: &CachedRow, head: usize, first: usize, mut work: impl FnMut(usize, &[f32])) {
+        let (page_tokens, width) = (self.page_tokens, self.head_dim);
+        let used = row.keys.div_ceil(page_tokens);
+        for (at, page) in row.pages[..used].iter().enumerate().skip(first / page_tokens) {
+            let (begin, end) = ((at * page_tokens).max(first), ((at + 1) * page_tokens).min(row.keys));
+            let page = self.page(of, *page, head);
+            for place in begin..end {
+                work(place - first, &page[place % page_tokens * width..][..width]);
+            }
+        }
+    }
+
+    /// The keys or values of a row side by side, `[n_kv_heads, used pages * page_tokens, head_dim]`.
+    fn side_by_side(&self, of: &[f32], row: &CachedRow) -> Vec<f32> {
+        let used = &row.pages[..row.keys.div_ceil(self.page_tokens)];
+        let mut all = Vec::with_capacity(self.n_kv_heads * used.len() * self.page_tokens * self.head_dim);
+        for head in 0..self.n_kv_heads {
+            used.iter().for_each(|page| all.extend_from_slice(self.page(of, *page, head)));
+        }
+        all
+    }
+}
+
+/// Attention of packed queries `[tokens, width]`, those of one row behind those of another, each over the keys of its row:
+/// `[tokens, n_heads, head_dim]`.
+fn attend(qkv: &[f32], heads: PackedHeads, held: Held<'_>, rows: &[CachedRow], window: Option<usize>) -> Vec<f32> {
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
+    let mut output = zeros(qkv.len() / heads.width() * n_heads * head_dim);
+    let (mut qkv, mut out) = (qkv, &mut output[..]);
+    // Query heads that share a key head, of rows of one new token.
+    let mut groups = Vec::new();
+    let group = n_heads / n_kv_heads * head_dim;
+    for row in rows {
+        let (own, behind) = qkv.split_at(row.tokens * heads.width());
+        let (own_out, out_behind) = std::mem::take(&mut out).split_at_mut(row.tokens * n_heads * head_dim);
+        (qkv, out) = (behind, out_behind);
+        if row.tokens == 1 {
+            let heads = own.chunks_exact(group).zip(own_out.chunks_exact_mut(group)).enumerate();
+            groups.extend(heads.map(|(head, (query, out))| (row, head, query, out)));
+        } else {
+            let side_by_side = [held.keys, held.values].map(|of| held.side_by_side(of, row));
+            attention_over(own, heads, side_by_side.each_ref().map(Vec::as_slice), row.keys, window, own_out);
+        }
+    }
+    groups.into_par_iter().for_each(|(row, head, query, out)| {
+        vectorised(|| attend_one(query, held, row, head, window, out));
+    });
+    output
+}
+
+/// Attention of the query heads `query` of one token, which share the key head `head`, over all keys of its row: into `out`.
+/// Nothing is copied, and the sums do not depend on where pages end.
+#[inline(always)]
+fn attend_one(query: &[f32], held: Held<'_>, row: &CachedRow, head: usize, window: Option<usize>, out: &mut [f32]) {
+    let head_dim = held.head_dim;
+    let scale = AttentionOptions::new(head_dim).scale as f32;
+    let first = window.map_or(0, |window| row.keys.saturating_sub(window));
+    let seen = row.keys - first;
+    let mut scores = vec![0.0; query.len() / head_dim * seen];
+    held.each(held.keys, row, head, first, |place, key| {
+        for (query, scores) in query.chunks_exact(head_dim).zip(scores.chunks_exact_mut(seen)) {
+            scores[place] = scale * sum_of(query, key, |a, b| a * b);
+        }
+    });
+    for scores in scores.chunks_exact_mut(seen) {
+        let max = max_of(scores);
+        scores.iter_mut().for_each(|score| *score = exp(*score - max));
+        let inverse = 1.0 / sum_of(scores, scores, |x, _| x);
+        scores.iter_mut().for_each(|score| *score *= inverse);
+    }
+    out.fill(0.0);
+    held.each(held.values, row, head, first, |place, value| {
+        for (out, scores) in out.chunks_exact_mut(head_dim).zip(scores.chunks_exact(seen)) {
+            let share = scores[place];
+            out.iter_mut().zip(value).for_each(|(out, value)| *out += share * value);
+        }
+    });
 }

@@ -216,7 +216,7 @@ pub fn head_sample<B: HeadSampleOps>(
 ) -> Tensor<B, 1, Int> {
     let weight = weight.into();
     let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
-    let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
+    let logits = logits_of(hidden, weight);
     dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, rows, positions, counts })))
 }
 
@@ -233,9 +233,13 @@ pub fn head_sample_logits<B: HeadSampleOps>(
 ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
     let weight = weight.into();
     let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
-    let logits = dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })));
+    let logits = logits_of(hidden, weight);
     let draw = Draw { logits: logits.clone(), rows, positions, counts };
     (dispatch!(B: HeadSampleOps::draw(Checked::new(draw))), logits)
+}
+
+fn logits_of<B: HeadSampleOps>(hidden: Tensor<B, 2>, weight: Weight<B>) -> Tensor<B, 2> {
+    dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })))
 }
 
 fn operands_of<B: Backend>(hidden: &Tensor<B, 2>, weight: &Weight<B>) -> Call {
