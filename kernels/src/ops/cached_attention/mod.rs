@@ -210,8 +210,8 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         }
 
         let CachedTokens { rows, positions, pages: table, window } = self.at;
-        part(op, "positions", positions).integer().shaped(&[1, tokens], &qkv);
-        part(op, "pages", table).integer().fits(table.dims()[0] == rows.len(), &qkv);
+        let positions = part(op, "positions", positions).integer().shaped(&[1, tokens], &qkv);
+        part(op, "pages", table).fits(table.dims()[0] == rows.len(), &qkv).alike(&positions);
         for row in rows {
             let room = row.pages.len().saturating_mul(page_tokens);
             assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());

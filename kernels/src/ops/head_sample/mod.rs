@@ -162,8 +162,9 @@ impl<B: Backend> Operands for Draw<'_, B> {
         let [batch_size, vocabulary] = self.logits.dims();
         assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
         let SampledRows { kinds, members, streams, lines, numbers, .. } = self.rows;
-        for (name, x) in [("rows", streams), ("members", members), ("lines", lines)] {
-            part(op, name, x).integer().shaped(&[batch_size], &logits);
+        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], &logits);
+        for (name, x) in [("members", members), ("lines", lines)] {
+            part(op, name, x).shaped(&[batch_size], &logits).alike(&streams);
         }
         part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], &logits);
         assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
