@@ -1,13 +1,16 @@
 //! A conversation with a model, in the words of its own chat template.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
+use minijinja::value::Kwargs;
 use minijinja::{Environment, ErrorKind, context};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::ser::{Formatter, PrettyFormatter};
+use serde_json::{Map, Value, json};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
@@ -24,7 +27,7 @@ const TEMPLATE_DEPTH: usize = 100;
 const CONTEXT: usize = 4096;
 
 /// What someone said.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: &'static str,
@@ -45,6 +48,20 @@ impl ChatTemplate {
     /// # Errors
     /// If there is none, or it is no template.
     pub fn open(folder: &Path) -> Result<Self, Failure> {
+        Self::find(folder)?.ok_or_else(|| {
+            let shown = folder.display();
+            Failure::new(format!(
+                "{shown}: no chat template, neither {TEMPLATE} nor chat_template in {SETTINGS}: \
+                 the model was not made to converse; use `fireclay generate`"
+            ))
+        })
+    }
+
+    /// The template of a model's folder, if it has one.
+    ///
+    /// # Errors
+    /// If it is no template.
+    pub fn find(folder: &Path) -> Result<Option<Self>, Failure> {
         let (file, settings) = (folder.join(TEMPLATE), folder.join(SETTINGS));
         let read = |path: &Path| match std::fs::read_to_string(path) {
             Ok(text) => Ok(Some(text)),
@@ -56,17 +73,11 @@ impl ChatTemplate {
                 .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", settings.display())))?,
             None => Value::Null,
         };
-        let template = read(&file)?.or_else(|| in_settings(&json["chat_template"])).ok_or_else(|| {
-            let shown = folder.display();
-            Failure::new(format!(
-                "{shown}: no chat template, neither {TEMPLATE} nor chat_template in {SETTINGS}: \
-                 the model was not made to converse; use `fireclay generate`"
-            ))
-        })?;
+        let template = read(&file)?.or_else(|| in_settings(&json["chat_template"]));
         // A name, or an object with the name in it.
         let token = |name: &str| json[name].as_str().or(json[name]["content"].as_str()).unwrap_or_default().to_string();
-        Self::new(template, token("bos_token"), token("eos_token"))
-            .map_err(|failure| failure.about(&folder.display().to_string()))
+        let made = template.map(|template| Self::new(template, token("bos_token"), token("eos_token")));
+        made.transpose().map_err(|failure| failure.about(&folder.display().to_string()))
     }
 
     /// A template, and the tokens that it may begin and end texts with.
@@ -81,6 +92,7 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_fuel(Some(TEMPLATE_FUEL));
         environment.set_recursion_limit(TEMPLATE_DEPTH);
+        environment.add_filter("tojson", to_json);
         environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -88,44 +100,151 @@ impl ChatTemplate {
         Ok(Self { environment, bos, eos })
     }
 
-    /// A conversation as the model reads it, up to where it is to answer.
+    /// Whether it has a use for a variable of this name, such as `tools`.
+    pub fn knows(&self, variable: &str) -> bool {
+        let template = self.environment.get_template("chat");
+        template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
+    }
+
+    /// Its text.
+    pub fn source(&self) -> String {
+        self.environment.get_template("chat").map(|template| template.source().to_string()).unwrap_or_default()
+    }
+
+    /// A dialogue as the model reads it, up to where it is to answer.
     ///
     /// # Errors
     /// If the template refuses it, or cannot be followed.
-    pub fn render(&self, messages: &[Message]) -> Result<String, Failure> {
+    pub fn render(&self, dialogue: &Dialogue) -> Result<String, Failure> {
         let template = self.environment.get_template("chat").map_err(|error| told(&error))?;
-        let values = context! {
-            messages => messages, add_generation_prompt => true, bos_token => self.bos, eos_token => self.eos,
+        let Dialogue { messages, tools, variables } = dialogue;
+        let known = context! {
+            messages => messages, tools => tools, add_generation_prompt => true, bos_token => self.bos,
+            eos_token => self.eos,
         };
-        template.render(values).map_err(|error| told(&error))
+        template.render(context! { ..known, ..minijinja::Value::from_serialize(variables) }).map_err(|error| told(&error))
     }
 
-    /// The tokens of a conversation. Control tokens (those that are `special` in `tokenizer.json`) come from the template
+    /// The tokens of a dialogue. Control tokens (those that are `special` in `tokenizer.json`) come from the template
     /// alone: where a message spells one, it is text. Other added tokens, such as Qwen3's `<tool_call>`, are what a message
     /// spells, as in `transformers`.
     ///
     /// # Errors
     /// As [`render`](Self::render), if the vocabulary lacks a part of the text, or a message spells a control token in a
     /// way that cannot be told from one.
-    pub fn tokens(&self, messages: &[Message], tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
-        let spells = |message: &Message| tokenizer.spells_control_token(&message.content);
-        if !messages.iter().map(spells).collect::<Result<Vec<_>, _>>()?.contains(&true) {
-            return Ok(tokenizer.encode(&self.render(messages)?)?);
+    pub fn tokens(&self, dialogue: &Dialogue, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
+        let mut spelled = false;
+        dialogue.texts(&mut |text| {
+            spelled |= tokenizer.spells_control_token(text)?;
+            Ok(String::new())
+        })?;
+        let plain = self.render(dialogue)?;
+        if !spelled {
+            return Ok(tokenizer.encode(&plain)?);
         }
-        // A character for private use that neither a message nor the template has.
-        let plain = self.render(messages)?;
-        let used = |mark: &char| plain.contains(*mark) || messages.iter().any(|said| said.content.contains(*mark));
-        let mark = ('\u{E000}'..='\u{F8FF}').find(|mark| !used(mark));
-        let mark = mark.ok_or_else(|| Failure::new("the conversation uses all of Unicode's private characters"))?;
-        let escape = |message: &Message| {
-            let content = tokenizer.escape(&message.content, mark);
-            if tokenizer.spells_control_token(&content)? {
-                return Err(Failure::new("a message spells one of the model's control tokens: leave it out"));
+        let mut used = plain;
+        dialogue.texts(&mut |text| {
+            used.push_str(text);
+            Ok(String::new())
+        })?;
+        let mark = Tokenizer::unused_mark(&used)?;
+        let escaped = dialogue.texts(&mut |text| {
+            let escaped = tokenizer.escape(text, mark);
+            match tokenizer.spells_control_token(&escaped)? {
+                true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
+                false => Ok(escaped),
             }
-            Ok(Message { content, ..message.clone() })
-        };
-        let escaped = messages.iter().map(escape).collect::<Result<Vec<_>, Failure>>()?;
+        })?;
         Ok(tokenizer.encode_escaped(&self.render(&escaped)?, mark)?)
+    }
+}
+
+/// What a template makes a prompt of.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Dialogue {
+    /// What was said: objects with `role`, `content`, and what else the template knows, such as `tool_calls`.
+    pub messages: Vec<Value>,
+    /// The tools that the model may call; null for none.
+    pub tools: Value,
+    /// What else the template is told, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
+}
+
+impl Dialogue {
+    /// The same with each of its texts, the names of fields too, become what `change` makes of it.
+    fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
+        fn changed(
+            value: &Value,
+            change: &mut impl FnMut(&str) -> Result<String, Failure>,
+        ) -> Result<Value, Failure> {
+            Ok(match value {
+                Value::String(text) => Value::String(change(text)?),
+                Value::Array(values) => {
+                    Value::Array(values.iter().map(|value| changed(value, change)).collect::<Result<_, _>>()?)
+                }
+                Value::Object(fields) => {
+                    let field = |(name, value): (&String, &Value)| Ok((change(name)?, changed(value, change)?));
+                    Value::Object(fields.iter().map(field).collect::<Result<_, Failure>>()?)
+                }
+                other => other.clone(),
+            })
+        }
+        Ok(Self {
+            messages: self.messages.iter().map(|message| changed(message, change)).collect::<Result<_, _>>()?,
+            tools: changed(&self.tools, change)?,
+            variables: self
+                .variables
+                .iter()
+                .map(|(name, value)| Ok((name.clone(), changed(value, change)?)))
+                .collect::<Result<_, Failure>>()?,
+        })
+    }
+}
+
+impl From<&[Message]> for Dialogue {
+    fn from(messages: &[Message]) -> Self {
+        let message = |Message { role, content }: &Message| json!({ "role": role, "content": content });
+        Self { messages: messages.iter().map(message).collect(), ..Self::default() }
+    }
+}
+
+/// Jinja's `tojson` as `transformers` has it: Python's `json.dumps` that leaves Unicode as it is.
+fn to_json(value: minijinja::Value, options: Kwargs) -> Result<String, minijinja::Error> {
+    let indent = options.get::<Option<usize>>("indent")?;
+    // Those that change nothing here.
+    for other in ["ensure_ascii", "separators", "sort_keys"] {
+        let _ = options.get::<Option<minijinja::Value>>(other)?;
+    }
+    options.assert_all_used()?;
+    let indent = indent.map(|width| " ".repeat(width.min(16)));
+    let mut written = Vec::new();
+    let failed = |error: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string());
+    match &indent {
+        Some(indent) => {
+            let pretty = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut written, pretty)).map_err(failed)?;
+        }
+        None => {
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut written, OneLine)).map_err(failed)?;
+        }
+    }
+    String::from_utf8(written).map_err(|error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string()))
+}
+
+/// JSON in one line, with a space behind each comma and colon.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
     }
 }
 
@@ -218,7 +337,7 @@ impl<B: Backend> Conversation<B> {
     }
 
     fn answer_last(&mut self, options: &GenerationOptions, show: impl FnMut(&str)) -> Result<Generated, Failure> {
-        let tokens = self.template.tokens(&self.messages, self.generator.tokenizer())?;
+        let tokens = self.template.tokens(&self.messages[..].into(), self.generator.tokenizer())?;
         let context = self.context;
         let room = context.saturating_sub(tokens.len());
         if tokens.is_empty() || room == 0 {
@@ -335,10 +454,32 @@ mod tests {
         Message { role, content: content.into() }
     }
 
+    fn spoken(messages: &[Message]) -> Dialogue {
+        messages.into()
+    }
+
+    /// The text beside is what Jinja in Python makes of the template by `transformers`' `tojson`.
+    #[test]
+    fn tools_are_spelled_as_python_spells_json() {
+        let source = "{%- for tool in tools %}{{ tool | tojson }}\n{%- endfor %}{{ messages[0].content }} \
+                      {{ enable_thinking is defined }}{{ {'a': [1, 2.5]} | tojson(indent=2) }}";
+        let template = ChatTemplate::new(source.into(), String::new(), String::new()).expect("a template");
+        let tools = json!([{ "type": "function", "function": { "name": "kiln", "parameters": {
+            "type": "object", "properties": { "heat": { "type": "number" } }, "required": ["heat"], "x": "<é'\"",
+        } } }]);
+        let dialogue = Dialogue { tools, ..spoken(&[said("user", "x")]) };
+        let text = template.render(&dialogue).expect("renders");
+        let wanted = "{\"type\": \"function\", \"function\": {\"name\": \"kiln\", \"parameters\": {\"type\": \"object\", \
+                      \"properties\": {\"heat\": {\"type\": \"number\"}}, \"required\": [\"heat\"], \"x\": \"<é'\\\"\"}}}x \
+                      False{\n  \"a\": [\n    1,\n    2.5\n  ]\n}";
+        assert_eq!(text, wanted);
+        assert!(template.knows("tools") && !template.knows("documents"));
+    }
+
     #[test]
     fn a_conversation_is_rendered_as_its_template_says() {
         let template = ChatTemplate::new(CHATML.into(), String::new(), String::new()).expect("a template");
-        let text = template.render(&[said("system", "Be brief."), said("user", "  Hello! ")]).expect("renders");
+        let text = template.render(&spoken(&[said("system", "Be brief."), said("user", "  Hello! ")])).expect("renders");
         let wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n\
                       <|im_start|>assistant\n";
         assert_eq!(text, wanted);
@@ -361,7 +502,7 @@ mod tests {
         let tokenizer = Tokenizer::load(&path).expect("a tokenizer");
         let template = ChatTemplate::new(CHATML.into(), String::new(), String::new()).expect("a template");
         let control = |messages: &[Message]| {
-            let tokens = template.tokens(messages, &tokenizer).expect("renders");
+            let tokens = template.tokens(&messages.into(), &tokenizer).expect("renders");
             let control: Vec<u32> = tokens.iter().copied().filter(|token| *token >= 256).collect();
             (control, tokenizer.decode(&tokens).expect("known tokens"))
         };
@@ -385,7 +526,7 @@ mod tests {
         ];
         for template in endless {
             let template = ChatTemplate::new(template.into(), String::new(), String::new()).expect("a template");
-            let message = template.render(&[said("user", "x")]).expect_err("stopped").to_string();
+            let message = template.render(&spoken(&[said("user", "x")])).expect_err("stopped").to_string();
             assert!(message.starts_with("the chat template: "), "{message}");
         }
     }
@@ -395,8 +536,8 @@ mod tests {
         let template =
             "{{ bos_token }}{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}";
         let template = ChatTemplate::new(template.into(), "<s>".into(), String::new()).expect("a template");
-        assert_eq!(template.render(&[said("user", "x")]), Ok("<s>".into()));
-        let message = template.render(&[said("system", "x")]).expect_err("refused").to_string();
+        assert_eq!(template.render(&spoken(&[said("user", "x")])), Ok("<s>".into()));
+        let message = template.render(&spoken(&[said("system", "x")])).expect_err("refused").to_string();
         assert!(message.contains("user first"), "{message}");
         assert!(ChatTemplate::new("{% if %}".into(), String::new(), String::new()).is_err());
     }
@@ -404,7 +545,7 @@ mod tests {
     #[test]
     fn a_folder_has_its_template_in_a_file_or_in_its_settings() {
         let folder = tempfile::tempdir().expect("a folder");
-        let open = || ChatTemplate::open(folder.path()).map(|chat| chat.render(&[]).expect("renders"));
+        let open = || ChatTemplate::open(folder.path()).map(|chat| chat.render(&Dialogue::default()).expect("renders"));
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("writable");
         let message = open().expect_err("no template").to_string();
         assert!(message.contains("chat_template") && message.contains("generate"), "{message}");

@@ -7,6 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::{Labels, PieceTokenizer, Word, spans, words};
 use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Tokens, Transformer};
+use serde_json::{Value, json};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
@@ -24,6 +25,17 @@ pub struct Prediction {
     pub probability: f64,
     /// The slots that are filled.
     pub spans: Vec<PredictedSpan>,
+}
+
+impl Prediction {
+    /// What is predicted of `text`, as a JSON object.
+    pub fn json(&self, text: &str) -> Value {
+        let span = |span: &PredictedSpan| {
+            json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text })
+        };
+        let spans: Vec<Value> = self.spans.iter().map(span).collect();
+        json!({ "text": text, "intent": self.intent, "probability": self.probability, "spans": spans })
+    }
 }
 
 /// A part of an utterance that fills a slot.
@@ -81,6 +93,11 @@ impl<B: Backend> Predictor<B> {
         let sizes = ModelSizes::of_utterances(&labels, &pieces);
         sizes.fit(model.config()).map_err(|failure| failure.about(&shown.to_string()))?;
         Ok(Self { model, labels, pieces, device })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer<B> {
+        &self.model
     }
 
     /// The prediction for each text. A text longer than the model's context is read in parts.

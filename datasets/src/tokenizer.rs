@@ -1,8 +1,8 @@
 //! Text to tokens and back: bytes, characters, words or byte pairs, each kept as the hub's `tokenizer.json`.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, RangeInclusive};
 use std::path::Path;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Mutex, PoisonError};
@@ -217,6 +217,18 @@ impl Tokenizer {
         self.0.id_to_token(id)
     }
 
+    /// The bytes of each token's text, as it stands inside of a text; none for control tokens, and for ids without a token.
+    pub fn token_bytes(&self) -> Vec<Vec<u8>> {
+        let spelling = Spelling::of(&self.0);
+        let added = self.0.get_added_tokens_decoder();
+        let bytes = |id: u32| match added.get(&id) {
+            Some(token) if token.special => Vec::new(),
+            Some(token) => token.content.clone().into_bytes(),
+            None => self.token(id).map(|name| spelling.bytes(&name)).unwrap_or_default(),
+        };
+        (0..self.vocab_size() as u32).map(bytes).collect()
+    }
+
     /// For each of its tokens the one of the same name that `other` has.
     pub fn tokens_of(&self, other: &Self) -> Vec<Option<u32>> {
         let name = |token: u32| self.0.id_to_token(token);
@@ -302,16 +314,47 @@ impl Tokenizer {
         escaped
     }
 
+    /// A character for private use that a text does not have.
+    ///
+    /// # Errors
+    /// If it has them all.
+    pub fn unused_mark(text: &str) -> Result<char, DataError> {
+        let used: HashSet<char> = text.chars().filter(|character| PRIVATE.contains(character)).collect();
+        let mut marks = PRIVATE.filter(|mark| !used.contains(mark));
+        marks.next().ok_or_else(|| DataError::Tokenizer("the text uses all of Unicode's private characters".into()))
+    }
+
     /// The tokens of a text from which each `mark` is then left out, so that none is made across one.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
     pub fn encode_escaped(&self, text: &str, mark: char) -> Result<Vec<u32>, DataError> {
+        self.encode_marked(text, mark, false)
+    }
+
+    /// [`encode_prompt`](Self::encode_prompt) of a text from anywhere: where it spells a control token, that is text.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode), and if it spells one in a way that cannot be told from one.
+    pub fn encode_foreign_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        if !self.spells_control_token(text)? {
+            return self.encode_prompt(text);
+        }
+        let mark = Self::unused_mark(text)?;
+        let escaped = self.escape(text, mark);
+        if self.spells_control_token(&escaped)? {
+            return Err(DataError::Tokenizer("the text spells one of the model's control tokens: leave it out".into()));
+        }
+        self.encode_marked(&escaped, mark, true)
+    }
+
+    fn encode_marked(&self, text: &str, mark: char, as_prompt: bool) -> Result<Vec<u32>, DataError> {
         let mut marked = self.0.clone();
         marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
         let marked = Self(marked);
         let id = marked.token_id(&mark.to_string());
-        Ok(marked.encode(text)?.into_iter().filter(|token| Some(*token) != id).collect())
+        let tokens = if as_prompt { marked.encode_prompt(text)? } else { marked.encode(text)? };
+        Ok(tokens.into_iter().filter(|token| Some(*token) != id).collect())
     }
 
     fn control_tokens(&self) -> Vec<(u32, AddedToken)> {
@@ -382,6 +425,9 @@ impl Tokenizer {
     }
 }
 
+/// Characters for private use.
+const PRIVATE: RangeInclusive<char> = '\u{E000}'..='\u{F8FF}';
+
 /// Bytes of text that a byte-pair vocabulary is made of, at the most.
 const TRAINED_ON: u64 = 1 << 30;
 
@@ -418,6 +464,64 @@ impl<'a> Encoder<'a> {
             None => self.tokenizer.encode_whole(piece),
         }
     }
+}
+
+/// How the names of tokens spell their bytes.
+enum Spelling {
+    /// A printable character for each byte.
+    ByteLevel(HashMap<char, u8>),
+    /// Characters, one of which stands for a space; `<0x0A>` is a byte.
+    Characters { space: char },
+    /// As they are.
+    Plain,
+}
+
+impl Spelling {
+    fn of(tokenizer: &tokenizers::Tokenizer) -> Self {
+        let decoder = tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
+        let one = [decoder.clone()];
+        let steps = decoder["decoders"].as_array().map_or(&one[..], Vec::as_slice);
+        let has = |kind: &str| steps.iter().find(|step| step["type"] == kind);
+        if has("ByteLevel").is_some() {
+            return Self::ByteLevel(byte_names());
+        }
+        let character = |value: &Value| value.as_str().and_then(|text| text.chars().next());
+        let replaced = steps.iter().find(|step| step["type"] == "Replace" && step["content"] == " ");
+        let space = replaced.and_then(|step| character(&step["pattern"]["String"]));
+        let space = space.or_else(|| has("Metaspace").and_then(|step| character(&step["replacement"])));
+        match space {
+            Some(space) => Self::Characters { space },
+            None if has("ByteFallback").is_some() => Self::Characters { space: ' ' },
+            None => Self::Plain,
+        }
+    }
+
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        match self {
+            Self::ByteLevel(bytes) => {
+                let spelled: Option<Vec<u8>> = name.chars().map(|character| bytes.get(&character).copied()).collect();
+                spelled.unwrap_or_else(|| name.as_bytes().to_vec())
+            }
+            Self::Characters { space } => {
+                let byte = name.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+                match byte.filter(|byte| byte.len() == 2).and_then(|byte| u8::from_str_radix(byte, 16).ok()) {
+                    Some(byte) => vec![byte],
+                    None => name.replace(*space, " ").into_bytes(),
+                }
+            }
+            Self::Plain => name.as_bytes().to_vec(),
+        }
+    }
+}
+
+/// The byte that each character of GPT-2's alphabet stands for: printable ones for themselves, the others for those from
+/// U+0100 on, in order.
+fn byte_names() -> HashMap<char, u8> {
+    let mut others = '\u{100}'..;
+    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let name = |byte: u8| if printable(&byte) { Some(char::from(byte)) } else { others.next() };
+    let names: Vec<Option<char>> = (0..=u8::MAX).map(name).collect();
+    names.into_iter().zip(0..=u8::MAX).filter_map(|(name, byte)| Some((name?, byte))).collect()
 }
 
 type Inner<'a> = DecodeStream<
@@ -466,6 +570,34 @@ mod tests {
     }
 
     #[test]
+    fn the_bytes_of_tokens_are_those_of_their_text() {
+        for kind in [TokenizerKind::Byte, TokenizerKind::Char, TokenizerKind::Bpe(300)] {
+            let tokenizer = Tokenizer::train(kind, TEXT).expect("a tokenizer");
+            let bytes = tokenizer.token_bytes();
+            assert_eq!(bytes.len(), tokenizer.vocab_size());
+            let tokens = tokenizer.encode(TEXT).expect("known text");
+            let spelled: Vec<u8> = tokens.iter().flat_map(|token| bytes[*token as usize].clone()).collect();
+            assert_eq!(String::from_utf8(spelled).as_deref(), Ok(TEXT), "{kind:?}");
+        }
+        let llama = Tokenizer::from_json(&json!({
+            "version": "1.0", "added_tokens": [{
+                "id": 3, "content": "</s>", "special": true, "normalized": false, "lstrip": false, "rstrip": false,
+                "single_word": false,
+            }],
+            "model": {
+                "type": "BPE", "vocab": { "<0x0A>": 0, "\u{2581}a": 1, "b": 2, "</s>": 3 }, "merges": [],
+                "byte_fallback": true,
+            },
+            "decoder": { "type": "Sequence", "decoders": [
+                { "type": "Replace", "pattern": { "String": "\u{2581}" }, "content": " " }, { "type": "ByteFallback" },
+                { "type": "Fuse" },
+            ] },
+        }));
+        let bytes = llama.expect("a tokenizer").token_bytes();
+        assert_eq!(bytes, [&b"\n"[..], b" a", b"b", b""]);
+    }
+
+    #[test]
     fn a_text_is_neither_padded_nor_cut() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tokenizer.json");
@@ -508,6 +640,10 @@ mod tests {
         assert_eq!(tokens.iter().filter(|token| **token == end).count(), 1, "{tokens:?}");
         let turns: Vec<_> = tokens.split(|token| *token == end).collect();
         assert!(turns.iter().all(|turn| tokenizer.decode(turn).expect("known tokens") == said), "{tokens:?}");
+        let foreign = tokenizer.encode_foreign_prompt(&said).expect("any text");
+        assert!(!foreign.contains(&end), "{foreign:?}");
+        assert_eq!(tokenizer.decode(&foreign).expect("known tokens"), said);
+        assert_eq!(tokenizer.encode_foreign_prompt(TEXT).expect("any"), tokenizer.encode_prompt(TEXT).expect("any"));
         assert_eq!(tokenizer.encode_escaped(TEXT, mark).expect("any"), tokenizer.encode(TEXT).expect("any"));
     }
 

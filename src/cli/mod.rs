@@ -11,6 +11,7 @@ mod predict;
 mod prepare;
 mod profile;
 mod runs;
+mod serve;
 mod signals;
 mod tokenizer;
 mod train;
@@ -40,6 +41,8 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Talk with a model that has a chat template
     Chat(chat::ChatArgs),
+    /// Answer over HTTP as OpenAI's API does, with a page to chat on
+    Serve(serve::ServeArgs),
     /// Measure the perplexity and the bits per byte of a text
     Evaluate(evaluate::EvaluateArgs),
     /// Say what utterances ask for: intent and slots
@@ -65,6 +68,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Compare(args) => compare::compare(&args),
         Command::Generate(args) => generate::generate(args),
         Command::Chat(args) => chat::chat(args),
+        Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
         Command::Predict(args) => predict::predict(args),
         Command::Profile(command) => profile::profile(command),

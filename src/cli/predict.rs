@@ -54,15 +54,10 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
 
 /// An utterance for programs.
 fn prediction_line(text: &str, prediction: &Prediction) -> String {
-    let spans: Vec<Value> = prediction
-        .spans
-        .iter()
-        .map(|span| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text }))
-        .collect();
-    let line = json!({
-        "event": "prediction", "text": text, "intent": prediction.intent, "probability": prediction.probability,
-        "spans": spans,
-    });
+    let mut line = json!({ "event": "prediction" });
+    if let (Value::Object(line), Value::Object(fields)) = (&mut line, prediction.json(text)) {
+        line.extend(fields);
+    }
     format!("{line}\n")
 }
 

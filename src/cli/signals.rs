@@ -62,6 +62,16 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
     Ok(interrupt)
 }
 
+/// The first signal asks a server to finish its answers, the second ends the program.
+pub(super) fn drain_on_signals(stop: impl Fn() -> bool + Send + 'static) -> Result<(), Failure> {
+    on_signals(move || {
+        if stop() {
+            std::process::exit(code().into());
+        }
+        eprintln!("finishing the answers that were begun; once more to stop at once");
+    })
+}
+
 /// Calls `handler`, on a thread of its own, for each SIGINT, SIGTERM and SIGHUP.
 fn on_signals(handler: impl FnMut() + Send + 'static) -> Result<(), Failure> {
     signal::listen(handler).map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))

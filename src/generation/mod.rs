@@ -108,6 +108,17 @@ impl GenerationOptions {
         }
         Ok(())
     }
+
+    /// How the tokens of a text are drawn; its draws are those of a number.
+    pub fn sampling(&self, number: u64) -> Sampling {
+        Sampling::greedy()
+            .with_temperature(self.temperature)
+            .with_seed(self.seed, number)
+            .with_top_k(self.top_k)
+            .with_top_p(self.top_p)
+            .with_min_p(self.min_p)
+            .with_penalties(self.penalties)
+    }
 }
 
 /// A prompt that a model can go on from.
@@ -194,6 +205,11 @@ impl<B: Backend> Generator<B> {
         &self.model
     }
 
+    /// Tokens that end a text.
+    pub fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
     /// Its tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -226,6 +242,21 @@ impl<B: Backend> Generator<B> {
 
     /// A scheduler for texts that have so many tokens each at the most, with their prompts.
     pub fn scheduler(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
+        self.scheduler_of(Self::rows(), lengths, None)
+    }
+
+    /// Texts that are written at a time where nothing else is asked for.
+    pub fn rows() -> usize {
+        if B::is_synchronous() { CPU_ROWS } else { ROWS }
+    }
+
+    /// [`scheduler`](Self::scheduler) of up to `rows` texts at a time, with a cache of so many tokens, if that is said.
+    pub fn scheduler_of(
+        &self,
+        rows: usize,
+        lengths: impl Iterator<Item = usize>,
+        cache_tokens: Option<usize>,
+    ) -> Scheduler<B> {
         let config = self.model.config();
         let token = config.n_kv_heads * config.head_dim * DType::from(self.model.activations()).size();
         let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
@@ -233,21 +264,15 @@ impl<B: Backend> Generator<B> {
         let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
         let lengths: Vec<usize> = lengths.collect();
         let longest = lengths.iter().copied().max().unwrap_or(1);
-        let rows = if B::is_synchronous() { CPU_ROWS } else { ROWS };
-        let cache_tokens = lengths.iter().sum::<usize>().min(rows * longest).min(most).max(longest);
+        let suits = lengths.iter().sum::<usize>().min(rows * longest).min(most);
+        let cache_tokens = cache_tokens.unwrap_or(suits).max(longest);
         let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
 
     /// The request that a prompt makes; its draws are those of a number.
     pub fn request(&self, prompt: &Prepared, options: &GenerationOptions, number: u64) -> Request {
-        let sampling = Sampling::greedy()
-            .with_temperature(options.temperature)
-            .with_seed(options.seed, number)
-            .with_top_k(options.top_k)
-            .with_top_p(options.top_p)
-            .with_min_p(options.min_p)
-            .with_penalties(options.penalties);
+        let sampling = options.sampling(number);
         Request { sampling, ends: self.ends.clone(), ..Request::new(prompt.tokens.clone(), prompt.max_tokens) }
     }
 
@@ -455,7 +480,7 @@ fn ends_in(file: &Path) -> Result<Vec<u32>, Failure> {
 }
 
 /// Turns tokens into text, holding back what may yet become a stop text.
-struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     stream: fireclay_datasets::TextStream<'a>,
     stop: &'a [String],
     text: String,
@@ -463,12 +488,12 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    fn new(tokenizer: &'a Tokenizer, stop: &'a [String]) -> Self {
+    pub(crate) fn new(tokenizer: &'a Tokenizer, stop: &'a [String]) -> Self {
         Self { stream: tokenizer.stream(), stop, text: String::new(), shown: 0 }
     }
 
     /// Whether a stop text was reached.
-    fn push(&mut self, token: u32, show: &mut impl FnMut(&str)) -> Result<bool, Failure> {
+    pub(crate) fn push(&mut self, token: u32, show: &mut impl FnMut(&str)) -> Result<bool, Failure> {
         self.text.push_str(&self.stream.push(token)?);
         let found = self.stop.iter().filter(|stop| !stop.is_empty());
         if let Some(at) = found.filter_map(|stop| self.text.find(stop.as_str())).min() {
@@ -485,7 +510,7 @@ impl<'a> Writer<'a> {
         Ok(false)
     }
 
-    fn finish(self, show: &mut impl FnMut(&str)) -> String {
+    pub(crate) fn finish(self, show: &mut impl FnMut(&str)) -> String {
         if self.shown < self.text.len() {
             show(&self.text[self.shown..]);
         }

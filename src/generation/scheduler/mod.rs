@@ -67,6 +67,21 @@ impl Request {
     }
 }
 
+/// Which tokens a text may go on with, as a grammar has it.
+pub trait TokenFilter: Send {
+    /// The tokens that may be next, a bit for each of the vocabulary, 32 in a word, the lowest first.
+    ///
+    /// # Errors
+    /// If it cannot say; the text ends then.
+    fn allowed(&mut self) -> Result<Vec<u32>, Failure>;
+
+    /// Takes the next token; whether the text is complete with it.
+    ///
+    /// # Errors
+    /// If it cannot be followed; the text ends then.
+    fn push(&mut self, token: u32) -> Result<bool, Failure>;
+}
+
 /// Names a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(u64);
@@ -76,10 +91,14 @@ pub struct RequestId(u64);
 pub enum Finish {
     /// By a token that ends it, its last one.
     End,
+    /// Its filter has it complete; the last token is a part of it.
+    Complete,
     /// It has as many tokens as were asked for.
     Length,
     /// Its logits are not numbers.
     NotANumber,
+    /// Its filter cannot say what may follow.
+    Filter,
 }
 
 /// A token of a text.
@@ -134,6 +153,8 @@ struct Text {
     row: Option<RowId>,
     /// Its line of counts.
     line: Option<usize>,
+    /// Which tokens it may go on with, if not all.
+    filter: Option<Box<dyn TokenFilter>>,
     /// How often it went on from its own end.
     slides: u64,
     /// Where its last token is among those that the last step drew, if it was: the next step reads it there.
@@ -159,7 +180,7 @@ impl Text {
     }
 
     fn needs_line(&self) -> bool {
-        !self.request.sampling.penalties.are_none() || !self.request.biases.is_empty()
+        !self.request.sampling.penalties.are_none() || !self.request.biases.is_empty() || self.filter.is_some()
     }
 
     fn sampling(&self) -> Sampling {
@@ -245,6 +266,18 @@ impl<B: Backend> Scheduler<B> {
     /// # Errors
     /// If it asks for nothing, holds tokens that the vocabulary lacks, or can never fit the context or the cache.
     pub fn add(&mut self, request: Request) -> Result<RequestId, Failure> {
+        self.add_filtered(request, None)
+    }
+
+    /// Adds a request of which each token is one that `filter` allows. While there are such texts, tokens are read at each step.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub fn add_filtered(
+        &mut self,
+        request: Request,
+        filter: Option<Box<dyn TokenFilter>>,
+    ) -> Result<RequestId, Failure> {
         let Request { prompt, max_tokens, biases, likeliest, .. } = &request;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
@@ -283,6 +316,7 @@ impl<B: Backend> Scheduler<B> {
             begin: 0,
             row: None,
             line: None,
+            filter,
             slides: 0,
             drawn_at: None,
             reads: 0,
@@ -327,6 +361,10 @@ impl<B: Backend> Scheduler<B> {
     /// # Errors
     /// If the device fails.
     pub fn step(&mut self, model: &Transformer<B>) -> Result<(), Failure> {
+        // A filter has to know all tokens before the next.
+        if !self.on_the_way.is_empty() && self.running.iter().any(|text| text.filter.is_some()) {
+            self.read()?;
+        }
         self.slide()?;
         let reads = self.plan()?;
         let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.running[*at].writes()).collect();

@@ -14,6 +14,7 @@ use crate::failure::Failure;
 impl<B: Backend> Scheduler<B> {
     /// Runs the model over one token of each text that is `writing`, and over tokens of those that are being read.
     pub(super) fn pass(&mut self, model: &Transformer<B>, writing: &[usize], reads: &[(usize, usize)]) {
+        self.filter(writing, reads);
         let rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
         let decode = self.drawn.as_ref().filter(|_| !writing.is_empty()).map(|drawn| {
             let places: Vec<usize> = writing.iter().filter_map(|at| self.running[*at].drawn_at).collect();
@@ -45,7 +46,7 @@ impl<B: Backend> Scheduler<B> {
         for (place, at) in places.iter().enumerate() {
             let text = &mut self.running[*at];
             let read = text.row.map_or(0, |row| text.begin + self.cache.length(row));
-            if text.drawn_at.is_some() || read >= text.tokens.len() {
+            if (text.drawn_at.is_some() || read >= text.tokens.len()) && !text.finished {
                 text.drawn_at = Some(place);
                 text.drawn += 1;
                 likeliest = likeliest.max(text.request.likeliest);
@@ -78,6 +79,30 @@ impl<B: Backend> Scheduler<B> {
         }
         if !texts.is_empty() {
             self.on_the_way.push(Drawn { tokens, texts, log_probabilities });
+        }
+    }
+
+    /// Keeps out what the filters of texts do not allow that draw a token in this step. A text whose filter cannot say is
+    /// finished.
+    fn filter(&mut self, writing: &[usize], reads: &[(usize, usize)]) {
+        let Some(counts) = &mut self.counts else { return };
+        let last_reads = reads.iter().filter(|(at, count)| {
+            let text = &self.running[*at];
+            let read = text.row.map_or(0, |row| text.begin + self.cache.length(row));
+            read + count >= text.tokens.len()
+        });
+        let draw: Vec<usize> = writing.iter().chain(last_reads.map(|(at, _)| at)).copied().collect();
+        for at in draw {
+            let text = &mut self.running[at];
+            let (Some(filter), Some(line)) = (&mut text.filter, text.line) else { continue };
+            match filter.allowed() {
+                Ok(allowed) => counts.allow(line, &allowed, &text.request.biases),
+                Err(_) => {
+                    text.finished = true;
+                    let (id, tokens, finish) = (text.id, Vec::new(), Some(Finish::Filter));
+                    self.ready.entry(id).or_insert(Written { id, tokens, finish }).finish = finish;
+                }
+            }
         }
     }
 
@@ -130,8 +155,13 @@ impl<B: Backend> Scheduler<B> {
                     }
                     None => WrittenToken { token, log_probability: None, likeliest: Vec::new() },
                 });
-                if text.request.ends.contains(&token) {
+                let filtered = text.filter.as_mut().map(|filter| filter.push(token));
+                if let Some(Err(_)) = filtered {
+                    ready.finish = Some(Finish::Filter);
+                } else if text.request.ends.contains(&token) {
                     ready.finish = Some(Finish::End);
+                } else if let Some(Ok(true)) = filtered {
+                    ready.finish = Some(Finish::Complete);
                 } else if text.tokens.len() - text.prompt_length() >= text.request.max_tokens {
                     ready.finish = Some(Finish::Length);
                 }

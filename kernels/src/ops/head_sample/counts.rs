@@ -1,7 +1,7 @@
 //! What is known of the rows that tokens are drawn for.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, ElementConversion, Int, Tensor, TensorData};
 
 use super::Sampling;
 
@@ -66,6 +66,37 @@ impl<B: Backend> TokenCounts<B> {
         let mut bias = vec![0.0; vocabulary];
         biases.iter().for_each(|(token, more)| add(&mut bias, *token, *more));
         put(&mut self.bias, bias);
+    }
+
+    /// Lets a line's next token be one of `allowed` only, a bit for each token, 32 in a word, the lowest first; with `biases` beside.
+    /// It holds until the next call, or [`begin`](Self::begin).
+    ///
+    /// # Panics
+    /// If a biased token lies outside of the vocabulary, there is no such line, or there are fewer bits than tokens.
+    pub fn allow(&mut self, line: usize, allowed: &[u32], biases: &[(u32, f32)]) {
+        let [lines, vocabulary] = self.bias.dims();
+        assert!(line < lines, "head_sample: line {line} of {lines} texts");
+        let words = vocabulary.div_ceil(32);
+        assert!(allowed.len() >= words, "head_sample: {} words of bits for {vocabulary} tokens", allowed.len());
+        let device = self.bias.device();
+        // The bits go over, a thirty-second of the biases that they become.
+        let words: Vec<i32> = allowed[..words].iter().map(|word| word.cast_signed()).collect();
+        let count = words.len();
+        let words = Tensor::<B, 1, Int>::from_data(TensorData::new(words, [count]), &device);
+        let shifts = Tensor::<B, 1, Int>::arange(0..32, &device).reshape([1, 32]).expand([count, 32]);
+        let bits = words.reshape([count, 1]).expand([count, 32]).bitwise_right_shift(shifts).bitwise_and_scalar(1.elem());
+        let bits = bits.reshape([1, 32 * count]).narrow(1, 0, vocabulary);
+        let mut bias = bits.float().cast(DType::F32).sub_scalar(1.0).mul_scalar(-Self::FORBIDDEN);
+        if !biases.is_empty() {
+            let mut more = vec![0.0; vocabulary];
+            for (token, by) in biases {
+                let known = (*token as usize) < vocabulary;
+                assert!(known, "head_sample: token {token} of a vocabulary of {vocabulary} tokens");
+                more[*token as usize] += by;
+            }
+            bias = bias + Tensor::from_data(TensorData::new(more, [1, vocabulary]), (&device, DType::F32));
+        }
+        self.bias.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], bias));
     }
 }
 

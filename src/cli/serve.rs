@@ -1,0 +1,161 @@
+//! `fireclay serve`.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use fireclay::Failure;
+use fireclay::precision::Precision;
+use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
+use fireclay::stdout;
+use serde_json::json;
+
+use super::arguments::{RunArgs, fetched};
+use super::signals::drain_on_signals;
+
+/// Where a key may stand that nobody is to see among the arguments.
+const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
+
+#[derive(Args)]
+pub(super) struct ServeArgs {
+    /// The model's folder, or its name on the hub: OWNER/NAME
+    #[arg(long, value_name = "MODEL")]
+    model: PathBuf,
+    /// What requests call it [default: the name on the hub, or the folder's]
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// The address to listen on; others than this machine's own ask for a key
+    #[arg(long, value_name = "H", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
+    host: IpAddr,
+    /// The port; 0 takes one that is free
+    #[arg(long, value_name = "P", default_value_t = 8000)]
+    port: u16,
+    /// A key that requests have to have; FIRECLAY_API_KEY in the environment is another way to say it
+    #[arg(long, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// A file with a key on each line
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Let everyone in who reaches the address
+    #[arg(long)]
+    insecure: bool,
+    /// HTTPS: the certificate chain, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// HTTPS: its private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Texts that are written at a time [default: 16 on the CPU, 256 on a GPU]
+    #[arg(long, value_name = "N")]
+    rows: Option<usize>,
+    /// Tokens of a text with its prompt, at the most [default: the model's context]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens that the cache holds [default: as many as the rows may need, up to 4 GiB]
+    #[arg(long, value_name = "N")]
+    cache_tokens: Option<usize>,
+    /// Texts that wait beside those that are written; more are refused
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    queue: usize,
+    /// Connections at a time
+    #[arg(long, value_name = "N", default_value_t = 1100)]
+    connections: usize,
+    /// Seconds for an answer
+    #[arg(long, value_name = "S", default_value_t = 600)]
+    request_seconds: u64,
+    /// Seconds that answers have to become complete once the server is told to stop
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    drain_seconds: u64,
+    /// Prompts and answers in the log, too
+    #[arg(long)]
+    log_texts: bool,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+}
+
+pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
+    args.run.select_kernels()?;
+    args.run.without_recipe("serve")?;
+    for (flag, value) in [("rows", args.rows), ("context", args.context), ("cache-tokens", args.cache_tokens)] {
+        if value == Some(0) {
+            return Err(Failure::usage(format!("--{flag} 0 leaves nothing to write with")));
+        }
+    }
+    if args.queue == 0 || args.connections == 0 {
+        return Err(Failure::usage("--queue and --connections have to be 1 or more"));
+    }
+    let options = ServerOptions {
+        host: args.host,
+        port: args.port,
+        name: args.name.unwrap_or_else(|| name(&args.model)),
+        keys: keys(args.api_key, args.api_key_file.as_deref())?,
+        insecure: args.insecure,
+        tls: args.tls_cert.zip(args.tls_key),
+        log: if args.run.json { LogFormat::Json } else { LogFormat::Text },
+        log_texts: args.log_texts,
+        limits: Limits {
+            rows: args.rows,
+            context: args.context,
+            cache_tokens: args.cache_tokens,
+            queue: args.queue,
+            connections: args.connections,
+            request: Duration::from_secs(args.request_seconds.clamp(1, 86_400)),
+            drain: Duration::from_secs(args.drain_seconds.min(86_400)),
+            ..Limits::default()
+        },
+    };
+    let (json, called) = (args.run.json, options.name.clone());
+    let scheme = if options.tls.is_some() { "https" } else { "http" };
+    let open = options.keys.is_empty() && !options.host.is_loopback();
+    let backend = args.run.backend();
+    let model = fetched(&args.model, backend)?;
+    let server = Server::bind(options)?;
+    let stopper = server.stopper();
+    drain_on_signals(move || stopper.stop())?;
+    let url = format!("{scheme}://{}", server.address());
+    if open {
+        eprintln!("anyone who reaches {url} may use it");
+    }
+    eprintln!("loading {called}");
+    let ready = move || {
+        if json {
+            stdout::line(json!({ "event": "ready", "url": url, "model": called, "backend": backend.as_str() }));
+        }
+        eprintln!("{called} answers on {backend}: {url}/v1, and a page to chat on at {url}", backend = backend.as_str());
+    };
+    server.run(backend, model, args.precision, ready)?;
+    eprintln!("stopped");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a model is called: its name on the hub, or its folder's.
+fn name(model: &Path) -> String {
+    let shown = model.display().to_string();
+    if !model.exists() {
+        return shown;
+    }
+    let whole = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
+    whole.file_name().map_or(shown, |name| name.to_string_lossy().into_owned())
+}
+
+/// All keys that are given, in whichever way.
+fn keys(mut keys: Vec<String>, file: Option<&Path>) -> Result<Vec<String>, Failure> {
+    if let Ok(key) = std::env::var(KEY_VARIABLE) {
+        keys.push(key);
+    }
+    if let Some(file) = file {
+        let failed = |reason: &dyn std::fmt::Display| Failure::new(format!("{}: {reason}", file.display()));
+        let text = std::fs::read_to_string(file).map_err(|error| failed(&error))?;
+        let lines: Vec<String> = text.lines().map(|line| line.trim().to_string()).filter(|line| !line.is_empty()).collect();
+        if lines.is_empty() {
+            return Err(failed(&"no key in it"));
+        }
+        keys.extend(lines);
+    }
+    Ok(keys)
+}

@@ -1,0 +1,151 @@
+//! Embeddings of texts by an encoder: the mean of its hidden states, or the first one, of length one (Reimers and Gurevych,
+//! 2019, "Sentence-BERT").
+
+use std::path::Path;
+
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use fireclay_datasets::Tokenizer;
+use fireclay_kernels::Backend;
+use fireclay_kernels::recorder::read_back;
+use fireclay_model::{AttentionDirection, ModelFolder, Tokens, Transformer};
+use serde_json::Value;
+
+use crate::failure::Failure;
+use crate::precision::Precision;
+use crate::run_folder::TOKENIZER;
+
+/// Texts of a forward pass.
+const BATCH_SIZE: usize = 64;
+/// Where sentence-transformers keeps how hidden states become one.
+const POOLING: &str = "1_Pooling/config.json";
+
+/// What becomes of a text's hidden states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pooling {
+    Mean,
+    First,
+}
+
+/// An encoder with its tokenizer.
+pub struct Embedder<B: Backend> {
+    model: Transformer<B>,
+    tokenizer: Tokenizer,
+    pooling: Pooling,
+    device: B::Device,
+}
+
+impl<B: Backend> Embedder<B> {
+    /// Opens a model folder.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, the model is no encoder, or the device lacks the precision.
+    pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
+        let activations = precision.activations::<B>(&device)?;
+        let model = ModelFolder::new(folder).load_in::<B>(precision.matrices(activations), &mut |_, _| {}, &device)?;
+        Self::of(model.with_activations(activations), folder, device)
+    }
+
+    /// Of a model that is there already, with the tokenizer of its folder.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn of(model: Transformer<B>, folder: &Path, device: B::Device) -> Result<Self, Failure> {
+        if model.config().attention == AttentionDirection::Causal {
+            return Err(Failure::new(format!("{}: no encoder: it has no embeddings of texts", folder.display())));
+        }
+        let tokenizer = Tokenizer::load(&folder.join(TOKENIZER))?;
+        Ok(Self { model, tokenizer, pooling: pooling(folder)?, device })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer<B> {
+        &self.model
+    }
+
+    /// Its tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// An embedding for each text, `d_model` numbers; texts are tokens, as [`Tokenizer::encode_prompt`] gives them.
+    ///
+    /// # Errors
+    /// If a text has no tokens, more than the model's context, or some that the model does not know, or the device fails.
+    pub fn embed(&self, texts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
+        let (context, known) = (self.model.config().context_length, self.model.config().vocab_size);
+        for text in texts {
+            if text.is_empty() || text.len() > context {
+                let length = text.len();
+                return Err(Failure::usage(format!("a text has {length} tokens; the model reads 1 to {context}")));
+            }
+            if let Some(token) = text.iter().find(|token| **token as usize >= known) {
+                return Err(Failure::usage(format!("token {token} is none of the model's, which are below {known}")));
+            }
+        }
+        // Texts of similar length share a pass.
+        let mut order: Vec<usize> = (0..texts.len()).collect();
+        order.sort_by_key(|text| texts[*text].len());
+        let mut embeddings = vec![Vec::new(); texts.len()];
+        for batch in order.chunks(BATCH_SIZE) {
+            let rows: Vec<&[u32]> = batch.iter().map(|text| &texts[*text][..]).collect();
+            for (text, embedding) in batch.iter().zip(self.pass(&rows)?) {
+                embeddings[*text] = embedding;
+            }
+        }
+        Ok(embeddings)
+    }
+
+    fn pass(&self, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
+        let (rows, longest) = (texts.len(), texts.iter().map(|text| text.len()).max().unwrap_or(0));
+        // What stands behind a text is not attended to, and not counted.
+        let place = |text: &&[u32], at: usize| text.get(at).map_or(0, |token| *token as i32);
+        let ids: Vec<i32> = texts.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, longest]), &self.device);
+        let lengths: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
+        let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &self.device);
+        let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths)).cast(DType::F32);
+        let d_model = hidden.dims()[2];
+        let pooled: Tensor<B, 2> = match self.pooling {
+            Pooling::First => hidden.narrow(1, 0, 1).reshape([rows, d_model]),
+            Pooling::Mean => {
+                let share = |text: &&[u32], at: usize| if at < text.len() { 1.0 / text.len() as f32 } else { 0.0 };
+                let shares: Vec<f32> =
+                    texts.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
+                let shares = TensorData::new(shares, [rows, longest, 1]);
+                (hidden * Tensor::from_data(shares, (&self.device, DType::F32))).sum_dim(1).reshape([rows, d_model])
+            }
+        };
+        let data = pooled.try_into_data().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+        read_back(data.bytes.len());
+        let values: Vec<f32> = data.iter::<f32>().collect();
+        values.chunks_exact(d_model).map(normalised).collect()
+    }
+}
+
+/// A vector of length one.
+fn normalised(values: &[f32]) -> Result<Vec<f32>, Failure> {
+    let length = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+    if !length.is_finite() {
+        return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+    }
+    Ok(values.iter().map(|value| (f64::from(*value) / length.max(1e-12)) as f32).collect())
+}
+
+/// How a folder says that hidden states become one; their mean where it does not.
+fn pooling(folder: &Path) -> Result<Pooling, Failure> {
+    let file = folder.join(POOLING);
+    let text = match std::fs::read_to_string(&file) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Pooling::Mean),
+        Err(error) => return Err(Failure::io(&file)(error)),
+    };
+    let config: Value = serde_json::from_str(&text)
+        .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", file.display())))?;
+    let asked = |mode: &str| config[format!("pooling_mode_{mode}")] == true;
+    let other = ["max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"].into_iter().find(|m| asked(m));
+    match other {
+        Some(other) => Err(Failure::new(format!("{}: pooling_mode_{other} is not supported", file.display()))),
+        None if asked("cls_token") && !asked("mean_tokens") => Ok(Pooling::First),
+        None => Ok(Pooling::Mean),
+    }
+}

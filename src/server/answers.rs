@@ -1,0 +1,188 @@
+//! The texts of a request as they come: tokens to words, stop texts, calls of tools.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::{Instant, timeout_at};
+
+use super::engine::TextEvent;
+use super::http::error::ApiError;
+use super::log::Record;
+use super::served::ServedWriter;
+use super::tools::{ToolCall, ToolCalls, ToolStyle};
+use crate::generation::Writer;
+use crate::generation::scheduler::{Finish, WrittenToken};
+
+/// Why a text ended, in OpenAI's words.
+pub(super) type FinishReason = &'static str;
+
+/// More of a text.
+#[derive(Debug)]
+pub(super) struct Piece {
+    /// Which of the request's texts.
+    pub(super) choice: usize,
+    pub(super) text: String,
+    pub(super) calls: Vec<ToolCall>,
+    /// The tokens that came; those of `text`, but for what is held back or was.
+    pub(super) tokens: Vec<WrittenToken>,
+    pub(super) finish: Option<FinishReason>,
+}
+
+/// How texts are taken apart.
+#[derive(Clone, Debug)]
+pub(super) struct Taken {
+    pub(super) stop: Vec<String>,
+    /// How calls are spelled, where they are taken out.
+    pub(super) calls: Option<ToolStyle>,
+    /// Whether a text may have more than one.
+    pub(super) parallel_calls: bool,
+}
+
+/// The texts of a request. Those that are dropped end on the device, too.
+pub(super) struct Answers<'a> {
+    choices: Vec<Option<Choice<'a>>>,
+    deadline: Instant,
+    record: Arc<Record>,
+    /// Tokens written by now, ends included.
+    pub(super) tokens: usize,
+}
+
+struct Choice<'a> {
+    events: UnboundedReceiver<TextEvent>,
+    writer: Writer<'a>,
+    calls: Option<ToolCalls>,
+    called: usize,
+    most_calls: usize,
+}
+
+impl<'a> Answers<'a> {
+    pub(super) fn new(
+        served: &'a ServedWriter,
+        taken: &'a Taken,
+        events: Vec<UnboundedReceiver<TextEvent>>,
+        deadline: Instant,
+        record: Arc<Record>,
+    ) -> Self {
+        let choice = |events| {
+            Some(Choice {
+                events,
+                writer: Writer::new(&served.tokenizer, &taken.stop),
+                calls: taken.calls.map(ToolCalls::new),
+                called: 0,
+                most_calls: if taken.parallel_calls { usize::MAX } else { 1 },
+            })
+        };
+        Self { choices: events.into_iter().map(choice).collect(), deadline, record, tokens: 0 }
+    }
+
+    /// The next piece of any of the texts; none when all are complete.
+    ///
+    /// # Errors
+    /// If a text cannot be written, or it takes too long: there is nothing more then.
+    pub(super) async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        loop {
+            if self.choices.iter().all(Option::is_none) {
+                return None;
+            }
+            let (choices, deadline) = (&mut self.choices, self.deadline);
+            let next = poll_fn(|context| {
+                for (at, choice) in choices.iter_mut().enumerate() {
+                    let Some(waiting) = choice else { continue };
+                    if let Poll::Ready(event) = waiting.events.poll_recv(context) {
+                        return Poll::Ready((at, event));
+                    }
+                }
+                Poll::Pending
+            });
+            let piece = match timeout_at(deadline, next).await {
+                Ok((at, Some(event))) => self.take(at, event),
+                Ok((_, None)) => Err(ApiError::stopping()),
+                Err(_) => Err(ApiError::too_slow()),
+            };
+            match piece {
+                Ok(piece) if piece.text.is_empty() && piece.calls.is_empty() && piece.finish.is_none() => {
+                    // Tokens that make no whole character yet; their log-probabilities are told with the next.
+                    if !piece.tokens.is_empty() {
+                        return Some(Ok(piece));
+                    }
+                }
+                Ok(piece) => return Some(Ok(piece)),
+                Err(error) => {
+                    self.record.error(&error.message);
+                    self.choices.clear();
+                    return Some(Err(error));
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, at: usize, event: TextEvent) -> Result<Piece, ApiError> {
+        let Some(mut choice) = self.choices[at].take() else { return Err(ApiError::stopping()) };
+        let mut piece = Piece { choice: at, text: String::new(), calls: Vec::new(), tokens: Vec::new(), finish: None };
+        let mut stopped = None;
+        match event {
+            TextEvent::Tokens(tokens) => {
+                self.tokens += tokens.len();
+                let count = tokens.len();
+                for token in tokens {
+                    let text = &mut piece.text;
+                    let reached = choice.writer.push(token.token, &mut |more| text.push_str(more));
+                    piece.tokens.push(token);
+                    if reached.map_err(|failure| ApiError::server(failure.to_string()))? {
+                        stopped = Some("stop");
+                        break;
+                    }
+                }
+                self.record.written(count, &piece.text);
+            }
+            TextEvent::Finished(finish) => {
+                stopped = Some(match finish {
+                    Finish::End | Finish::Complete => "stop",
+                    Finish::Length => "length",
+                    Finish::NotANumber => {
+                        return Err(ApiError::server(
+                            "the model's logits are NaN: its weights are damaged, or its values overflow in bf16 or f16",
+                        ));
+                    }
+                    Finish::Filter => return Err(ApiError::server("the grammar could not be followed")),
+                });
+            }
+            TextEvent::Failed(failure) => return Err(failure.into()),
+            TextEvent::Stopping => return Err(ApiError::stopping()),
+        }
+        let Choice { events, writer, mut calls, mut called, most_calls } = choice;
+        if let Some(taken) = &mut calls {
+            (piece.text, piece.calls) = taken.push(&piece.text);
+        }
+        match stopped {
+            None => {
+                called += piece.calls.len();
+                self.choices[at] = Some(Choice { events, writer, calls, called, most_calls });
+            }
+            Some(reason) => {
+                // What was held back comes now.
+                let mut rest = String::new();
+                writer.finish(&mut |more| rest.push_str(more));
+                self.record.written(0, &rest);
+                match calls {
+                    Some(mut taken) => {
+                        let (words, more) = taken.push(&rest);
+                        piece.text.push_str(&words);
+                        piece.calls.extend(more);
+                        let (words, more) = taken.finish();
+                        piece.text.push_str(&words);
+                        piece.calls.extend(more);
+                    }
+                    None => piece.text.push_str(&rest),
+                }
+                called += piece.calls.len();
+                piece.finish = Some(if called > 0 && reason == "stop" { "tool_calls" } else { reason });
+            }
+        }
+        let before = called - piece.calls.len();
+        piece.calls.truncate(most_calls.saturating_sub(before));
+        Ok(piece)
+    }
+}

@@ -1,0 +1,252 @@
+//! The thread that owns model and device: it takes jobs from the queue, and sends what comes of them.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fireclay_kernels::Backend;
+use fireclay_model::{AttentionDirection, ModelFolder};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::oneshot;
+
+use super::served::{Served, ServedEncoder, ServedWriter};
+use super::{Phase, Shared};
+use crate::backend::OnBackend;
+use crate::embedding::Embedder;
+use crate::failure::Failure;
+use crate::generation::Generator;
+use crate::generation::scheduler::{Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken};
+use crate::precision::Precision;
+use crate::prediction::{Prediction, Predictor};
+use crate::run_folder::LABELS;
+
+/// How long an engine that has nothing to do sleeps at the most.
+const SLEEP: Duration = Duration::from_secs(1);
+
+/// What is asked of the device.
+pub(super) enum Job {
+    /// A text.
+    Write(Box<WriteJob>),
+    /// The embeddings of texts, as tokens.
+    Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
+    /// What texts ask for.
+    Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
+}
+
+type Reply<T> = oneshot::Sender<Result<T, Failure>>;
+
+/// A text to be written.
+pub(super) struct WriteJob {
+    pub(super) request: Request,
+    pub(super) filter: Option<Box<dyn TokenFilter>>,
+    /// Bounded by the tokens that are asked for.
+    pub(super) events: UnboundedSender<TextEvent>,
+}
+
+/// What becomes of a text.
+pub(super) enum TextEvent {
+    Tokens(Vec<WrittenToken>),
+    Finished(Finish),
+    /// It cannot be written: by the asker's fault, or not.
+    Failed(Failure),
+    /// The server stops before it is complete.
+    Stopping,
+}
+
+impl Job {
+    /// Whether nobody waits for it.
+    pub(super) fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Write(job) => job.events.is_closed(),
+            Self::Embed { reply, .. } => reply.is_closed(),
+            Self::Predict { reply, .. } => reply.is_closed(),
+        }
+    }
+}
+
+/// The work of a server on any backend.
+pub(super) struct Engine<R> {
+    pub(super) shared: Arc<Shared>,
+    pub(super) model: PathBuf,
+    pub(super) precision: Precision,
+    pub(super) ready: R,
+}
+
+impl<R: FnOnce() + Send> OnBackend for Engine<R> {
+    type Output = ();
+
+    fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
+        let (_, config) = ModelFolder::new(&self.model).config()?;
+        match config.attention {
+            AttentionDirection::Causal => {
+                let generator = Generator::<B>::open(&self.model, self.precision, device)?;
+                self.write(generator)
+            }
+            AttentionDirection::Bidirectional => self.encode::<B>(device),
+        }
+    }
+}
+
+impl<R: FnOnce()> Engine<R> {
+    /// Answers from now on.
+    fn begin(&mut self, served: Served) {
+        // Set once, here.
+        let _ = self.shared.served.set(served);
+        self.shared.phase.send_if_modified(|phase| {
+            let loading = *phase == Phase::Loading;
+            if loading {
+                *phase = Phase::Ready;
+            }
+            loading
+        });
+    }
+
+    fn write<B: Backend>(mut self, generator: Generator<B>) -> Result<(), Failure> {
+        let limits = self.shared.options.limits.clone();
+        let rows = limits.rows.unwrap_or_else(Generator::<B>::rows).max(1);
+        let longest = generator.model().config().context_length;
+        let context = limits.context.unwrap_or(longest);
+        if context == 0 || context > longest {
+            return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
+        }
+        let mut scheduler = generator.scheduler_of(rows, std::iter::repeat_n(context, rows), limits.cache_tokens);
+        self.begin(Served::Writer(ServedWriter::new(&generator, &self.model, context)?));
+        let Self { shared, ready, .. } = self;
+        ready();
+        let mut texts = Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new() };
+        let served = texts.serve(&generator, rows);
+        let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
+        // Whoever has gone needs no reason.
+        texts.jobs.into_values().for_each(|events| drop(events.send(end())));
+        while let Some(job) = shared.queue.pop() {
+            if let Job::Write(job) = job {
+                drop(job.events.send(end()));
+            }
+        }
+        served
+    }
+
+    fn encode<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+        let predicts = self.model.join(LABELS).exists();
+        let predictor =
+            predicts.then(|| Predictor::<B>::open(&self.model, self.precision, device.clone())).transpose()?;
+        let embedder = match &predictor {
+            Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device),
+            None => Embedder::open(&self.model, self.precision, device),
+        }?;
+        self.begin(Served::Encoder(ServedEncoder::new(&embedder, predicts)));
+        let Self { shared, ready, .. } = self;
+        ready();
+        loop {
+            let phase = shared.phase();
+            if is_over(phase) || (matches!(phase, Phase::Draining(_)) && shared.queue.len() == 0) {
+                return Ok(());
+            }
+            match shared.queue.pop() {
+                None => shared.queue.wait(SLEEP),
+                Some(Job::Embed { texts, reply }) => answer(reply, embedder.embed(&texts))?,
+                Some(Job::Predict { texts, reply }) => {
+                    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+                    match &predictor {
+                        Some(predictor) => answer(reply, predictor.predict(&texts))?,
+                        None => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+                    }
+                }
+                Some(Job::Write(job)) => {
+                    let _ = job.events.send(TextEvent::Failed(Failure::usage("an encoder does not write")));
+                }
+            }
+        }
+    }
+}
+
+/// Whether a server that drains has no time left.
+fn is_over(phase: Phase) -> bool {
+    match phase {
+        Phase::Draining(until) => Instant::now() >= until,
+        Phase::Stopped => true,
+        Phase::Loading | Phase::Ready => false,
+    }
+}
+
+/// Sends an answer; what is no fault of the asker's ends the server, too.
+fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure> {
+    let failed = answer.as_ref().err().filter(|failure| failure.exit_code() != 2).cloned();
+    // Whoever has gone needs no answer.
+    let _ = reply.send(answer);
+    failed.map_or(Ok(()), Err)
+}
+
+/// Texts that are being written.
+struct Texts<'a, B: Backend> {
+    shared: &'a Shared,
+    scheduler: &'a mut Scheduler<B>,
+    jobs: HashMap<RequestId, UnboundedSender<TextEvent>>,
+}
+
+impl<B: Backend> Texts<'_, B> {
+    /// Writes until the server drains, and then until all is done or the time is over.
+    fn serve(&mut self, generator: &Generator<B>, rows: usize) -> Result<(), Failure> {
+        loop {
+            self.cancel_abandoned();
+            while self.jobs.len() < rows
+                && let Some(job) = self.shared.queue.pop()
+            {
+                self.begin(job);
+            }
+            self.shared.metrics.load(self.scheduler.load(), self.shared.queue.len());
+            let phase = self.shared.phase();
+            if is_over(phase) || (matches!(phase, Phase::Draining(_)) && self.jobs.is_empty()) {
+                return Ok(());
+            }
+            if self.jobs.is_empty() {
+                self.shared.queue.wait(SLEEP);
+                continue;
+            }
+            self.scheduler.step(generator.model())?;
+            for written in self.scheduler.take() {
+                self.send(written);
+            }
+        }
+    }
+
+    fn begin(&mut self, job: Job) {
+        match job {
+            Job::Write(job) => {
+                let WriteJob { request, filter, events } = *job;
+                match self.scheduler.add_filtered(request, filter) {
+                    Ok(id) => drop(self.jobs.insert(id, events)),
+                    Err(failure) => drop(events.send(TextEvent::Failed(failure))),
+                }
+            }
+            Job::Embed { reply, .. } => {
+                drop(reply.send(Err(Failure::usage("this model writes; it has no embeddings"))));
+            }
+            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+        }
+    }
+
+    /// Ends texts that nobody waits for; their pages are free at once.
+    fn cancel_abandoned(&mut self) {
+        let (jobs, scheduler) = (&mut self.jobs, &mut self.scheduler);
+        jobs.retain(|id, events| {
+            if events.is_closed() {
+                scheduler.cancel(*id);
+            }
+            !events.is_closed()
+        });
+    }
+
+    fn send(&mut self, Written { id, tokens, finish }: Written) {
+        let Some(events) = self.jobs.get(&id) else { return };
+        // Those that are closed end at the next step.
+        if !tokens.is_empty() {
+            let _ = events.send(TextEvent::Tokens(tokens));
+        }
+        if let Some(finish) = finish {
+            let _ = events.send(TextEvent::Finished(finish));
+            self.jobs.remove(&id);
+        }
+    }
+}

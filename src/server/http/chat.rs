@@ -1,0 +1,347 @@
+//! `/v1/chat/completions`: a conversation in, the model's answer out.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::Extension;
+use serde_json::{Map, Value, json};
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::texts::{Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
+use super::{Asked, body};
+use crate::chat::Dialogue;
+use crate::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
+use crate::server::answers::{Piece, Taken};
+use crate::server::grammar::Grammars;
+use crate::server::served::ServedWriter;
+use crate::server::tools::ToolCall;
+
+/// Messages of a conversation.
+const MESSAGES: usize = 4096;
+/// Tools of a request.
+const TOOLS: usize = 128;
+/// What a template is told by the server, and nobody else.
+const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"];
+
+pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    let (prompts, settings, taken, dialogue) = apart(&shared, move |shared, served| {
+        let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
+        let top = fields.count("top_logprobs", 0..=MOST_LIKELIEST)?;
+        match fields.flag("logprobs", false)? {
+            true => settings.likeliest = Some(top.unwrap_or(0)),
+            false if top.is_some() => {
+                return Err(ApiError::param("top_logprobs", "top_logprobs needs logprobs: true"));
+            }
+            false => {}
+        }
+        let tools = Tools::read(served, &fields)?;
+        let dialogue = dialogue(&fields, &tools)?;
+        let (text, filter) = (read_texts(&dialogue), filter(served, &fields, &tools)?);
+        bounded("messages", &text, served.context, served.longest_token)?;
+        let template = served.template.as_ref().ok_or_else(|| {
+            ApiError::request(
+                "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
+            )
+        })?;
+        let tokens = template.tokens(&dialogue, &served.tokenizer).map_err(|failure| {
+            ApiError::param("messages", failure.to_string())
+        })?;
+        let taken = Taken {
+            stop: settings.stop.clone(),
+            calls: (!tools.offered.is_empty()).then_some(served.tool_style).flatten(),
+            parallel_calls: fields.flag("parallel_tool_calls", true)?,
+        };
+        let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
+            Some(most) => Some(most),
+            None => fields.count("max_tokens", 1..=usize::MAX)?,
+        };
+        let prompts = Prompts { prompts: vec![tokens], max_tokens, filter, field: "messages" };
+        Ok((prompts, settings, taken, dialogue))
+    })
+    .await?;
+    caller.record.prompt(prompts.prompts[0].len(), || Value::Array(dialogue.messages));
+    let form = ChatForm { logprobs: settings.likeliest.is_some(), calls: Vec::new() };
+    answer(shared, caller, (prompts, settings, taken), form).await
+}
+
+/// The text of all messages, for its length.
+fn read_texts(dialogue: &Dialogue) -> String {
+    dialogue.messages.iter().filter_map(|message| message["content"].as_str()).collect()
+}
+
+/// What the model may call.
+#[derive(Default)]
+struct Tools {
+    /// As they were given.
+    given: Value,
+    /// Names and schemas of those that it may call.
+    offered: Vec<(String, Value)>,
+    /// Whether it has to.
+    required: bool,
+}
+
+impl Tools {
+    fn read(served: &ServedWriter, fields: &Fields) -> Result<Self, ApiError> {
+        let given = fields.array("tools")?.unwrap_or_default();
+        if given.len() > TOOLS {
+            return Err(fields.wrong("tools", &format!("an array of up to {TOOLS}")));
+        }
+        let mut offered = Vec::new();
+        for (at, tool) in given.iter().enumerate() {
+            let tool = Fields::of(&format!("tools[{at}]"), tool)?;
+            if tool.text("type")?.is_some_and(|kind| kind != "function") {
+                return Err(tool.wrong("type", "\"function\""));
+            }
+            let function = tool.object("function")?.ok_or_else(|| tool.wrong("function", "an object"))?;
+            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+            if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
+                return Err(function.wrong("name", "1 to 64 letters, digits, _ and -"));
+            }
+            function.text("description")?;
+            let schema = match function.object("parameters")? {
+                Some(parameters) => Value::Object(parameters.into_values()),
+                None => json!({ "type": "object", "properties": {} }),
+            };
+            offered.push((name.to_string(), schema));
+        }
+        let choice = fields.get("tool_choice");
+        let chosen = |name: &str| offered.iter().find(|(other, _)| other == name).cloned();
+        let (offered, required) = match choice {
+            None => (offered, false),
+            Some(Value::String(choice)) if choice == "auto" => (offered, false),
+            Some(Value::String(choice)) if choice == "none" => return Ok(Self::default()),
+            Some(Value::String(choice)) if choice == "required" => (offered, true),
+            Some(Value::Object(_)) => {
+                let choice = fields.object("tool_choice")?.ok_or_else(|| fields.wrong("tool_choice", "an object"))?;
+                let function = choice.object("function")?.ok_or_else(|| choice.wrong("function", "an object"))?;
+                let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+                (vec![chosen(name).ok_or_else(|| function.wrong("name", "one of the tools"))?], true)
+            }
+            Some(_) => {
+                return Err(fields.wrong("tool_choice", "\"none\", \"auto\", \"required\" or one of the tools"));
+            }
+        };
+        if required && offered.is_empty() {
+            return Err(ApiError::param("tool_choice", "tool_choice asks for a call, and there are no tools"));
+        }
+        if !offered.is_empty() && served.tool_style.is_none() {
+            return Err(ApiError::param("tools", "this model's chat template knows no tools"));
+        }
+        Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
+    }
+}
+
+/// The grammar that an answer has to keep to, if there is one.
+fn filter(served: &ServedWriter, fields: &Fields, tools: &Tools) -> Result<Option<Filter>, ApiError> {
+    let format = response_schema(fields)?;
+    let grammar = match (tools.required, served.tool_style, format) {
+        (true, Some(style), None) => Grammar::Call(style.grammar(&tools.offered)),
+        (true, ..) => {
+            return Err(ApiError::param("response_format", "an answer that is a call has no response_format"));
+        }
+        (false, _, None) => return Ok(None),
+        (false, _, Some(_)) if !tools.offered.is_empty() => {
+            let message = "response_format beside tools needs tool_choice \"none\"";
+            return Err(ApiError::param("response_format", message));
+        }
+        (false, _, Some(schema)) => Grammar::Json(schema),
+    };
+    let field = if tools.required { "tools" } else { "response_format" };
+    let wrong = move |failure: crate::Failure| match failure.exit_code() {
+        2 => ApiError::param(field, format!("{field} cannot be followed: {failure}")),
+        _ => ApiError::server(failure.to_string()),
+    };
+    // What is wrong with it is told before it waits.
+    let grammars = Arc::clone(&served.grammars);
+    grammar.filter(&grammars).map_err(wrong)?;
+    Ok(Some(Box::new(move || grammar.filter(&grammars).map_err(wrong))))
+}
+
+enum Grammar {
+    Json(Value),
+    Call(String),
+}
+
+impl Grammar {
+    fn filter(
+        &self,
+        grammars: &Grammars,
+    ) -> Result<Box<dyn crate::generation::scheduler::TokenFilter>, crate::Failure> {
+        match self {
+            Self::Json(schema) => grammars.json(schema),
+            Self::Call(grammar) => grammars.lark(grammar.clone()),
+        }
+    }
+}
+
+fn response_schema(fields: &Fields) -> Result<Option<Value>, ApiError> {
+    let Some(format) = fields.object("response_format")? else { return Ok(None) };
+    match format.text("type")? {
+        Some("text") => Ok(None),
+        Some("json_object") => Ok(Some(json!({ "type": "object" }))),
+        Some("json_schema") => {
+            let schema = format.object("json_schema")?.ok_or_else(|| format.wrong("json_schema", "an object"))?;
+            let schema = schema.object("schema")?.ok_or_else(|| schema.wrong("schema", "an object"))?;
+            Ok(Some(Value::Object(schema.into_values())))
+        }
+        _ => Err(format.wrong("type", "\"text\", \"json_object\" or \"json_schema\"")),
+    }
+}
+
+/// What the template makes a prompt of.
+fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
+    let given = fields.array("messages")?.ok_or_else(|| fields.wrong("messages", "an array"))?;
+    if given.is_empty() || given.len() > MESSAGES {
+        return Err(fields.wrong("messages", &format!("an array of 1 to {MESSAGES}")));
+    }
+    let messages = given.iter().enumerate().map(|(at, message)| {
+        let path = format!("messages[{at}]");
+        said(&Fields::of(&path, message)?)
+    });
+    let variables = match fields.object("chat_template_kwargs")? {
+        None => Map::new(),
+        Some(variables) => {
+            if let Some(own) = OWN_VARIABLES.into_iter().find(|own| variables.get(own).is_some()) {
+                return Err(variables.wrong(own, "left out"));
+            }
+            variables.into_values()
+        }
+    };
+    Ok(Dialogue { messages: messages.collect::<Result<_, _>>()?, tools: tools.given.clone(), variables })
+}
+
+fn said(message: &Fields) -> Result<Value, ApiError> {
+    let role = message.text("role")?;
+    let role = match role {
+        Some("developer") => "system",
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
+        _ => return Err(message.wrong("role", "\"system\", \"user\", \"assistant\" or \"tool\"")),
+    };
+    let calls = message.array("tool_calls")?.unwrap_or_default();
+    let content = match message.get("content") {
+        None if role == "assistant" && !calls.is_empty() => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(parts)) => {
+            let part = |(at, part): (usize, &Value)| {
+                let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
+                match part.text("type")? {
+                    Some("text") => {
+                        Ok(part.text("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string())
+                    }
+                    _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
+                }
+            };
+            parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>()?.concat()
+        }
+        _ => return Err(message.wrong("content", "a string or an array of parts")),
+    };
+    let mut said = json!({ "role": role, "content": content });
+    if !calls.is_empty() {
+        let call = |(at, call): (usize, &Value)| {
+            let call = Fields::of(&message.name(&format!("tool_calls[{at}]")), call)?;
+            let function = call.object("function")?.ok_or_else(|| call.wrong("function", "an object"))?;
+            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            // Templates write arguments as JSON themselves.
+            let arguments = function.text("arguments")?.unwrap_or("{}");
+            let arguments = serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments));
+            let id = call.text("id")?;
+            Ok(json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } }))
+        };
+        said["tool_calls"] = calls.iter().enumerate().map(call).collect::<Result<Vec<Value>, ApiError>>()?.into();
+    }
+    for field in ["name", "tool_call_id"] {
+        if let Some(text) = message.text(field)? {
+            said[field] = text.into();
+        }
+    }
+    Ok(said)
+}
+
+/// An answer in the form of a chat.
+struct ChatForm {
+    logprobs: bool,
+    /// Calls of each choice by now.
+    calls: Vec<usize>,
+}
+
+impl ChatForm {
+    fn logprobs(&self, served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
+        if !self.logprobs {
+            return Value::Null;
+        }
+        let token = |token: u32, logprob: f32| {
+            let bytes = served.token_bytes.get(token as usize);
+            json!({ "token": spelled(served, token), "logprob": number(logprob), "bytes": bytes })
+        };
+        let content = tokens.iter().filter_map(|written| {
+            let mut told = token(written.token, written.log_probability?);
+            let others: Vec<Value> = written.likeliest.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+            told["top_logprobs"] = others.into();
+            Some(told)
+        });
+        json!({ "content": content.collect::<Vec<Value>>(), "refusal": null })
+    }
+
+    /// Calls in OpenAI's form, with their places in a stream.
+    fn calls(calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
+        let call = |(at, call): (usize, &ToolCall)| {
+            let id = format!("call_{:016x}", super::texts::random());
+            let mut told = json!({
+                "id": id, "type": "function", "function": { "name": call.name, "arguments": call.arguments },
+            });
+            if let Some(from) = from {
+                told["index"] = (from + at).into();
+            }
+            told
+        };
+        calls.iter().enumerate().map(call).collect()
+    }
+}
+
+/// The least that OpenAI tells stands for what is less likely than any number says.
+fn number(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
+impl Form for ChatForm {
+    fn names(&self) -> [&'static str; 3] {
+        ["chatcmpl", "chat.completion", "chat.completion.chunk"]
+    }
+
+    fn opening(&self, choice: usize) -> Option<Value> {
+        let delta = json!({ "role": "assistant", "content": "" });
+        Some(json!({ "index": choice, "delta": delta, "logprobs": null, "finish_reason": null }))
+    }
+
+    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
+        let mut delta = json!({});
+        if !piece.text.is_empty() {
+            delta["content"] = piece.text.into();
+        }
+        if !piece.calls.is_empty() {
+            self.calls.resize(self.calls.len().max(piece.choice + 1), 0);
+            delta["tool_calls"] = Self::calls(&piece.calls, Some(self.calls[piece.choice])).into();
+            self.calls[piece.choice] += piece.calls.len();
+        }
+        let logprobs = if piece.tokens.is_empty() { Value::Null } else { self.logprobs(served, &piece.tokens) };
+        json!({ "index": piece.choice, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish })
+    }
+
+    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {
+        let logprobs = self.logprobs(served, &text.tokens);
+        let mut message = json!({ "role": "assistant", "content": text.text, "refusal": null });
+        if !text.calls.is_empty() {
+            message["tool_calls"] = Self::calls(&text.calls, None).into();
+            if text.text.trim().is_empty() {
+                message["content"] = Value::Null;
+            }
+        }
+        json!({ "index": choice, "message": message, "logprobs": logprobs, "finish_reason": text.finish })
+    }
+}

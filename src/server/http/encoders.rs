@@ -1,0 +1,137 @@
+//! `/v1/embeddings` and `/v1/utterances`: what an encoder makes of texts.
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::texts::named;
+use super::{Asked, Caller, Shared, body, json_response};
+use crate::failure::Failure;
+use crate::server::engine::Job;
+use crate::server::served::{Served, ServedEncoder};
+
+/// Texts of a request, as OpenAI has it.
+const TEXTS: usize = 2048;
+
+pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    let encoder = encoder(&shared)?;
+    let base64 = match fields.text("encoding_format")? {
+        None | Some("float") => false,
+        Some("base64") => true,
+        Some(_) => return Err(fields.wrong("encoding_format", "\"float\" or \"base64\"")),
+    };
+    if fields.count("dimensions", 1..=usize::MAX)?.is_some_and(|wanted| wanted != encoder.width) {
+        return Err(fields.wrong("dimensions", &format!("{}, the model's own", encoder.width)));
+    }
+    let work = std::sync::Arc::clone(&shared);
+    let (texts, given) = tokio::task::spawn_blocking(move || {
+        let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
+        let given = fields.get("input").cloned().unwrap_or(Value::Null);
+        Ok((tokens(&fields, encoder)?, given))
+    })
+    .await
+    .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
+    let count: usize = texts.iter().map(Vec::len).sum();
+    caller.record.prompt(count, || given);
+    let embeddings = ask(&shared, &caller, |reply| Job::Embed { texts, reply }).await?;
+    let told = |embedding: Vec<f32>| match base64 {
+        true => BASE64.encode(embedding.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()).into(),
+        false => Value::from(embedding),
+    };
+    let data = embeddings.into_iter().enumerate();
+    let data = data.map(|(at, embedding)| json!({ "object": "embedding", "index": at, "embedding": told(embedding) }));
+    let body = json!({
+        "object": "list", "data": data.collect::<Vec<Value>>(), "model": shared.options.name,
+        "usage": { "prompt_tokens": count, "total_tokens": count },
+    });
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    if !encoder(&shared)?.predicts {
+        return Err(ApiError::request("this model was not trained on utterances: it says nothing of intents and slots"));
+    }
+    let texts = fields.texts("input", TEXTS)?;
+    if texts.is_empty() {
+        return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
+    }
+    caller.record.prompt(0, || texts.clone().into());
+    let asked = texts.clone();
+    let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
+    let data = texts.iter().zip(predictions).enumerate().map(|(at, (text, prediction))| {
+        let mut told = prediction.json(text);
+        told["index"] = at.into();
+        told
+    });
+    let body = json!({ "object": "list", "data": data.collect::<Vec<Value>>(), "model": shared.options.name });
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
+    match shared.served.get() {
+        Some(Served::Encoder(encoder)) => Ok(encoder),
+        Some(Served::Writer(_)) => Err(ApiError::request("this model writes: it is no encoder")),
+        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+    }
+}
+
+/// Has the device do a job.
+async fn ask<T>(
+    shared: &Shared,
+    caller: &Caller,
+    job: impl FnOnce(oneshot::Sender<Result<T, Failure>>) -> Job,
+) -> Result<T, ApiError> {
+    let (reply, answer) = oneshot::channel();
+    if shared.queue.push(caller.client, vec![job(reply)]).is_err() {
+        return Err(ApiError::busy(1));
+    }
+    let answer = timeout(shared.options.limits.request, answer).await.map_err(|_| ApiError::too_slow())?;
+    Ok(answer.map_err(|_| ApiError::stopping())??)
+}
+
+/// The texts of `input`, each a string or tokens.
+fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
+    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", encoder.vocabulary);
+    let wrong = || fields.wrong("input", &wanted);
+    let token = |value: &Value| {
+        let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
+        token.filter(|token| (*token as usize) < encoder.vocabulary).ok_or_else(wrong)
+    };
+    let given = |values: &[Value]| values.iter().map(token).collect::<Result<Vec<u32>, ApiError>>();
+    let one = |value: &Value| match value {
+        Value::String(text) => {
+            encoder.tokenizer.encode_foreign_prompt(text).map_err(|error| ApiError::param("input", error.to_string()))
+        }
+        Value::Array(values) => given(values),
+        _ => Err(wrong()),
+    };
+    let texts = match fields.get("input") {
+        Some(text @ Value::String(_)) => vec![one(text)?],
+        Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => vec![given(values)?],
+        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => {
+            values.iter().map(one).collect::<Result<_, _>>()?
+        }
+        _ => return Err(wrong()),
+    };
+    match texts.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
+        Some(text) => {
+            let message = format!("a text has {} tokens; the model reads 1 to {}", text.len(), encoder.context);
+            Err(ApiError::param("input", message).with_code("context_length_exceeded"))
+        }
+        None => Ok(texts),
+    }
+}

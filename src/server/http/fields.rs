@@ -1,0 +1,128 @@
+//! The fields of a request: each is checked where it is asked for, and named where it is wrong. Null is as good as absent, and
+//! what nobody asks for is passed over.
+
+use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+
+/// The fields of a JSON object.
+pub(super) struct Fields {
+    values: Map<String, Value>,
+    /// What the object is called, with a dot behind it, within the request.
+    path: String,
+}
+
+impl Fields {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
+        let value = serde_json::from_slice(bytes)
+            .map_err(|error| ApiError::request(format!("the body is not valid JSON: {error}")))?;
+        match value {
+            Value::Object(values) => Ok(Self { values, path: String::new() }),
+            other => Err(ApiError::request(format!("the body has to be a JSON object, not {}", kind(&other)))),
+        }
+    }
+
+    /// The fields of an object within a request.
+    pub(super) fn of(path: &str, value: &Value) -> Result<Self, ApiError> {
+        match value {
+            Value::Object(values) => Ok(Self { values: values.clone(), path: format!("{path}.") }),
+            other => Err(ApiError::param(path, format!("{path} has to be an object, not {}", kind(other)))),
+        }
+    }
+
+    /// A field by its whole name within the request.
+    pub(super) fn name(&self, field: &str) -> String {
+        format!("{}{field}", self.path)
+    }
+
+    pub(super) fn get(&self, field: &str) -> Option<&Value> {
+        self.values.get(field).filter(|value| !value.is_null())
+    }
+
+    /// That a field is not what it has to be.
+    pub(super) fn wrong(&self, field: &str, wanted: &str) -> ApiError {
+        let name = self.name(field);
+        let found = match self.get(field) {
+            None => "is missing".to_string(),
+            Some(value) => format!("is {}", kind(value)),
+        };
+        ApiError::param(name.clone(), format!("{name} has to be {wanted}, and {found}"))
+    }
+
+    /// A number.
+    pub(super) fn number(&self, field: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let number = value.as_f64().filter(|number| range.contains(number));
+        let wanted = || format!("a number from {} to {}", range.start(), range.end());
+        number.map(Some).ok_or_else(|| self.wrong(field, &wanted()))
+    }
+
+    /// A whole number.
+    pub(super) fn count(&self, field: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let count = value.as_u64().and_then(|count| usize::try_from(count).ok()).filter(|count| range.contains(count));
+        let wanted = || match *range.end() {
+            usize::MAX => format!("a whole number of {} or more", range.start()),
+            most => format!("a whole number from {} to {most}", range.start()),
+        };
+        count.map(Some).ok_or_else(|| self.wrong(field, &wanted()))
+    }
+
+    /// A whole number of either sign.
+    pub(super) fn integer(&self, field: &str) -> Result<Option<i64>, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let integer = value.as_i64().or(value.as_u64().map(u64::cast_signed));
+        integer.map(Some).ok_or_else(|| self.wrong(field, "a whole number"))
+    }
+
+    pub(super) fn flag(&self, field: &str, otherwise: bool) -> Result<bool, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(otherwise) };
+        value.as_bool().ok_or_else(|| self.wrong(field, "true or false"))
+    }
+
+    pub(super) fn text(&self, field: &str) -> Result<Option<&str>, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.wrong(field, "a string"))
+    }
+
+    /// A string or several.
+    pub(super) fn texts(&self, field: &str, most: usize) -> Result<Vec<String>, ApiError> {
+        let wrong = || self.wrong(field, &format!("a string or up to {most} of them"));
+        match self.get(field) {
+            None => Ok(Vec::new()),
+            Some(Value::String(text)) => Ok(vec![text.clone()]),
+            Some(Value::Array(texts)) if texts.len() <= most => {
+                texts.iter().map(|text| text.as_str().map(str::to_string).ok_or_else(wrong)).collect()
+            }
+            Some(_) => Err(wrong()),
+        }
+    }
+
+    pub(super) fn array(&self, field: &str) -> Result<Option<&[Value]>, ApiError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_array().map(|values| Some(&values[..])).ok_or_else(|| self.wrong(field, "an array"))
+    }
+
+    pub(super) fn object(&self, field: &str) -> Result<Option<Self>, ApiError> {
+        self.get(field).map(|value| Self::of(&self.name(field), value)).transpose()
+    }
+
+    pub(super) fn into_values(self) -> Map<String, Value> {
+        self.values
+    }
+}
+
+/// What a value is, in words; long ones are not repeated.
+fn kind(value: &Value) -> String {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(value) => value.to_string(),
+        Value::Number(number) => number.to_string(),
+        Value::String(text) if text.chars().count() <= 40 => format!("{text:?}"),
+        Value::String(_) => "a long string".into(),
+        Value::Array(values) => format!("an array of {}", values.len()),
+        Value::Object(_) => "an object".into(),
+    }
+}

@@ -1,0 +1,90 @@
+//! What there is: the page, the model, the server's health and figures.
+
+use axum::Extension;
+use axum::extract::{Path, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use super::error::ApiError;
+use super::texts::unknown_model;
+use super::{Asked, Shared, json_response};
+use crate::server::Phase;
+use crate::server::served::Served;
+
+/// The page may load nothing from elsewhere, and be framed by nobody.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+fn file(kind: &'static str, text: &'static str) -> Response {
+    let mut response = ([(header::CONTENT_TYPE, kind), (header::CACHE_CONTROL, "no-cache")], text).into_response();
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+    response.headers_mut().insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    response
+}
+
+pub(super) async fn page() -> Response {
+    file("text/html; charset=utf-8", include_str!("../page/index.html"))
+}
+
+pub(super) async fn style() -> Response {
+    file("text/css; charset=utf-8", include_str!("../page/page.css"))
+}
+
+pub(super) async fn script() -> Response {
+    file("text/javascript; charset=utf-8", include_str!("../page/page.js"))
+}
+
+pub(super) async fn icon() -> Response {
+    file("image/svg+xml", include_str!("../page/icon.svg"))
+}
+
+pub(super) async fn openapi() -> Response {
+    file("application/json", include_str!("openapi.json"))
+}
+
+/// 200 when requests are answered, else 503.
+pub(super) async fn health((State(shared), _): Asked) -> Response {
+    let (status, state) = match shared.phase() {
+        Phase::Ready => (StatusCode::OK, "ready"),
+        Phase::Loading => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
+        Phase::Draining(_) | Phase::Stopped => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+    };
+    json_response(status, &json!({ "status": state }))
+}
+
+pub(super) async fn metrics((State(shared), _): Asked) -> Result<Response, ApiError> {
+    let text = shared.metrics.text().map_err(|error| ApiError::server(error.to_string()))?;
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+}
+
+pub(super) async fn models((State(shared), _): Asked) -> Response {
+    let models: Vec<Value> = served(&shared).into_iter().collect();
+    json_response(StatusCode::OK, &json!({ "object": "list", "data": models }))
+}
+
+pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<String>) -> Result<Response, ApiError> {
+    match served(&shared) {
+        Some(model) if id == shared.options.name => Ok(json_response(StatusCode::OK, &model)),
+        _ => Err(unknown_model(&shared, &id)),
+    }
+}
+
+/// The model, once it is there.
+fn served(shared: &Shared) -> Option<Value> {
+    let (paths, context) = match shared.served.get()? {
+        Served::Writer(writer) => {
+            let chat = writer.template.is_some().then_some("/v1/chat/completions");
+            (chat.into_iter().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
+        }
+        Served::Encoder(encoder) => {
+            let predicts = encoder.predicts.then_some("/v1/utterances");
+            (predicts.into_iter().chain(["/v1/embeddings"]).collect(), encoder.context)
+        }
+    };
+    Some(json!({
+        "id": shared.options.name, "object": "model", "created": shared.created, "owned_by": "fireclay",
+        "context_length": context, "paths": paths,
+    }))
+}

@@ -1,0 +1,194 @@
+//! HTTP: which path does what, who may, and in what form answers leave.
+
+mod chat;
+mod completions;
+mod connections;
+mod encoders;
+pub(super) mod error;
+mod fields;
+mod info;
+mod texts;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Extension, Router};
+use futures_util::StreamExt;
+use serde_json::Value;
+
+use self::error::{ApiError, Reason};
+use self::fields::Fields;
+use super::keys::Client;
+use super::log::Record;
+use super::{Phase, Shared};
+
+pub(super) use self::connections::{serve, tls};
+
+/// All paths that there are, but for those of single models.
+pub(super) const PATHS: [&str; 12] = [
+    "/",
+    "/page.css",
+    "/page.js",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/utterances",
+    "/favicon.ico",
+];
+
+/// Paths that need no key: a page that asks for it, and what watches the server.
+const OPEN: [&str; 6] = ["/", "/page.css", "/page.js", "/health", "/openapi.json", "/favicon.ico"];
+
+/// The address that a connection comes from.
+#[derive(Clone, Copy)]
+struct Peer(IpAddr);
+
+/// Who asks, and what is to be told of it.
+#[derive(Clone)]
+struct Caller {
+    client: Client,
+    record: Arc<Record>,
+}
+
+fn router(shared: Arc<Shared>) -> Router {
+    Router::new()
+        .route("/", get(info::page))
+        .route("/page.css", get(info::style))
+        .route("/page.js", get(info::script))
+        .route("/favicon.ico", get(info::icon))
+        .route("/health", get(info::health))
+        .route("/metrics", get(info::metrics))
+        .route("/openapi.json", get(info::openapi))
+        .route("/v1/models", get(info::models))
+        .route("/v1/models/{*id}", get(info::model))
+        .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/embeddings", post(encoders::embeddings))
+        .route("/v1/utterances", post(encoders::utterances))
+        .fallback(nothing_there)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(Arc::clone(&shared), guard))
+        .with_state(shared)
+}
+
+async fn nothing_there(request: Request) -> ApiError {
+    let path = request.uri().path();
+    ApiError::request(format!("there is no {path}")).with_status(StatusCode::NOT_FOUND).with_code("unknown_url")
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let (method, path) = (request.method(), request.uri().path());
+    let error = ApiError::request(format!("{path} does not answer {method}"));
+    error.with_status(StatusCode::METHOD_NOT_ALLOWED).with_code("method_not_allowed")
+}
+
+/// Who may ask, and a record of what was.
+async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Next) -> Response {
+    let address = request.extensions().get::<Peer>().map_or(IpAddr::from([0, 0, 0, 0]), |peer| peer.0);
+    let path = request.uri().path().to_string();
+    let record = Arc::new(Record::new(Arc::clone(&shared), address, request.method().as_str(), &path));
+    let mut response = match allowed(&shared, request.method(), &path, request.headers()) {
+        Ok(key) => {
+            let client = Client { key, address };
+            request.extensions_mut().insert(Caller { client, record: Arc::clone(&record) });
+            next.run(request).await
+        }
+        Err(error) => error.into_response(),
+    };
+    if let Some(Reason(reason)) = response.extensions_mut().remove() {
+        record.error(&reason);
+    }
+    record.status(response.status().as_u16());
+    if response.extensions().get::<texts::Streams>().is_some() {
+        record.streams();
+    }
+    response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+/// The number of the key that a request has.
+fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) -> Result<usize, ApiError> {
+    let options = &shared.options;
+    // A page from elsewhere whose name was made to point here: its requests have that name.
+    if shared.keys.is_empty() && options.host.is_loopback() && !options.insecure && !is_local(headers) {
+        let error = ApiError::request("this server answers requests to this machine only; --insecure lets others in");
+        return Err(error.with_status(StatusCode::FORBIDDEN).with_code("wrong_host"));
+    }
+    let mut key = 0;
+    if !shared.keys.is_empty() && !OPEN.contains(&path) {
+        let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let bearer = given.and_then(|value| value.split_once(' '));
+        let bearer = bearer.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
+        let refused = |message: &str| {
+            ApiError::request(message).with_status(StatusCode::UNAUTHORIZED).with_code("invalid_api_key")
+        };
+        let given = bearer.ok_or_else(|| refused("an API key is needed: `Authorization: Bearer KEY`"))?;
+        key = shared.keys.find(given).ok_or_else(|| refused("the API key is not right"))?;
+    }
+    if method == Method::POST && path.starts_with("/v1/") {
+        match shared.phase() {
+            Phase::Loading => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+            Phase::Draining(_) | Phase::Stopped => return Err(ApiError::stopping()),
+            Phase::Ready => {}
+        }
+    }
+    Ok(key)
+}
+
+/// Whether a request is to this machine by its address, or as `localhost`.
+fn is_local(headers: &HeaderMap) -> bool {
+    let Some(host) = headers.get(header::HOST).and_then(|host| host.to_str().ok()) else { return true };
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let name = name.trim_start_matches('[').trim_end_matches(']');
+    name.parse::<IpAddr>().is_ok() || name == "localhost" || name.ends_with(".localhost")
+}
+
+fn json_response(status: StatusCode, body: &Value) -> Response {
+    (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+}
+
+/// The fields of a request's body, which is a JSON object.
+async fn body(shared: &Shared, request: Request) -> Result<Fields, ApiError> {
+    let (parts, body) = request.into_parts();
+    let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    // A page from elsewhere cannot send this one without asking.
+    if !kind.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json")) {
+        let error = ApiError::request("the body has to be JSON: `Content-Type: application/json`");
+        return Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
+    }
+    let read = tokio::time::timeout(BODY_TIME, whole(body, shared.options.limits.body_bytes)).await;
+    let late = ApiError::request("the body took too long to come").with_status(StatusCode::REQUEST_TIMEOUT);
+    Fields::parse(&read.map_err(|_| late)??)
+}
+
+/// How long a body may take to come.
+const BODY_TIME: std::time::Duration = std::time::Duration::from_secs(30);
+
+async fn whole(body: Body, most: usize) -> Result<Vec<u8>, ApiError> {
+    let mut stream = body.into_data_stream();
+    let mut bytes = Vec::new();
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk.map_err(|error| ApiError::request(format!("the body broke off: {error}")))?;
+        if bytes.len() + chunk.len() > most {
+            let error = ApiError::request(format!("the body has more than {most} bytes"));
+            return Err(error.with_status(StatusCode::PAYLOAD_TOO_LARGE));
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes)
+}
+
+type Asked = (State<Arc<Shared>>, Extension<Caller>);

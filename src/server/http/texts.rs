@@ -1,0 +1,405 @@
+//! What chat and completions share: settings, jobs for the device, and how pieces of text leave, as events or at once.
+
+use std::convert::Infallible;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::Body;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use fireclay_kernels::Penalties;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::{Caller, Shared, json_response};
+use crate::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
+use crate::generation::GenerationOptions;
+use crate::server::answers::{Answers, Piece, Taken};
+use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::served::{Served, ServedWriter};
+
+/// Stop texts of a request.
+const STOPS: usize = 16;
+/// Tokens whose logits a request may change.
+const BIASES: usize = 1024;
+/// Events that wait for a client, beside those in its connection.
+const EVENTS: usize = 16;
+/// A bias that no logit makes up for.
+const FORBIDDEN: f32 = -1e30;
+/// How often a stream shows that it is alive.
+const ALIVE: Duration = Duration::from_secs(15);
+
+/// Marks answers that are event streams.
+#[derive(Clone, Copy)]
+pub(super) struct Streams;
+
+/// The model, if it writes.
+pub(super) fn writer(shared: &Shared) -> Result<&ServedWriter, ApiError> {
+    match shared.served.get() {
+        Some(Served::Writer(writer)) => Ok(writer),
+        Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not write")),
+        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+    }
+}
+
+/// That a request names the model that is served, or none.
+pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
+    match fields.text("model")? {
+        Some(name) if name != shared.options.name => Err(unknown_model(shared, name)),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn unknown_model(shared: &Shared, name: &str) -> ApiError {
+    let served = &shared.options.name;
+    let error = ApiError::param("model", format!("there is no model {name:?} here; there is {served:?}"));
+    error.with_status(StatusCode::NOT_FOUND).with_code("model_not_found")
+}
+
+/// How a request wants its texts written.
+pub(super) struct Settings {
+    options: GenerationOptions,
+    biases: Vec<(u32, f32)>,
+    pub(super) stop: Vec<String>,
+    /// Texts for each prompt.
+    pub(super) choices: usize,
+    pub(super) stream: bool,
+    pub(super) usage: bool,
+    pub(super) likeliest: Option<usize>,
+}
+
+impl Settings {
+    pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
+        let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0);
+        if temperature > 0.0 && temperature < 1e-3 {
+            return Err(fields.wrong("temperature", "0, or from 0.001 to 2"));
+        }
+        let top_p = fields.number("top_p", 0.0..=1.0)?;
+        if top_p == Some(0.0) {
+            return Err(fields.wrong("top_p", "above 0, and 1 at the most"));
+        }
+        // Other servers take 0 and -1 for all.
+        let top_k = match fields.integer("top_k")? {
+            None | Some(0 | -1) => None,
+            Some(top_k) if top_k > 0 => usize::try_from(top_k).ok(),
+            Some(_) => return Err(fields.wrong("top_k", "a whole number of 1 or more")),
+        };
+        let repetition = fields.number("repetition_penalty", 0.01..=10.0)?.unwrap_or(1.0);
+        let presence = fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0);
+        let frequency = fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0);
+        let options = GenerationOptions {
+            max_tokens: None,
+            temperature,
+            top_k,
+            top_p,
+            min_p: fields.number("min_p", 0.0..=1.0)?,
+            penalties: Penalties { repetition, presence, frequency },
+            stop: Vec::new(),
+            seed: fields.integer("seed")?.map_or_else(random, i64::cast_unsigned),
+        };
+        let stop = fields.texts("stop", STOPS)?;
+        if stop.iter().any(String::is_empty) {
+            return Err(fields.wrong("stop", "a string that is not empty, or several"));
+        }
+        let stream = fields.flag("stream", false)?;
+        let stream_options = fields.object("stream_options")?;
+        if stream_options.is_some() && !stream {
+            return Err(ApiError::param("stream_options", "stream_options are for answers with stream: true"));
+        }
+        Ok(Self {
+            options,
+            biases: biases(fields, vocabulary)?,
+            stop,
+            choices: fields.count("n", 1..=shared.options.limits.answers)?.unwrap_or(1),
+            stream,
+            usage: stream_options.map_or(Ok(false), |options| options.flag("include_usage", false))?,
+            likeliest: None,
+        })
+    }
+}
+
+fn biases(fields: &Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, ApiError> {
+    let Some(biases) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    let biases = biases.into_values();
+    let name = fields.name("logit_bias");
+    if biases.len() > BIASES {
+        return Err(ApiError::param(name, format!("logit_bias has {} tokens; {BIASES} are allowed", biases.len())));
+    }
+    let bias = |(token, by): (String, Value)| {
+        let id = token.parse::<u32>().ok().filter(|id| (*id as usize) < vocabulary);
+        let by = by.as_f64().filter(|by| (-100.0..=100.0).contains(by));
+        // As OpenAI has it, this keeps a token out.
+        let by = by.map(|by| if by == -100.0 { FORBIDDEN } else { by as f32 });
+        id.zip(by).ok_or_else(|| {
+            let wanted = format!("tokens from 0 to {} and numbers from -100 to 100", vocabulary - 1);
+            ApiError::param(&name, format!("logit_bias has to hold {wanted}, and token {token:?} is none of them"))
+        })
+    };
+    biases.into_iter().map(bias).collect()
+}
+
+/// A number that nobody can guess from another one's.
+pub(super) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// Prompts of a request, with what their texts are made to be.
+pub(super) struct Prompts {
+    pub(super) prompts: Vec<Vec<u32>>,
+    pub(super) max_tokens: Option<usize>,
+    /// Makes a filter for each text.
+    pub(super) filter: Option<Filter>,
+    /// The field that a prompt comes from.
+    pub(super) field: &'static str,
+}
+
+pub(super) type Filter = Box<dyn Fn() -> Result<Box<dyn TokenFilter>, ApiError> + Send + Sync>;
+
+impl Prompts {
+    /// Jobs for all texts of a request, and where what comes of them is told: those of the first prompt, then of the next.
+    fn jobs(
+        &self,
+        served: &ServedWriter,
+        settings: &Settings,
+    ) -> Result<(Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>), ApiError> {
+        let mut jobs = Vec::new();
+        let mut events = Vec::new();
+        for (number, (prompt, _)) in
+            self.prompts.iter().flat_map(|prompt| (0..settings.choices).map(move |choice| (prompt, choice))).enumerate()
+        {
+            let (length, context) = (prompt.len(), served.context);
+            let room = context.saturating_sub(length);
+            let max_tokens = self.max_tokens.unwrap_or(room);
+            if length == 0 {
+                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
+            }
+            if room == 0 || max_tokens > room {
+                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
+                let message = format!("the prompt has {length} tokens{asked}, but there is room for {context} in all");
+                return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
+            }
+            let request = Request {
+                sampling: settings.options.sampling(number as u64),
+                ends: served.ends.clone(),
+                biases: settings.biases.clone(),
+                likeliest: settings.likeliest.map(|count| count.min(MOST_LIKELIEST)),
+                ..Request::new(prompt.clone(), max_tokens)
+            };
+            let filter = self.filter.as_ref().map(|filter| filter()).transpose()?;
+            let (sender, receiver) = mpsc::unbounded_channel();
+            jobs.push(Job::Write(Box::new(WriteJob { request, filter, events: sender })));
+            events.push(receiver);
+        }
+        Ok((jobs, events))
+    }
+}
+
+/// What an answer is made of, whatever form it has.
+pub(super) trait Form: Send + 'static {
+    /// What the answer's id begins with, and what a whole answer and a chunk of it are called.
+    fn names(&self) -> [&'static str; 3];
+
+    /// What comes first of each text of a stream.
+    fn opening(&self, _choice: usize) -> Option<Value> {
+        None
+    }
+
+    /// A piece of a text as a choice of a chunk.
+    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value;
+
+    /// A whole text as a choice.
+    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value;
+}
+
+/// A text that is complete.
+#[derive(Default)]
+pub(super) struct Whole {
+    pub(super) text: String,
+    pub(super) calls: Vec<crate::server::tools::ToolCall>,
+    pub(super) tokens: Vec<WrittenToken>,
+    pub(super) finish: &'static str,
+}
+
+/// Has the texts of `prompts` written, and answers in a form.
+pub(super) async fn answer(
+    shared: Arc<Shared>,
+    caller: Caller,
+    (prompts, settings, taken): (Prompts, Settings, Taken),
+    form: impl Form,
+) -> Result<Response, ApiError> {
+    let served = writer(&shared)?;
+    let (jobs, events) = prompts.jobs(served, &settings)?;
+    let prompt_tokens = prompts.prompts.iter().map(Vec::len).sum();
+    let count = jobs.len();
+    if count > shared.options.limits.answers {
+        let most = shared.options.limits.answers;
+        return Err(ApiError::param("n", format!("{count} texts were asked for; {most} are allowed at once")));
+    }
+    if shared.queue.push(caller.client, jobs).is_err() {
+        let waiting = shared.queue.len() as u64;
+        return Err(ApiError::busy(1 + waiting / 16));
+    }
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let head = Head { id: format!("{}-{:016x}{:016x}", form.names()[0], random(), random()), created, prompt_tokens };
+    let deadline = Instant::now() + shared.options.limits.request;
+    if settings.stream {
+        return Ok(streamed(Arc::clone(&shared), caller, (head, settings.usage, taken), events, deadline, form));
+    }
+    let mut answers = Answers::new(served, &taken, events, deadline, Arc::clone(&caller.record));
+    whole(&shared, served, head, &mut answers, count, form).await
+}
+
+/// What all chunks of an answer begin with.
+struct Head {
+    id: String,
+    created: u64,
+    prompt_tokens: usize,
+}
+
+impl Head {
+    fn json(&self, shared: &Shared, object: &str, choices: Vec<Value>) -> Value {
+        json!({
+            "id": self.id, "object": object, "created": self.created, "model": shared.options.name, "choices": choices,
+        })
+    }
+
+    fn usage(&self, tokens: usize) -> Value {
+        json!({
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
+        })
+    }
+}
+
+async fn whole(
+    shared: &Shared,
+    served: &ServedWriter,
+    head: Head,
+    answers: &mut Answers<'_>,
+    count: usize,
+    mut form: impl Form,
+) -> Result<Response, ApiError> {
+    let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
+    while let Some(piece) = answers.next().await {
+        let piece = piece?;
+        let Some(text) = texts.get_mut(piece.choice) else { continue };
+        text.text.push_str(&piece.text);
+        text.calls.extend(piece.calls);
+        text.tokens.extend(piece.tokens);
+        text.finish = piece.finish.unwrap_or(text.finish);
+    }
+    let choices = texts.into_iter().enumerate().map(|(choice, text)| form.whole(served, choice, text)).collect();
+    let mut body = head.json(shared, form.names()[1], choices);
+    body["usage"] = head.usage(answers.tokens);
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+fn streamed(
+    shared: Arc<Shared>,
+    caller: Caller,
+    (head, usage, taken): (Head, bool, Taken),
+    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    deadline: Instant,
+    form: impl Form,
+) -> Response {
+    let (sender, mut receiver) = mpsc::channel::<Result<String, Infallible>>(EVENTS);
+    // Ends when the client is gone, and with it the texts.
+    tokio::spawn(async move {
+        // Whoever has gone needs nothing more.
+        let _ = stream(shared, caller, (head, usage, taken), events, deadline, form, sender).await;
+    });
+    let body = Body::from_stream(futures_util::stream::poll_fn(move |context| receiver.poll_recv(context)));
+    let mut response = body.into_response();
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // nginx would hold events back.
+    response.headers_mut().insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response.extensions_mut().insert(Streams);
+    response
+}
+
+type Sender = mpsc::Sender<Result<String, Infallible>>;
+
+async fn stream(
+    shared: Arc<Shared>,
+    caller: Caller,
+    (head, usage, taken): (Head, bool, Taken),
+    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    deadline: Instant,
+    mut form: impl Form,
+    sender: Sender,
+) -> Result<(), mpsc::error::SendError<Result<String, Infallible>>> {
+    let event = |value: &Value| Ok(format!("data: {value}\n\n"));
+    let Ok(served) = writer(&shared) else { return Ok(()) };
+    let object = form.names()[2];
+    for choice in 0..events.len() {
+        if let Some(opening) = form.opening(choice) {
+            sender.send(event(&chunk(&shared, &head, object, vec![opening], usage))).await?;
+        }
+    }
+    let mut answers = Answers::new(served, &taken, events, deadline, Arc::clone(&caller.record));
+    loop {
+        let next = tokio::select! {
+            next = tokio::time::timeout(ALIVE, answers.next()) => next,
+            () = sender.closed() => return Ok(()),
+        };
+        match next {
+            Err(_) => sender.send(Ok(": waiting\n\n".to_string())).await?,
+            Ok(Some(Ok(piece))) => {
+                let choices = vec![form.chunk(served, piece)];
+                sender.send(event(&chunk(&shared, &head, object, choices, usage))).await?;
+            }
+            Ok(Some(Err(error))) => {
+                sender.send(event(&error.json())).await?;
+                caller.record.complete();
+                return Ok(());
+            }
+            Ok(None) => break,
+        }
+    }
+    if usage {
+        let mut last = chunk(&shared, &head, object, Vec::new(), usage);
+        last["usage"] = head.usage(answers.tokens);
+        sender.send(event(&last)).await?;
+    }
+    sender.send(Ok("data: [DONE]\n\n".to_string())).await?;
+    caller.record.complete();
+    Ok(())
+}
+
+fn chunk(shared: &Shared, head: &Head, object: &str, choices: Vec<Value>, usage: bool) -> Value {
+    let mut chunk = head.json(shared, object, choices);
+    if usage {
+        chunk["usage"] = Value::Null;
+    }
+    chunk
+}
+
+/// A token as text; bytes that are no character by themselves become U+FFFD.
+pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
+    String::from_utf8_lossy(served.token_bytes.get(token as usize).map_or(&[][..], Vec::as_slice)).into_owned()
+}
+
+/// Makes tokens or a grammar on a thread where that may take its time.
+pub(super) async fn apart<T: Send + 'static>(
+    shared: &Arc<Shared>,
+    work: impl FnOnce(&Shared, &ServedWriter) -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let shared = Arc::clone(shared);
+    let done = tokio::task::spawn_blocking(move || work(&shared, writer(&shared)?)).await;
+    done.unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))
+}
+
+/// That a text is not longer than a model reads, before tokens are made of it.
+pub(super) fn bounded(field: &str, text: &str, context: usize, longest_token: usize) -> Result<(), ApiError> {
+    let most = context.saturating_mul(longest_token.max(1));
+    if text.len() > most {
+        let message = format!("{field} has {} bytes, and more tokens than the {context} that there is room for", text.len());
+        return Err(ApiError::param(field, message).with_code("context_length_exceeded"));
+    }
+    Ok(())
+}

@@ -1,0 +1,141 @@
+//! A line for each request, when its answer is complete; without what it says, unless that is asked for.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::{LogFormat, Shared};
+use crate::stdout;
+
+/// What is known of a request. It is told and counted when the last that works on it lets it go.
+pub(super) struct Record {
+    shared: Arc<Shared>,
+    address: IpAddr,
+    method: String,
+    path: String,
+    begun: Instant,
+    facts: Mutex<Facts>,
+}
+
+#[derive(Default)]
+struct Facts {
+    status: Option<u16>,
+    prompt_tokens: usize,
+    tokens: usize,
+    first_token: Option<f64>,
+    error: Option<String>,
+    prompt: Option<Value>,
+    answer: String,
+    complete: bool,
+}
+
+impl Record {
+    pub(super) fn new(shared: Arc<Shared>, address: IpAddr, method: &str, path: &str) -> Self {
+        let (method, path) = (method.to_string(), path.to_string());
+        Self { shared, address, method, path, begun: Instant::now(), facts: Mutex::default() }
+    }
+
+    fn facts(&self, change: impl FnOnce(&mut Facts)) {
+        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) fn status(&self, status: u16) {
+        self.facts(|facts| {
+            facts.status = Some(status);
+            facts.complete = true;
+        });
+    }
+
+    /// Its answer is an event stream that is not complete yet.
+    pub(super) fn streams(&self) {
+        self.facts(|facts| facts.complete = false);
+    }
+
+    pub(super) fn complete(&self) {
+        self.facts(|facts| facts.complete = true);
+    }
+
+    pub(super) fn error(&self, reason: &str) {
+        self.facts(|facts| facts.error = Some(reason.to_string()));
+    }
+
+    pub(super) fn prompt(&self, tokens: usize, text: impl FnOnce() -> Value) {
+        let text = self.shared.options.log_texts.then(text);
+        self.facts(|facts| {
+            facts.prompt_tokens = tokens;
+            facts.prompt = text;
+        });
+        self.shared.metrics.prompt_tokens.inc_by(tokens as u64);
+    }
+
+    /// More of an answer.
+    pub(super) fn written(&self, tokens: usize, text: &str) {
+        if tokens == 0 && text.is_empty() {
+            return;
+        }
+        let (seconds, texts) = (self.begun.elapsed().as_secs_f64(), self.shared.options.log_texts);
+        let mut first = false;
+        self.facts(|facts| {
+            first = facts.first_token.is_none() && tokens > 0;
+            if first {
+                facts.first_token = Some(seconds);
+            }
+            facts.tokens += tokens;
+            if texts {
+                facts.answer.push_str(text);
+            }
+        });
+        self.shared.metrics.tokens.inc_by(tokens as u64);
+        if first {
+            self.shared.metrics.first_token.observe(seconds);
+        }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        let facts = std::mem::take(&mut *self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+        // As nginx has it, where the client left before the answer was complete.
+        let status = facts.status.filter(|_| facts.complete).unwrap_or(499);
+        self.shared.metrics.request(&self.path, status, seconds);
+        let quiet = matches!(self.path.as_str(), "/health" | "/metrics") && status < 400;
+        match self.shared.options.log {
+            LogFormat::Json if !quiet => {
+                let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+                let mut line = json!({
+                    "event": "request", "time": time, "address": self.address, "method": self.method, "path": self.path,
+                    "status": status, "seconds": seconds, "prompt_tokens": facts.prompt_tokens, "tokens": facts.tokens,
+                    "first_token_seconds": facts.first_token, "error": facts.error,
+                });
+                if let Some(prompt) = facts.prompt {
+                    line["prompt"] = prompt;
+                    line["answer"] = facts.answer.into();
+                }
+                stdout::line(line);
+            }
+            LogFormat::Text if !quiet => {
+                let Self { address, method, path, .. } = self;
+                let mut line = format!("{address} {method} {path} {status} {:.0} ms", 1e3 * seconds);
+                if facts.tokens > 0 {
+                    let first = 1e3 * facts.first_token.unwrap_or_default();
+                    let rate = facts.tokens as f64 / seconds.max(1e-9);
+                    line += &format!(
+                        ", {} tokens after {}, the first after {first:.0} ms, {rate:.0}/s",
+                        facts.tokens, facts.prompt_tokens
+                    );
+                }
+                if let Some(error) = facts.error {
+                    line += &format!(": {error}");
+                }
+                eprintln!("{line}");
+                if let Some(prompt) = facts.prompt {
+                    eprintln!("{}", json!({ "prompt": prompt, "answer": facts.answer }));
+                }
+            }
+            _ => {}
+        }
+    }
+}

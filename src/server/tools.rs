@@ -1,0 +1,184 @@
+//! Tools that a model calls: how its template has it spell a call, and what it called.
+
+use serde_json::{Map, Value, json};
+
+use crate::chat::ChatTemplate;
+
+/// How a model spells a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ToolStyle {
+    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several if need be, with words around: Hermes, Qwen.
+    Tagged,
+    /// `{"name": .., "parameters": {..}}` alone: Llama 3.
+    Bare,
+}
+
+const BEGIN: &str = "<tool_call>";
+const END: &str = "</tool_call>";
+
+impl ToolStyle {
+    /// What a template says, if it knows tools at all.
+    pub(super) fn of(template: &ChatTemplate) -> Option<Self> {
+        let known = template.knows("tools");
+        known.then(|| if template.source().contains(BEGIN) { Self::Tagged } else { Self::Bare })
+    }
+
+    /// What the arguments are called.
+    fn arguments(self) -> &'static str {
+        match self {
+            Self::Tagged => "arguments",
+            Self::Bare => "parameters",
+        }
+    }
+
+    /// A grammar in Lark's form of one call of one of these tools, by name and the schema of its arguments.
+    pub(super) fn grammar(self, tools: &[(String, Value)]) -> String {
+        let call = |(name, schema): &(String, Value)| {
+            let name = json!({ "const": name });
+            let mut properties = Map::new();
+            properties.insert("name".into(), name);
+            properties.insert(self.arguments().into(), schema.clone());
+            json!({
+                "type": "object", "properties": properties, "required": ["name", self.arguments()],
+                "additionalProperties": false,
+            })
+        };
+        let mut calls: Vec<Value> = tools.iter().map(call).collect();
+        let schema = if calls.len() == 1 { calls.remove(0) } else { json!({ "anyOf": calls }) };
+        let schema = super::grammar::one_line(schema);
+        match self {
+            Self::Tagged => format!("start: \"{BEGIN}\\n\" call \"\\n{END}\"\ncall: %json {schema}\n"),
+            Self::Bare => format!("start: call\ncall: %json {schema}\n"),
+        }
+    }
+}
+
+/// A call.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct ToolCall {
+    pub(super) name: String,
+    /// JSON.
+    pub(super) arguments: String,
+}
+
+/// Takes the calls out of a text as it comes.
+pub(super) struct ToolCalls {
+    style: ToolStyle,
+    /// What is not yet known to be words or a call.
+    held: String,
+    begun: bool,
+}
+
+impl ToolCalls {
+    pub(super) fn new(style: ToolStyle) -> Self {
+        Self { style, held: String::new(), begun: false }
+    }
+
+    /// More text: its words, and the calls that it completes.
+    pub(super) fn push(&mut self, text: &str) -> (String, Vec<ToolCall>) {
+        self.held.push_str(text);
+        let (mut words, mut calls) = (String::new(), Vec::new());
+        match self.style {
+            ToolStyle::Tagged => loop {
+                let Some(at) = self.held.find(BEGIN) else {
+                    // The longest end that may yet begin a call stays back.
+                    let begins = |at: &usize| BEGIN.starts_with(&self.held[*at..]);
+                    let kept = self.held.char_indices().map(|(at, _)| at).find(begins).unwrap_or(self.held.len());
+                    words.extend(self.held.drain(..kept));
+                    break;
+                };
+                words.extend(self.held.drain(..at));
+                let Some(end) = self.held.find(END) else { break };
+                let whole: String = self.held.drain(..end + END.len()).collect();
+                match self.call(&whole[BEGIN.len()..end]) {
+                    Some(call) => calls.push(call),
+                    None => words.push_str(&whole),
+                }
+            },
+            ToolStyle::Bare => {
+                let begins = self.held.trim_start().starts_with('{') || self.held.trim_start().is_empty();
+                if self.begun || !begins {
+                    self.begun = true;
+                    words = std::mem::take(&mut self.held);
+                }
+            }
+        }
+        (words, calls)
+    }
+
+    /// The end of the text: what is left of it.
+    pub(super) fn finish(self) -> (String, Vec<ToolCall>) {
+        let call = match self.style {
+            // A model that stops at the end of a turn may leave the last tag out.
+            ToolStyle::Tagged => self.held.strip_prefix(BEGIN).and_then(|rest| self.call(rest)),
+            ToolStyle::Bare => self.call(&self.held),
+        };
+        match call {
+            Some(call) => (String::new(), vec![call]),
+            None => (self.held, Vec::new()),
+        }
+    }
+
+    fn call(&self, text: &str) -> Option<ToolCall> {
+        let value: Value = serde_json::from_str(text.trim()).ok()?;
+        let name = value["name"].as_str()?.to_string();
+        let arguments = value.get(self.style.arguments()).or(value.get("arguments")).unwrap_or(&Value::Null);
+        let arguments = match arguments {
+            Value::Null => "{}".to_string(),
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        Some(ToolCall { name, arguments })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+        let mut tools = ToolCalls::new(style);
+        let (mut words, mut calls) = (String::new(), Vec::new());
+        for piece in pieces {
+            let (more, called) = tools.push(piece);
+            words.push_str(&more);
+            calls.extend(called);
+        }
+        let (more, called) = tools.finish();
+        words.push_str(&more);
+        calls.extend(called);
+        (words, calls)
+    }
+
+    fn call(name: &str, arguments: &str) -> ToolCall {
+        ToolCall { name: name.into(), arguments: arguments.into() }
+    }
+
+    #[test]
+    fn calls_are_taken_out_of_the_words_however_they_come() {
+        let text = "I look. <tool_call>\n{\"name\": \"heat\", \"arguments\": {\"to\": 900}}\n</tool_call>\n<tool_call>\
+                    {\"name\": \"wait\"}</tool_call> a < b";
+        let wanted = ("I look. \n a < b".to_string(), vec![call("heat", "{\"to\":900}"), call("wait", "{}")]);
+        assert_eq!(taken(ToolStyle::Tagged, &[text]), wanted);
+        let characters: Vec<String> = text.chars().map(String::from).collect();
+        let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
+        assert_eq!(taken(ToolStyle::Tagged, &characters), wanted);
+    }
+
+    #[test]
+    fn what_is_no_call_stays_a_text() {
+        for text in ["<tool_call>not JSON</tool_call>", "<tool", "<tool_call>{\"name\": 3}</tool_call>x"] {
+            assert_eq!(taken(ToolStyle::Tagged, &[text]), (text.to_string(), vec![]));
+        }
+        let unended = "<tool_call>{\"name\": \"heat\", \"arguments\": \"{}\"}";
+        assert_eq!(taken(ToolStyle::Tagged, &[unended]), (String::new(), vec![call("heat", "{}")]));
+    }
+
+    #[test]
+    fn a_bare_call_is_the_whole_text() {
+        let pieces = ["{\"name\": \"heat\", \"para", "meters\": {\"to\": 900}}"];
+        assert_eq!(taken(ToolStyle::Bare, &pieces), (String::new(), vec![call("heat", "{\"to\":900}")]));
+        assert_eq!(taken(ToolStyle::Bare, &["Hello {", "}"]), ("Hello {}".to_string(), vec![]));
+        assert_eq!(taken(ToolStyle::Bare, &["{\"a\": 1}"]), ("{\"a\": 1}".to_string(), vec![]));
+    }
+}
