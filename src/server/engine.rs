@@ -111,7 +111,7 @@ impl<R: FnOnce()> Engine<R> {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
         let mut scheduler = generator.scheduler_of(rows, std::iter::repeat_n(context, rows), limits.cache_tokens);
-        self.begin(Served::Writer(ServedWriter::new(&generator, &self.model, context)?));
+        self.begin(Served::Writer(Box::new(ServedWriter::new(&generator, &self.model, context)?)));
         let Self { shared, ready, .. } = self;
         ready();
         let mut texts = Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new() };
@@ -135,7 +135,7 @@ impl<R: FnOnce()> Engine<R> {
             Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device),
             None => Embedder::open(&self.model, self.precision, device),
         }?;
-        self.begin(Served::Encoder(ServedEncoder::new(&embedder, predicts)));
+        self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts))));
         let Self { shared, ready, .. } = self;
         ready();
         loop {

@@ -16,9 +16,9 @@ use crate::generation::Generator;
 /// A model that is served.
 pub(super) enum Served {
     /// One that writes.
-    Writer(ServedWriter),
+    Writer(Box<ServedWriter>),
     /// One that reads.
-    Encoder(ServedEncoder),
+    Encoder(Box<ServedEncoder>),
 }
 
 /// A model that writes.
