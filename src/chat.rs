@@ -122,7 +122,9 @@ impl ChatTemplate {
             messages => messages, tools => tools, add_generation_prompt => true, bos_token => self.bos,
             eos_token => self.eos,
         };
-        template.render(context! { ..known, ..minijinja::Value::from_serialize(variables) }).map_err(|error| told(&error))
+        template
+            .render(context! { ..known, ..minijinja::Value::from_serialize(variables) })
+            .map_err(|error| told(&error))
     }
 
     /// The tokens of a dialogue. Control tokens (those that are `special` in `tokenizer.json`) come from the template
@@ -173,10 +175,7 @@ pub struct Dialogue {
 impl Dialogue {
     /// The same with each of its texts, the names of fields too, become what `change` makes of it.
     fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
-        fn changed(
-            value: &Value,
-            change: &mut impl FnMut(&str) -> Result<String, Failure>,
-        ) -> Result<Value, Failure> {
+        fn changed(value: &Value, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Value, Failure> {
             Ok(match value {
                 Value::String(text) => Value::String(change(text)?),
                 Value::Array(values) => {
@@ -479,7 +478,8 @@ mod tests {
     #[test]
     fn a_conversation_is_rendered_as_its_template_says() {
         let template = ChatTemplate::new(CHATML.into(), String::new(), String::new()).expect("a template");
-        let text = template.render(&spoken(&[said("system", "Be brief."), said("user", "  Hello! ")])).expect("renders");
+        let text =
+            template.render(&spoken(&[said("system", "Be brief."), said("user", "  Hello! ")])).expect("renders");
         let wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n\
                       <|im_start|>assistant\n";
         assert_eq!(text, wanted);

@@ -142,7 +142,8 @@ fn pooling(folder: &Path) -> Result<Pooling, Failure> {
     let config: Value = serde_json::from_str(&text)
         .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", file.display())))?;
     let asked = |mode: &str| config[format!("pooling_mode_{mode}")] == true;
-    let other = ["max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"].into_iter().find(|m| asked(m));
+    let other =
+        ["max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"].into_iter().find(|m| asked(m));
     match other {
         Some(other) => Err(Failure::new(format!("{}: pooling_mode_{other} is not supported", file.display()))),
         None if asked("cls_token") && !asked("mean_tokens") => Ok(Pooling::First),

@@ -30,9 +30,7 @@ pub struct Prediction {
 impl Prediction {
     /// What is predicted of `text`, as a JSON object.
     pub fn json(&self, text: &str) -> Value {
-        let span = |span: &PredictedSpan| {
-            json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text })
-        };
+        let span = |span: &PredictedSpan| json!({ "slot": span.slot, "start": span.start, "end": span.end, "text": span.text });
         let spans: Vec<Value> = self.spans.iter().map(span).collect();
         json!({ "text": text, "intent": self.intent, "probability": self.probability, "spans": spans })
     }

@@ -478,7 +478,8 @@ enum Spelling {
 
 impl Spelling {
     fn of(tokenizer: &tokenizers::Tokenizer) -> Self {
-        let decoder = tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
+        let decoder =
+            tokenizer.get_decoder().and_then(|decoder| serde_json::to_value(decoder).ok()).unwrap_or_default();
         let one = [decoder.clone()];
         let steps = decoder["decoders"].as_array().map_or(&one[..], Vec::as_slice);
         let has = |kind: &str| steps.iter().find(|step| step["type"] == kind);

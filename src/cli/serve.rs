@@ -126,7 +126,10 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
         if json {
             stdout::line(json!({ "event": "ready", "url": url, "model": called, "backend": backend.as_str() }));
         }
-        eprintln!("{called} answers on {backend}: {url}/v1, and a page to chat on at {url}", backend = backend.as_str());
+        eprintln!(
+            "{called} answers on {backend}: {url}/v1, and a page to chat on at {url}",
+            backend = backend.as_str()
+        );
     };
     server.run(backend, model, args.precision, ready)?;
     eprintln!("stopped");
@@ -151,7 +154,8 @@ fn keys(mut keys: Vec<String>, file: Option<&Path>) -> Result<Vec<String>, Failu
     if let Some(file) = file {
         let failed = |reason: &dyn std::fmt::Display| Failure::new(format!("{}: {reason}", file.display()));
         let text = std::fs::read_to_string(file).map_err(|error| failed(&error))?;
-        let lines: Vec<String> = text.lines().map(|line| line.trim().to_string()).filter(|line| !line.is_empty()).collect();
+        let lines: Vec<String> =
+            text.lines().map(|line| line.trim().to_string()).filter(|line| !line.is_empty()).collect();
         if lines.is_empty() {
             return Err(failed(&"no key in it"));
         }

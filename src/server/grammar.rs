@@ -156,7 +156,8 @@ mod tests {
     #[test]
     fn a_schema_that_cannot_be_followed_is_refused() {
         let (_, grammars) = bytes();
-        for schema in [json!({ "type": "nonsense" }), json!({ "$ref": "http://example.org/x" }), json!(3), json!(false)] {
+        for schema in [json!({ "type": "nonsense" }), json!({ "$ref": "http://example.org/x" }), json!(3), json!(false)]
+        {
             let refused = grammars.json(&schema).err().map(|failure| failure.exit_code());
             assert_eq!(refused, Some(2), "{schema}");
         }

@@ -199,12 +199,12 @@ def stories():
     assert answer.usage.completion_tokens == 20
     streamed = client.completions.create(model=MODEL, prompt="There was once a", max_tokens=20, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
-    both = client.completions.create(model=MODEL, prompt=["There was once a", "The"], max_tokens=9, n=2, temperature=0)
+    both = client.completions.create(model=MODEL, prompt=["There was once a", "There was"], max_tokens=9, n=2, temperature=0)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert choice.text.startswith(both.choices[0].text) and both.choices[2].text == both.choices[3].text
     echoed = client.completions.create(model=MODEL, prompt="There was once a", max_tokens=20, temperature=0, echo=True)
     assert echoed.choices[0].text == "There was once a" + choice.text
-    told = client.completions.create(model=MODEL, prompt="The", max_tokens=6, temperature=0, logprobs=3).choices[0]
+    told = client.completions.create(model=MODEL, prompt="There", max_tokens=6, temperature=0, logprobs=3).choices[0]
     assert "".join(told.logprobs.tokens) == told.text and len(told.logprobs.token_logprobs) == 6
     assert all(len(top) == 3 for top in told.logprobs.top_logprobs) and told.logprobs.text_offset[0] == 0
     assert math.exp(told.logprobs.token_logprobs[0]) > 0.01

@@ -261,7 +261,7 @@ backend_test!(a_conversation_answers_as_if_it_were_read_anew::<B>(device) {
         assert_eq!((answer.tokens.len(), &shown), (9, &answer.text));
         // What was said before this answer, in a new conversation's cache.
         let before = &conversation.messages()[..conversation.messages().len() - 1];
-        let text = ChatTemplate::open(folder.path())?.render(before)?;
+        let text = ChatTemplate::open(folder.path())?.render(&before.into())?;
         let generator = open()?;
         let prompt = generator.prepare(&text, &options)?;
         let anew = generator.generate(&prompt, &options, |_| {})?;

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
-use axum::Extension;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
@@ -231,9 +231,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
             let part = |(at, part): (usize, &Value)| {
                 let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
                 match part.text("type")? {
-                    Some("text") => {
-                        Ok(part.text("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string())
-                    }
+                    Some("text") => Ok(part.text("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
                     _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
                 }
             };

@@ -57,7 +57,8 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
     .await?;
     caller.record.prompt(prompts.prompts.iter().map(Vec::len).sum(), || given.clone().into());
     let echoed = if echo { given } else { Vec::new() };
-    let form = TextForm { logprobs: settings.likeliest.is_some(), echoed, choices: settings.choices, offsets: Vec::new() };
+    let form =
+        TextForm { logprobs: settings.likeliest.is_some(), echoed, choices: settings.choices, offsets: Vec::new() };
     answer(shared, caller, (prompts, settings, taken), form).await
 }
 
@@ -122,9 +123,8 @@ impl TextForm {
             offset += name.chars().count();
             names.push(name);
             logprobs.push(token.log_probability.map(|logprob| logprob.max(-9999.0)));
-            let others = token.likeliest.iter().map(|(id, logprob)| {
-                (spelled(served, *id), json!(logprob.max(-9999.0)))
-            });
+            let others =
+                token.likeliest.iter().map(|(id, logprob)| (spelled(served, *id), json!(logprob.max(-9999.0))));
             likeliest.push(Value::Object(others.collect::<Map<String, Value>>()));
         }
         json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets })

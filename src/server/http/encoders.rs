@@ -63,7 +63,9 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     if !encoder(&shared)?.predicts {
-        return Err(ApiError::request("this model was not trained on utterances: it says nothing of intents and slots"));
+        return Err(ApiError::request(
+            "this model was not trained on utterances: it says nothing of intents and slots",
+        ));
     }
     let texts = fields.texts("input", TEXTS)?;
     if texts.is_empty() {

@@ -16,8 +16,8 @@ use tokio::time::Instant;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
-use crate::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
 use crate::generation::GenerationOptions;
+use crate::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
 use crate::server::answers::{Answers, Piece, Taken};
 use crate::server::engine::{Job, TextEvent, WriteJob};
 use crate::server::served::{Served, ServedWriter};
@@ -398,7 +398,8 @@ pub(super) async fn apart<T: Send + 'static>(
 pub(super) fn bounded(field: &str, text: &str, context: usize, longest_token: usize) -> Result<(), ApiError> {
     let most = context.saturating_mul(longest_token.max(1));
     if text.len() > most {
-        let message = format!("{field} has {} bytes, and more tokens than the {context} that there is room for", text.len());
+        let message =
+            format!("{field} has {} bytes, and more tokens than the {context} that there is room for", text.len());
         return Err(ApiError::param(field, message).with_code("context_length_exceeded"));
     }
     Ok(())

@@ -248,7 +248,7 @@ async function answer() {
   if (chat) body.messages = said;
   else {
     body.prompt = messages.map(message => message.content).join("");
-    body.max_tokens ??= 200;
+    body.max_tokens ??= Math.min(200, Math.floor(model.context_length / 2));
   }
   const message = { role: "assistant", content: "" };
   const shown = show(message);

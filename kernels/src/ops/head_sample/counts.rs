@@ -84,7 +84,8 @@ impl<B: Backend> TokenCounts<B> {
         let count = words.len();
         let words = Tensor::<B, 1, Int>::from_data(TensorData::new(words, [count]), &device);
         let shifts = Tensor::<B, 1, Int>::arange(0..32, &device).reshape([1, 32]).expand([count, 32]);
-        let bits = words.reshape([count, 1]).expand([count, 32]).bitwise_right_shift(shifts).bitwise_and_scalar(1.elem());
+        let bits =
+            words.reshape([count, 1]).expand([count, 32]).bitwise_right_shift(shifts).bitwise_and_scalar(1.elem());
         let bits = bits.reshape([1, 32 * count]).narrow(1, 0, vocabulary);
         let mut bias = bits.float().cast(DType::F32).sub_scalar(1.0).mul_scalar(-Self::FORBIDDEN);
         if !biases.is_empty() {
