@@ -12,6 +12,7 @@ use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
 use serde_json::{Value, json};
 
 use crate::backend;
+use crate::cli::program;
 
 /// A folder with a small model of bytes that converses, and whose texts have no end but their length.
 fn model_folder() -> tempfile::TempDir {
@@ -35,7 +36,7 @@ struct Server {
 
 impl Server {
     fn start(model: &Path, args: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_fireclay"));
+        let mut command = Command::new(program());
         command
             .args(["serve", "--backend", backend().as_str(), "--port", "0", "--json", "--model"])
             .arg(model)
@@ -257,7 +258,7 @@ fn a_key_lets_in_and_another_host_does_not() {
 #[test]
 fn a_server_that_would_be_open_to_all_does_not_start() {
     let refused = |args: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_fireclay"))
+        let output = Command::new(program())
             .args(["serve", "--backend", "cpu", "--model"])
             .args(args)
             .env_remove("FIRECLAY_API_KEY")

@@ -88,3 +88,34 @@ fn served(shared: &Shared) -> Option<Value> {
         "context_length": context, "paths": paths,
     }))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn the_description_has_all_paths_and_fields() {
+        let description: Value = serde_json::from_str(include_str!("openapi.json")).expect("JSON");
+        let paths = description["paths"].as_object().expect("paths");
+        let files = ["/", "/page.css", "/page.js", "/favicon.ico"];
+        let missing = super::super::PATHS.into_iter().filter(|path| !files.contains(path) && !paths.contains_key(*path));
+        assert_eq!(missing.collect::<Vec<&str>>(), [""; 0]);
+        // Every field that a handler asks for by its name.
+        let asked = |source: &'static str| -> HashSet<&'static str> {
+            let names = source.split("fields.").skip(1).filter_map(|rest| rest.split_once("(\"")?.1.split('"').next());
+            names.collect()
+        };
+        let shared = include_str!("texts.rs");
+        for (schema, sources) in [
+            ("ChatRequest", vec![include_str!("chat.rs"), shared]),
+            ("CompletionRequest", vec![include_str!("completions.rs"), shared]),
+        ] {
+            let known = description["components"]["schemas"][schema]["properties"].as_object().expect("properties");
+            for field in sources.into_iter().flat_map(asked) {
+                assert!(known.contains_key(field), "{schema} lacks {field}");
+            }
+        }
+    }
+}
