@@ -28,6 +28,7 @@ struct Facts {
     error: Option<String>,
     prompt: Option<Value>,
     answer: String,
+    streams: bool,
     complete: bool,
 }
 
@@ -42,17 +43,15 @@ impl Record {
     }
 
     pub(super) fn status(&self, status: u16) {
-        self.facts(|facts| {
-            facts.status = Some(status);
-            facts.complete = true;
-        });
+        self.facts(|facts| facts.status = Some(status));
     }
 
-    /// Its answer is an event stream that is not complete yet.
+    /// Its answer is an event stream, of which the status says little.
     pub(super) fn streams(&self) {
-        self.facts(|facts| facts.complete = false);
+        self.facts(|facts| facts.streams = true);
     }
 
+    /// The last event has been sent.
     pub(super) fn complete(&self) {
         self.facts(|facts| facts.complete = true);
     }
@@ -99,7 +98,7 @@ impl Drop for Record {
         let seconds = self.begun.elapsed().as_secs_f64();
         let facts = std::mem::take(&mut *self.facts.lock().unwrap_or_else(PoisonError::into_inner));
         // As nginx has it, where the client left before the answer was complete.
-        let status = facts.status.filter(|_| facts.complete).unwrap_or(499);
+        let status = facts.status.filter(|_| facts.complete || !facts.streams).unwrap_or(499);
         self.shared.metrics.request(&self.path, status, seconds);
         let quiet = matches!(self.path.as_str(), "/health" | "/metrics") && status < 400;
         match self.shared.options.log {

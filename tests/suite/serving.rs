@@ -36,7 +36,7 @@ struct Server {
 
 impl Server {
     fn start(model: &Path, args: &[&str]) -> Self {
-        let mut command = Command::new(program());
+        let mut command = program();
         command
             .args(["serve", "--backend", backend().as_str(), "--port", "0", "--json", "--model"])
             .arg(model)
@@ -258,7 +258,7 @@ fn a_key_lets_in_and_another_host_does_not() {
 #[test]
 fn a_server_that_would_be_open_to_all_does_not_start() {
     let refused = |args: &[&str]| {
-        let output = Command::new(program())
+        let output = program()
             .args(["serve", "--backend", "cpu", "--model"])
             .args(args)
             .env_remove("FIRECLAY_API_KEY")
@@ -312,7 +312,8 @@ fn misbehave(server: &Server, at: usize) -> Option<TcpStream> {
     let mut stream = server.connect();
     let body = json!({ "prompt": "on ", "max_tokens": 300, "stream": true, "n": 2 }).to_string();
     let long = format!("{}\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n", head("/v1/completions"), body.len());
-    let sent = match at % 8 {
+    let whole = body.replace("\"stream\":true", "\"stream\":null");
+    let sent = match at % 9 {
         // Nothing at all, half a head, half a body.
         0 => Ok(()),
         1 => stream.write_all(&long.as_bytes()[..40]),
@@ -320,8 +321,9 @@ fn misbehave(server: &Server, at: usize) -> Option<TcpStream> {
         // Garbage, in HTTP's place and within it.
         3 => stream.write_all(&(0..2000).map(|byte| (byte * at) as u8).collect::<Vec<u8>>()),
         4 => stream.write_all(format!("{long}{}", "x".repeat(body.len())).as_bytes()),
-        // A text that nobody reads, one whose client has gone, one whose client goes after a while.
-        5 | 6 => stream.write_all(format!("{long}{body}").as_bytes()),
+        // A text that nobody reads, two whose client has gone, one whose client goes after a while.
+        6 => stream.write_all(format!("{long}{whole}").as_bytes()),
+        5 | 7 => stream.write_all(format!("{long}{body}").as_bytes()),
         _ => stream.write_all(format!("{long}{body}").as_bytes()).and_then(|()| {
             let mut some = [0; 300];
             stream.set_read_timeout(Some(Duration::from_millis(20)))?;
@@ -332,7 +334,7 @@ fn misbehave(server: &Server, at: usize) -> Option<TcpStream> {
     // It may have closed already.
     drop(sent);
     // Those that vanish do so now.
-    (at % 8 < 6).then_some(stream)
+    (at % 9 < 6).then_some(stream)
 }
 
 #[cfg(target_os = "linux")]
