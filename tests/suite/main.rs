@@ -3,7 +3,7 @@
 //! A backend that is not built in or not present fails the tests: nothing is skipped.
 
 mod cli;
-#[path = "../../kernels/tests/parity/compare.rs"]
+#[path = "../parity/compare.rs"]
 mod compare;
 mod data;
 mod decoding;

@@ -100,7 +100,8 @@ mod tests {
         let description: Value = serde_json::from_str(include_str!("openapi.json")).expect("JSON");
         let paths = description["paths"].as_object().expect("paths");
         let files = ["/", "/page.css", "/page.js", "/favicon.ico"];
-        let missing = super::super::PATHS.into_iter().filter(|path| !files.contains(path) && !paths.contains_key(*path));
+        let missing =
+            super::super::PATHS.into_iter().filter(|path| !files.contains(path) && !paths.contains_key(*path));
         assert_eq!(missing.collect::<Vec<&str>>(), [""; 0]);
         // Every field that a handler asks for by its name.
         let asked = |source: &'static str| -> HashSet<&'static str> {
