@@ -3,6 +3,7 @@
 use crate::ops::activation::ActivationOps;
 use crate::ops::attention::AttentionOps;
 use crate::ops::cached_attention::CachedAttentionOps;
+use crate::ops::decode_step::DecodeStepOps;
 use crate::ops::dropout::DropoutOps;
 use crate::ops::embed::EmbedOps;
 use crate::ops::head_loss::HeadLossOps;
@@ -37,6 +38,7 @@ backend! {
     ActivationOps,
     AttentionOps,
     CachedAttentionOps,
+    DecodeStepOps,
     DropoutOps,
     EmbedOps,
     HeadLossOps,

@@ -50,6 +50,7 @@ pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
+pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, decode_step};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
@@ -72,6 +73,7 @@ pub mod traits {
     pub use crate::ops::activation::ActivationOps;
     pub use crate::ops::attention::AttentionOps;
     pub use crate::ops::cached_attention::CachedAttentionOps;
+    pub use crate::ops::decode_step::DecodeStepOps;
     pub use crate::ops::dropout::DropoutOps;
     pub use crate::ops::embed::EmbedOps;
     pub use crate::ops::head_loss::HeadLossOps;
@@ -95,6 +97,7 @@ pub mod operands {
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
     pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
     pub use crate::ops::cached_attention::CachedAttention;
+    pub use crate::ops::decode_step::{DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};

@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, attention, attention_weights,
-    cached_attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
+    AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, RotaryTable, attention,
+    attention_weights, cached_attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::config::TransformerConfig;
@@ -109,12 +109,13 @@ impl<B: Backend> Attention<B> {
 
     /// What [`place`](Self::place) does, for the operation that does it itself.
     fn placement(&self, pass: &Pass<B>) -> Placement<B> {
+        self.placed_by(pass.rotary.clone())
+    }
+
+    /// What happens to queries and keys, with the rotation of the model.
+    pub(crate) fn placed_by(&self, rotary: Option<RotaryTable<B>>) -> Placement<B> {
         let weights = |norm: &Option<LayerNorm<B>>| norm.as_ref().map(LayerNorm::weights);
-        Placement {
-            query_norm: weights(&self.query_norm),
-            key_norm: weights(&self.key_norm),
-            rotary: pass.rotary.clone(),
-        }
+        Placement { query_norm: weights(&self.query_norm), key_norm: weights(&self.key_norm), rotary }
     }
 
     /// Normalises and rotates heads `[batch_size, heads, seq_length, head_dim]`, where the config says so.

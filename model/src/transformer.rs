@@ -7,8 +7,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    AttentionMask, Backend, CachedTokens, Dropout, HeadLossOptions, RandomKey, RotaryTable, SampledRows, TokenCounts,
-    Weight, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    Activation, ActivationKind, AttentionMask, Backend, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan,
+    Dropout, HeadLossOptions, PackedHeads, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight, dropout, embed,
+    embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -251,6 +252,12 @@ impl<B: Backend> Transformer<B> {
         let ids = if ids.len() == 1 { ids.remove(0) } else { Tensor::cat(ids, 0) };
         let [count] = ids.dims();
         let at = cache.begin(&rows);
+        if prefill.is_empty()
+            && let Some(hidden) = cache.whole_step(&ids, &at, |layers| DecodePlan::new(self.decode_model()?, layers))
+        {
+            cache.advance(&rows);
+            return hidden;
+        }
         let x = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
         cache.advance(&rows);
         if count == rows.len() {
@@ -280,6 +287,42 @@ impl<B: Backend> Transformer<B> {
     /// As [`step`](Self::step) does.
     pub fn decode(&self, tokens: Tensor<B, 1, Int>, rows: &[RowId], cache: &mut Cache<B>) -> Tensor<B, 2> {
         self.step(Some((tokens, rows)), &[], cache)
+    }
+
+    /// The model as whole decode steps take it.
+    ///
+    /// # Errors
+    /// What it has that these lack.
+    fn decode_model(&self) -> Result<DecodeModel<B>, Declined> {
+        let declined = |what: &str| Err(Declined::new(format!("whole steps are not for {what}")));
+        let config = &self.config;
+        let gated = config.kernel_activation() == Activation { kind: ActivationKind::Silu, gated: true };
+        let Some(final_norm) = &self.final_norm else { return declined("models without a last norm") };
+        if !gated || config.norm_placement != NormPlacement::Pre || config.sliding_window.is_some() {
+            return declined("other activations than SiLU-gated ones, norms behind layers, or windows");
+        }
+        if self.position_embedding.is_some() || self.embedding_norm.is_some() || self.token_type_embedding.is_some() {
+            return declined("learned positions and types");
+        }
+        if config.qkv_bias || config.output_bias || config.feed_forward_bias {
+            return declined("biases");
+        }
+        let rotary = match (&self.rotary_cos, &self.rotary_sin) {
+            (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
+            _ => None,
+        };
+        let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+        let block = |block: &Block<B>| DecodeBlock {
+            attention_norm: block.attention_norm.weights(),
+            qkv: block.attention.qkv.weight(),
+            placement: block.attention.placed_by(rotary.clone()),
+            output: block.attention.output.weight(),
+            feed_forward_norm: block.feed_forward_norm.weights(),
+            up: block.feed_forward.up.weight(),
+            down: block.feed_forward.down.weight(),
+        };
+        let blocks = self.blocks.iter().map(block).collect();
+        Ok(DecodeModel { embedding: self.embedding.weight(), blocks, final_norm: final_norm.weights(), heads })
     }
 
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has

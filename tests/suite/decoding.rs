@@ -1,7 +1,7 @@
 //! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
 
 use burn::module::Param;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay::generation::{GenerationOptions, Generator};
 use fireclay::precision::Precision;
 use fireclay_datasets::{Tokenizer, TokenizerKind};
@@ -10,6 +10,7 @@ use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, To
 use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use crate::backend_test;
+use crate::compare::values;
 use crate::golden::{Golden, folder};
 
 /// The folders that have goldens for decoding.
@@ -72,6 +73,53 @@ backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(
             let next = next.into_data().iter::<i64>().next().expect("a token");
             assert_eq!(next, i64::from(*wanted), "{name} without a cache");
             text.push(next as i32);
+        }
+    }
+});
+
+// Of a shape for which there is a kernel of whole steps, on devices that have one; on the others operation by operation.
+backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = TransformerConfig::qwen3(300, 1024, 1024, 2, 16, 128).with_n_kv_heads(8).with_d_ff(2048);
+    let model: Transformer<B> = config.with_init_deviation(0.05).init(3, &device)?;
+    ModelFolder::new(folder.path()).save(&model)?;
+    drop(model);
+    let half = B::supports_dtype(&device, DType::BF16);
+    let (dtype, bound) = if half { (FloatDType::BF16, 0.03) } else { (FloatDType::F32, 1e-4) };
+    let model = ModelFolder::new(folder.path()).load_in::<B>(dtype, &mut |_, _| {}, &device)?.with_activations(dtype);
+    let text = |row: usize, length: usize| (0..length).map(|at| ((7 + 31 * row + 17 * at * at) % 300) as u32).collect::<Vec<u32>>();
+    let integers = |tokens: &[u32]| {
+        let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+        let count = tokens.len();
+        Tensor::<B, 1, Int>::from_data(TensorData::new(tokens, [count]), &device)
+    };
+    let alone = |tokens: &[u32]| {
+        let hidden = model.forward(integers(tokens).reshape([1, tokens.len()]));
+        values(&hidden.narrow(1, tokens.len() - 1, 1).cast(DType::F32))
+    };
+    // Rows of all lengths, on both sides of a page's end and of where keys are split; they come one after another, so that
+    // prompts are read between the steps.
+    let lengths: [usize; 9] = [1, 63, 64, 150, 257, 300, 130, 5, 2];
+    let mut cache = model.cache(lengths.iter().map(|length| (length + 8).next_multiple_of(PAGE_TOKENS)).sum());
+    let mut rows: Vec<(RowId, Vec<u32>)> = Vec::new();
+    for (row, length) in lengths.into_iter().enumerate() {
+        let (id, tokens) = (cache.add_row(), text(row, length));
+        model.prefill(&[(id, &tokens)], &mut cache);
+        rows.push((id, tokens));
+        if ![1, 2, 3, 4, 8, 9].contains(&rows.len()) {
+            continue;
+        }
+        for step in 0..2 {
+            let next: Vec<u32> = (0..rows.len()).map(|row| ((11 * row + 5 * step + length) % 300) as u32).collect();
+            rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
+            let ids: Vec<RowId> = rows.iter().map(|(id, _)| *id).collect();
+            let hidden = values(&model.decode(integers(&next), &ids, &mut cache).cast(DType::F32));
+            for (row, (hidden, (_, tokens))) in hidden.chunks_exact(1024).zip(&rows).enumerate() {
+                let wanted = alone(tokens);
+                let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
+                let off = norm(&mut hidden.iter().zip(&wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied());
+                assert!(off < bound, "row {row} of {}, {} tokens: off by {off}", rows.len(), tokens.len());
+            }
         }
     }
 });

@@ -35,7 +35,7 @@ pub(crate) type Tried<K> = Mutex<Option<HashMap<(DeviceId, K), bool>>>;
 /// A kernel in CUDA C++, with all that it is compiled for: equal values are one kernel.
 pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
     /// Threads of a block.
-    const THREADS: u32;
+    fn threads(&self) -> u32;
 
     /// Its entry point.
     fn entry(&self) -> &'static str;
@@ -74,7 +74,7 @@ impl<K: CudaKernel> KernelMetadata for Task<K> {
     }
 
     fn id(&self) -> KernelId {
-        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(K::THREADS)).info(self.0.clone())
+        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(self.0.threads())).info(self.0.clone())
     }
 
     fn address_type(&self) -> StorageType {
@@ -90,7 +90,7 @@ impl<K: CudaKernel> CubeTask<CudaCompiler> for Task<K> {
         mode: ExecutionMode,
         address_type: StorageType,
     ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
-        let cube_dim = CubeDim::new_1d(K::THREADS);
+        let cube_dim = CubeDim::new_1d(self.0.threads());
         let nothing = KernelDefinition {
             buffers: Vec::new(),
             tensor_maps: Vec::new(),

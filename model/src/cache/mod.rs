@@ -8,7 +8,7 @@ use std::sync::Arc;
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, CachedRow, CachedTokens, LayerCache, PackedHeads};
+use fireclay_kernels::{Backend, CachedRow, CachedTokens, Declined, DecodePlan, LayerCache, PackedHeads, decode_step};
 
 use self::pages::Pages;
 use crate::config::TransformerConfig;
@@ -43,6 +43,8 @@ pub struct Cache<B: Backend> {
     context_length: usize,
     /// The rows of the last pass, and where their last tokens stand.
     last: Option<(Vec<RowId>, CachedTokens<B>)>,
+    /// What whole decode steps need, once it was tried whether the backend has them.
+    plan: Option<Option<DecodePlan<B>>>,
     device: B::Device,
 }
 
@@ -68,6 +70,7 @@ impl<B: Backend> Cache<B> {
             window: config.sliding_window,
             context_length: config.context_length,
             last: None,
+            plan: None,
             device: device.clone(),
         }
     }
@@ -189,6 +192,26 @@ impl<B: Backend> Cache<B> {
         };
         self.last = Some((ids, at.last()));
         at
+    }
+
+    /// The hidden states of one token more of each row, in one operation, where the backend has one for the model: what it needs
+    /// is made once.
+    pub(crate) fn whole_step(
+        &mut self,
+        tokens: &Tensor<B, 1, Int>,
+        at: &CachedTokens<B>,
+        make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>,
+    ) -> Option<Tensor<B, 2>> {
+        let Self { plan, layers, .. } = self;
+        let made = plan.get_or_insert_with(|| make(layers).ok()).as_ref()?;
+        if at.rows().len() > made.rows() {
+            return None;
+        }
+        let hidden = decode_step(made, tokens.clone(), at, layers).ok();
+        if hidden.is_none() {
+            *plan = Some(None);
+        }
+        hidden
     }
 
     /// Counts the tokens that a pass has written.

@@ -65,7 +65,9 @@ impl AttentionHopper {
 }
 
 impl CudaKernel for AttentionHopper {
-    const THREADS: u32 = 384;
+    fn threads(&self) -> u32 {
+        384
+    }
 
     fn entry(&self) -> &'static str {
         match self.pass {

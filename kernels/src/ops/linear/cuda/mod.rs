@@ -64,7 +64,9 @@ impl GemmHopper {
 }
 
 impl CudaKernel for GemmHopper {
-    const THREADS: u32 = 384;
+    fn threads(&self) -> u32 {
+        384
+    }
 
     fn entry(&self) -> &'static str {
         "gemm_hopper"

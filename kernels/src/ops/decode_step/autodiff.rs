@@ -1,0 +1,8 @@
+//! Whole decode steps are for inference: in the graph there are none.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+
+use super::DecodeStepOps;
+
+impl<B: DecodeStepOps, C: CheckpointStrategy> DecodeStepOps for Autodiff<B, C> {}

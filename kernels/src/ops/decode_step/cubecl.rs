@@ -1,0 +1,28 @@
+//! Whole decode steps on CubeCL's devices: those of CUDA that the kernel is written for.
+
+use std::any::Any;
+
+use burn::tensor::Tensor;
+use burn_cubecl::element::BoolElement;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
+
+use super::{Declined, DecodePlanned, DecodeStep, DecodeStepOps};
+use crate::checked::Checked;
+
+impl<R, F, I, BT> DecodeStepOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    #[cfg(feature = "cuda")]
+    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<Box<dyn Any + Send>, Declined> {
+        super::cuda::plan(planned)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Tensor<Self, 2>, Declined> {
+        super::cuda::decode_step(operands)
+    }
+}

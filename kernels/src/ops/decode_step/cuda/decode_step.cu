@@ -1,0 +1,1121 @@
+// The tokens' way through all blocks of a transformer in one launch: a block of threads on each multiprocessor, all resident.
+//
+// A block owns some output rows of every matrix. One thread (the producer) streams these rows, and the keys and values that
+// the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
+// (the consumers) multiply: each takes 64 of every 1,024 columns, holds its weights in registers before its part of the
+// input arrives, polls for that part alone, and leaves its sums in shared memory. Finisher warps add these up, hold the
+// residual stream of the block's rows, and publish results as words {value, epoch} that readers poll. Epochs count on over
+// launches, so nothing is ever reset. Before a norm the receiver multiplies by gamma, and the product by the norm's factor: so
+// a norm costs no step of its own.
+//
+//                   qkv          attention        output        gate, up         down
+//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     {bf16, bf16, epoch} words
+//   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
+//                            row, some blocks
+//
+// The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, D_FF, EPSILON. At least 128 multiprocessors.
+#define LIMIT_NS 1000000000u
+// What all blocks read lies there twice, so that not all poll the same lines.
+#define COPIES 2
+// Stages on their way at once: more would only make what is exchanged wait behind them.
+#define IN_FLIGHT 3
+// The same for a block that attends to all keys of a row, and so has more to bring.
+#define IN_FLIGHT_MORE 8
+// Eights of rows of gate and up that go to registers early.
+#define UP_EARLY (BATCH <= 2 ? 3 : 0)
+// Up to so many pages of keys, one block attends for a kv head.
+#define ONE_SPLIT 4
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int HEAD_DIM = 128, PAGE_TOKENS = 64, GROUP = N_HEADS / N_KV_HEADS;
+constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM;
+constexpr int WARPS = 16, SLICE = 64 * WARPS;
+constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
+constexpr int THREADS = 32 * (WARPS + FINISHERS + 1), SUMMING = 32 * (WARPS + FINISHERS);
+constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : BATCH == 4 ? 10 : 8;
+constexpr int SPLITS = 16 / BATCH;
+constexpr bool PAIRED = BATCH <= 4;                    // two columns of the product for each row of the batch
+constexpr int SUM_ROWS = 48, SUMS = WARPS * BATCH * SUM_ROWS;
+constexpr int INPUTS = BATCH <= 2 ? 3 : 1;                // slices of a warp's input that shared memory holds
+constexpr int OUT_T = HEADS_WIDTH / SLICE, DOWN_T = D_FF / SLICE;
+static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2, "sizes");
+
+struct Layer {
+    const u16 *qkv, *out, *up, *down, *attention_norm, *feed_forward_norm, *query_norm, *key_norm;
+    u16 *keys, *values;                                // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
+};
+struct State {
+    u32 epoch, error;
+};
+struct Step {
+    const Layer* layers;
+    const u16 *embedding, *final_norm;
+    const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
+    State* state;
+    u64* scratch;
+    const int *ids, *positions;                        // [rows]
+    const int* pages;                                  // [rows, pages_a_row]
+    u16* hidden;                                       // [rows, D_MODEL]
+    int rows, pages_a_row, vocabulary;
+
+    // Rows that are none are the first once more: they write what it writes, and are not told of.
+    __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
+    __device__ __forceinline__ int position(int r) const { return positions[row(r)]; }
+    __device__ __forceinline__ int id(int r) const { return min(max(ids[row(r)], 0), vocabulary - 1); }
+};
+
+// Words of the exchange. What all blocks read lies there several times, so that not all poll the same lines.
+constexpr int X = 0, Y = X + COPIES * BATCH * D_MODEL / 2, O = Y + COPIES * BATCH * D_MODEL / 2;
+constexpr int H = O + COPIES * BATCH * HEADS_WIDTH / 2, Q = H + COPIES * BATCH * D_FF / 2, PARTS = Q + BATCH * QKV_ROWS;
+constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
+
+// Shared memory, in bytes.
+constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
+constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
+constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
+constexpr int AT_SQUARES = AT_IDS + 48, AT_WATCH = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, SHARED = AT_BARRIERS + STAGES * 16;
+static_assert(SHARED <= 232448 && AT_INPUT % 128 == 0, "shared memory");
+extern __shared__ __align__(1024) unsigned char memory[];
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
+    return v;
+}
+__device__ __forceinline__ float exp_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log_2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// For what a barrier of this block guards.
+__device__ __forceinline__ float4 shared_floats(u32 at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint4 shared_16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+// Two words of the exchange, each read at once.
+__device__ __forceinline__ void words(const u64* at, u32& v0, u32& e0, u32& v1, u32& e1) {
+    u64 a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+    v0 = static_cast<u32>(a), e0 = static_cast<u32>(a >> 32), v1 = static_cast<u32>(b), e1 = static_cast<u32>(b >> 32);
+}
+__device__ __forceinline__ void word(const u64* at, u32& v, u32& e) {
+    u64 a;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(at) : "memory");
+    v = static_cast<u32>(a), e = static_cast<u32>(a >> 32);
+}
+__device__ __forceinline__ u64 both(u32 v, u32 e) { return static_cast<u64>(e) << 32 | v; }
+__device__ __forceinline__ void publish(u64* at, u32 v, u32 e) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(both(v, e)) : "memory");
+}
+__device__ __forceinline__ void publish(u64* at, u32 v0, u32 v1, u32 e) {
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(at), "l"(both(v0, e)), "l"(both(v1, e)) : "memory");
+}
+template <int APART>
+__device__ __forceinline__ void copies(u64* at, u32 v, u32 e) {
+    #pragma unroll
+    for (int c = 0; c < COPIES; c++) publish(at + c * APART, v, e);
+}
+__device__ __forceinline__ int cut(int n, int block) { return static_cast<int>(static_cast<u32>(n) * static_cast<u32>(block) / gridDim.x); }
+__device__ __forceinline__ float sum_lanes(float v) {
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+}
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// No wait is for ever: past the limit all waits are over at once, and the error stands in the state.
+struct Watch {
+    static __device__ __forceinline__ u32 ticks() {
+        u32 t;
+        asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+        return t;
+    }
+    static __device__ __forceinline__ void begin() {
+        *reinterpret_cast<volatile u32*>(memory + AT_WATCH) = ticks();
+        *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4) = 0;
+    }
+    static __device__ __forceinline__ bool dead() { return *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4); }
+    static __device__ __forceinline__ bool late() {
+        const bool late = ticks() - *reinterpret_cast<volatile u32*>(memory + AT_WATCH) > LIMIT_NS;
+        if (late) *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4) = 1;
+        return late;
+    }
+    __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+        #pragma unroll 1
+        do {
+            u32 done;
+            asm volatile(
+                "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
+                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+            if (done) return;
+        } while (!late());
+    }
+};
+
+struct Ring {
+    u32 base, slot = 0, parity = 0;
+
+    __device__ __forceinline__ u32 stage() const { return base + slot * STAGE; }
+    __device__ __forceinline__ u32 full() const { return base + AT_BARRIERS + slot * 16; }
+    __device__ __forceinline__ u32 empty() const { return full() + 8; }
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    // Gives the stage back once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
+    // its own account. `nil` is a zero that the compiler does not know.
+    __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
+        advance();
+    }
+};
+
+// ---- which keys a block attends to
+
+struct Share {
+    int row, kv_head, split, splits, position, first, last;  // stages of 64 keys
+    bool some;
+
+    __device__ Share(int block, const int (&positions)[BATCH]) {
+        row = block / (N_KV_HEADS * SPLITS), kv_head = block % N_KV_HEADS, split = block / N_KV_HEADS % SPLITS;
+        position = 0;
+        #pragma unroll
+        for (int r = 0; r < BATCH; r++) position = r == row ? positions[r] : position;
+        const int stages = (position + PAGE_TOKENS - 1) / PAGE_TOKENS;
+        splits = splits_of(position);
+        first = splits == 1 ? 0 : stages * split / SPLITS, last = splits == 1 ? stages : stages * (split + 1) / SPLITS;
+        some = row < BATCH && split < splits;
+    }
+    static __device__ int splits_of(int position) { return position <= ONE_SPLIT * PAGE_TOKENS ? 1 : SPLITS; }
+};
+
+// ---- producer
+
+struct Producer {
+    Ring ring;
+    Watch watch;
+    u32 filled = 0;
+    bool leads = threadIdx.x % 32 == 0;
+
+    Ring arriving = ring;
+    bool dead = false;
+    u32 limit = IN_FLIGHT;
+
+    __device__ __forceinline__ void open(u32 bytes) {
+        if (filled >= STAGES) watch.wait(ring.empty(), ring.parity ^ 1);
+        if (filled >= limit) {
+            watch.wait(arriving.full(), arriving.parity);
+            arriving.advance();
+        }
+        if (filled < STAGES) filled++;
+        if (leads) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ring.full()), "r"(bytes) : "memory");
+    }
+    __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+            "r"(bytes), "r"(ring.full())
+            : "memory");
+    }
+    // Bytes side by side.
+    __device__ __forceinline__ void block(const u16* from, u32 bytes) {
+        if (dead = dead || watch.dead()) return;
+        open(bytes);
+        if (leads && bytes) copy(ring.stage(), from, bytes);
+        ring.advance();
+    }
+    __device__ __forceinline__ void lines(const u16* from, int rows) { block(from, rows * SLICE * 2); }
+    __device__ __forceinline__ void keys(const u16* from, int count) { block(from, count * HEAD_DIM * 2); }
+    // A slice of the columns of rows.
+    __device__ __forceinline__ void slices(const u16* from, int rows, int width) {
+        if (dead = dead || watch.dead()) return;
+        open(rows * SLICE * 2);
+        #pragma unroll 1
+        for (int r = 0; r < rows; r++) {
+            if (leads) copy(ring.stage() + r * SLICE * 2, from + r * width, SLICE * 2);
+        }
+        ring.advance();
+    }
+};
+
+__device__ __forceinline__ void produce(const Step& step, Ring ring, int (&positions)[BATCH]) {
+    Producer p{ring};
+    const int b = blockIdx.x;
+    const int q0 = 2 * cut(QKV_ROWS / 2, b), qn = 2 * cut(QKV_ROWS / 2, b + 1) - q0;
+    const int d0 = 2 * cut(D_MODEL / 2, b), dn = 2 * cut(D_MODEL / 2, b + 1) - d0;
+    const int f0 = 2 * cut(D_FF / 2, b), fn = 2 * cut(D_FF / 2, b + 1) - f0;
+    const Share begin(b, positions);
+    if (begin.some && begin.splits == 1) p.limit = min(IN_FLIGHT_MORE, STAGES);
+    {
+        // Keys and values of the token before may have been written by others in this launch.
+        asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+        const Share share(b, positions);
+        const int position = share.position;
+        const int* table = step.pages + step.row(share.row) * step.pages_a_row;
+        Layer layer = step.layers[0];
+        for (int l = 0; l < N_LAYERS; l++) {
+            const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
+            #pragma unroll 1
+            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, min(8, qn - r));
+            if (share.some) {
+                // A few: all keys, then all values. Many: in turns.
+                const bool few = share.splits == 1;
+                const int stages = share.last - share.first;
+                #pragma unroll 1
+                for (int k = 0; k < 2 * stages; k++) {
+                    const bool values = few ? k >= stages : k & 1;
+                    const int s = share.first + (few ? k - (values ? stages : 0) : k / 2);
+                    const u64 at = (static_cast<u64>(table[s]) * N_KV_HEADS + share.kv_head) * (PAGE_TOKENS * HEAD_DIM);
+                    p.keys((values ? layer.values : layer.keys) + at, min(PAGE_TOKENS, position - s * PAGE_TOKENS));
+                }
+            }
+            #pragma unroll 1
+            for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
+            #pragma unroll 1
+            for (int r = 0; r < 24; r += 8) {
+                p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, min(8, fn - r));
+                p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, min(8, fn - r));
+            }
+            #pragma unroll 1
+            for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
+            layer = next;
+        }
+    }
+
+}
+
+// ---- consumers
+
+struct Consumer {
+    Ring ring;
+    Watch watch;
+    const Step& step;
+    int warp, lane;
+    u32 first;                                         // where a lane's weights lie in a stage: here, and 64 bytes from here
+    u32 staged, operand;                               // where a warp's input lies
+    u32 sum;                                           // where a lane leaves its sums
+    int half;                                          // of 64 columns, which one a lane takes first
+
+    __device__ Consumer(Ring ring, const Step& step) : ring(ring), step(step) { place(); }
+    // Found out again where it is needed, rather than kept in registers.
+    __device__ __forceinline__ void place() {
+        u32 thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        warp = thread / 32, lane = thread % 32;
+        const int g = lane / 4, q = lane % 4, row = min(PAIRED ? g / 2 : g, BATCH - 1);
+        // Rows of a stage begin in the same bank: every second one takes the other half of its columns first.
+        half = PAIRED ? g & 1 : 0;
+        first = g * SLICE * 2 + warp * 128 + q * 16 + half * 64;
+        staged = ring.base + AT_INPUT + warp * BATCH * 128 + lane * 4;
+        sum = ring.base + AT_SUMS + ((warp * BATCH + (PAIRED ? q : 2 * q)) * SUM_ROWS + g) * 4;
+        operand = staged - lane * 4 + row * 128 + half * 64 + q * 16;
+    }
+    __device__ __forceinline__ u32 nil() const { return static_cast<u32>(step.rows) >> 31; }
+    // Weights into registers, eight rows a stage.
+    template <int FROM, int TO, int N>
+    __device__ __forceinline__ Ring load(u32 (&a)[N][8]) {
+        const Ring taken = ring;
+        #pragma unroll
+        for (int s = FROM; s < TO; s++) {
+            watch.wait(ring.full(), ring.parity);
+            const uint4 u = shared_16(ring.stage() + first), v = shared_16(ring.stage() + (first ^ 64));
+            a[s][0] = u.x, a[s][1] = u.y, a[s][2] = u.z, a[s][3] = u.w, a[s][4] = v.x, a[s][5] = v.y, a[s][6] = v.z, a[s][7] = v.w;
+            ring.advance();
+        }
+        return taken;
+    }
+    template <int FROM, int TO, int N>
+    __device__ __forceinline__ void give_back(Ring taken, const u32 (&a)[N][8]) {
+        __syncwarp();
+        #pragma unroll
+        for (int s = FROM; s < TO; s++) taken.release(lane, a[TO - 1][7], nil());
+    }
+    template <int N>
+    __device__ __forceinline__ Ring load(u32 (&a)[N][8]) { return load<0, N>(a); }
+    template <int N>
+    __device__ __forceinline__ void give_back(Ring taken, const u32 (&a)[N][8]) { give_back<0, N>(taken, a); }
+    // This warp's columns of the input: each lane asks for a pair of values in each slice of each row.
+    template <int T>
+    struct Words {
+        u32 v[T][BATCH], e[T][BATCH];
+        const u64* at;
+    };
+    template <int T>
+    __device__ __forceinline__ void ask(Words<T>& w, int from) {
+        constexpr int WIDTH = T * SLICE / 2;
+        w.at = step.scratch + (from + static_cast<int>(threadIdx.x));
+        #pragma unroll
+        for (int t = 0; t < T; t++) {
+            #pragma unroll
+            for (int r = 0; r < BATCH; r++) word(w.at + r * WIDTH + t * 512, w.v[t][r], w.e[t][r]);
+        }
+    }
+    template <int T>
+    __device__ __forceinline__ void await(Words<T>& w, u32 epoch) {
+        constexpr int WIDTH = T * SLICE / 2;
+        #pragma unroll 1
+    for (;;) {
+            u32 wrong = 0;
+            #pragma unroll
+            for (int t = 0; t < T; t++) {
+                #pragma unroll
+                for (int r = 0; r < BATCH; r++) wrong |= w.e[t][r] ^ epoch;
+            }
+            if (__all_sync(~0u, wrong == 0)) break;
+            if (__any_sync(~0u, watch.late())) break;
+            #pragma unroll
+            for (int t = 0; t < T; t++) {
+                #pragma unroll
+                for (int r = 0; r < BATCH; r++) {
+                    if (T * BATCH <= 3 || w.e[t][r] != epoch) word(w.at + r * WIDTH + t * 512, w.v[t][r], w.e[t][r]);
+                }
+            }
+        }
+    }
+    // As operands of the product.
+    template <int T, class Then>
+    __device__ __forceinline__ void give(u32 (&b)[T][8], const u32 (&v)[T][BATCH], Then then) {
+        #pragma unroll
+        for (int first = 0; first < T; first += INPUTS) {
+            __syncwarp();
+            #pragma unroll
+            for (int t = first; t < T && t < first + INPUTS; t++) {
+                #pragma unroll
+                for (int r = 0; r < BATCH; r++) {
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + ((t - first) * WARPS * BATCH + r) * 128), "r"(then(r, v[t][r])) : "memory");
+                }
+            }
+            __syncwarp();
+            #pragma unroll
+            for (int t = first; t < T && t < first + INPUTS; t++) {
+                const uint4 u = shared_16(operand + (t - first) * (WARPS * BATCH * 128));
+                const uint4 w = shared_16((operand ^ 64) + (t - first) * (WARPS * BATCH * 128));
+                b[t][0] = u.x, b[t][1] = u.y, b[t][2] = u.z, b[t][3] = u.w, b[t][4] = w.x, b[t][5] = w.y, b[t][6] = w.z, b[t][7] = w.w;
+            }
+        }
+    }
+    // Two chains of products, which a sum ends.
+    __device__ __forceinline__ void tile(float (&c)[4], const u32 (&above)[8], const u32 (&below)[8], const u32 (&b)[8]) {
+        float d[4] = {0, 0, 0, 0};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) c[i] = 0;
+        #pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            multiply(c, above[i], below[i], above[i + 1], below[i + 1], b[i], b[i + 1]);
+            multiply(d, above[i + 2], below[i + 2], above[i + 3], below[i + 3], b[i + 2], b[i + 3]);
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) c[i] += d[i];
+    }
+    // The same with many rows, for which registers do not hold all slices: one after the other.
+    template <int T, class Then>
+    __device__ __forceinline__ void slices(float (&c)[4], const Words<T>& w, Then then) {
+        float d[4][4] = {};
+        #pragma unroll
+        for (int t = 0; t < T; t++) {
+            u32 a[1][8], b[1][8], v[1][BATCH];
+            #pragma unroll
+            for (int r = 0; r < BATCH; r++) v[0][r] = w.v[t][r];
+            const Ring taken = load(a);
+            give(b, v, then);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) multiply(d[i], a[0][2 * i], 0, a[0][2 * i + 1], 0, b[0][2 * i], b[0][2 * i + 1]);
+            give_back(taken, a);
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) c[i] = (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
+    }
+    // Eight rows, of several slices.
+    template <int T>
+    __device__ __forceinline__ void rows(float (&c)[4], const u32 (&a)[T][8], const u32 (&b)[T][8]) {
+        float d[4][4] = {};
+        #pragma unroll
+        for (int t = 0; t < T; t++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) multiply(d[i], a[t][2 * i], 0, a[t][2 * i + 1], 0, b[t][2 * i], b[t][2 * i + 1]);
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) c[i] = (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
+    }
+    float square[BATCH];
+    // This warp's part of the sums of squares.
+    __device__ __forceinline__ void put_squares(u32 squares) {
+        #pragma unroll
+        for (int r = 0; r < BATCH; r++) {
+            const float s = sum_lanes(square[r]);
+            if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(squares + (r * WARPS + warp) * 4), "f"(s) : "memory");
+        }
+    }
+    // This warp's part of the sums of eight rows.
+    __device__ __forceinline__ void put(int buffer, int at, float c0, float c1) {
+        const u32 to = sum + (buffer * SUMS + at) * 4;
+        if (PAIRED) {
+            const float v = half ? c1 : c0;
+            if (lane % 4 < BATCH) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+        } else {
+            asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0 + %3], %2;" ::"r"(to), "f"(c0), "f"(c1), "n"(SUM_ROWS * 4) : "memory");
+        }
+    }
+};
+
+// Attention of one row's query heads of a kv head over some of its keys. A group of eight lanes takes a key at a time.
+struct Attention {
+    float q[GROUP][16], out[GROUP][16], peak[GROUP], sum[GROUP];
+
+    __device__ __forceinline__ void score(float (&s)[GROUP], uint4 u, uint4 v) const {
+        const u32 k[8] = {u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w};
+        float t[GROUP][2];
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) t[h][0] = t[h][1] = 0;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            #pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                t[h][0] = fmaf(low(k[i]), q[h][2 * i], t[h][0]);
+                t[h][1] = fmaf(high(k[i]), q[h][2 * i + 1], t[h][1]);
+            }
+        }
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) s[h] = t[h][0] + t[h][1];
+        #pragma unroll
+        for (int o = 1; o < 8; o <<= 1) {
+            #pragma unroll
+            for (int h = 0; h < GROUP; h++) s[h] += __shfl_xor_sync(~0u, s[h], o);
+        }
+    }
+    // All lanes together; a lane without a key has a score of NOTHING.
+    __device__ __forceinline__ void add(const float (&s)[GROUP], uint4 u, uint4 v) {
+        bool more = false;
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) more = more || s[h] > peak[h];
+        if (__any_sync(~0u, more)) {
+            #pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                // The four keys of a warp have one maximum.
+                float most = fmaxf(peak[h], s[h]);
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
+                const float correction = exp_2(peak[h] - most);
+                peak[h] = most, sum[h] *= correction;
+                #pragma unroll
+                for (int i = 0; i < 16; i++) out[h][i] *= correction;
+            }
+        }
+        float p[GROUP];
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) p[h] = exp_2(s[h] - peak[h]);
+        weigh(p, u, v);
+    }
+    __device__ __forceinline__ void weigh(const float (&p)[GROUP], uint4 u, uint4 v) {
+        const u32 k[8] = {u.x, u.y, u.z, u.w, v.x, v.y, v.z, v.w};
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) sum[h] += p[h];
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            #pragma unroll
+            for (int h = 0; h < GROUP; h++) {
+                out[h][2 * i] = fmaf(p[h], low(k[i]), out[h][2 * i]);
+                out[h][2 * i + 1] = fmaf(p[h], high(k[i]), out[h][2 * i + 1]);
+            }
+        }
+    }
+};
+
+constexpr int MOST_SCORES = ONE_SPLIT * PAGE_TOKENS + 32; // of a head, where one block attends to all keys
+static_assert(ONE_SPLIT <= 4 && GROUP * MOST_SCORES * 4 <= INPUTS * WARPS * BATCH * 128, "scores");
+constexpr float NOTHING = -1e30f;
+
+// Where a block has all keys of a row, and they are few: scores of 16 keys a warp on tensor cores, all at once; then the
+// values, of which a group of eight lanes takes one at a time.
+__device__ __forceinline__ void few_keys(Consumer& c, Attention& a, int stages, int position, u32 mine, u32 new_key) {
+    float* scores = reinterpret_cast<float*>(memory + AT_INPUT);
+    const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4;
+    const u32 apart = q * 16 + (g & 1) * 64;           // columns as in a stage of weights: two for each head
+    {
+        const u32 queries = c.ring.base + AT_QUERIES + (g / 2 % GROUP) * (HEAD_DIM * 2) + apart;
+        const uint4 b[4] = {shared_16(queries), shared_16(queries ^ 64), shared_16(queries + 128), shared_16((queries ^ 64) + 128)};
+        #pragma unroll 1
+        for (int s = 0; s < stages; s++) {
+            u32 last = 0;
+            c.watch.wait(c.ring.full(), c.ring.parity);
+            if (warp / 4 == s && warp * 16 < position) {
+                const u32 at = c.ring.stage() + (warp % 4 * 16 + g) * (HEAD_DIM * 2) + apart;
+                float d[2][4] = {};
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const u32 from = (i & 1 ? at ^ 64 : at) + i / 2 * 128;
+                    const uint4 u = shared_16(from), v = shared_16(from + 8 * HEAD_DIM * 2);
+                    multiply(d[0], u.x, v.x, u.y, v.y, b[i].x, b[i].y);
+                    multiply(d[1], u.z, v.z, u.w, v.w, b[i].z, b[i].w);
+                    last = v.w;
+                }
+                if (q < GROUP) {
+                    float* to = scores + q * MOST_SCORES + warp * 16 + g;
+                    // The newest key's score has its place behind the others'.
+                    if (warp * 16 + g < position) to[0] = g & 1 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
+                    if (warp * 16 + g + 8 < position) to[8] = g & 1 ? d[0][3] + d[1][3] : d[0][2] + d[1][2];
+                }
+            }
+            __syncwarp();
+            c.ring.release(lane, last, c.nil());
+        }
+    }
+    if (warp == WARPS - 1) {                           // the newest key
+        const uint2 k = reinterpret_cast<const uint2*>(memory + AT_NEW)[lane];
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            const float4 v = reinterpret_cast<const float4*>(memory + AT_Q)[h * (HEAD_DIM / 4) + lane];
+            const float s = sum_lanes(low(k.x) * v.x + high(k.x) * v.y + low(k.y) * v.z + high(k.y) * v.w);
+            __syncwarp();
+            if (lane == 0) scores[h * MOST_SCORES + position] = s;
+        }
+    }
+    barrier_sync(3, WARPS * 32);
+    #pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        float most = NOTHING;
+        for (int k = lane; k <= position; k += 32) most = fmaxf(most, scores[h * MOST_SCORES + k]);
+        #pragma unroll
+        for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+        a.peak[h] = most;
+    }
+    #pragma unroll 1
+    for (int s = 0; s <= stages; s++) {
+        const bool cached = s < stages;
+        const int place = cached ? s * PAGE_TOKENS + mine / (HEAD_DIM * 2) : position;
+        const bool there = cached ? place < position : warp == WARPS - 2 && lane / 8 == 3;
+        if (cached) c.watch.wait(c.ring.full(), c.ring.parity);
+        uint4 u = {0, 0, 0, 0}, v = {0, 0, 0, 0};
+        float p[GROUP] = {};
+        if (there) {
+            const u32 at = cached ? c.ring.stage() + mine : new_key + HEAD_DIM * 2;
+            u = shared_16(at), v = shared_16(at + 128);
+            #pragma unroll
+            for (int h = 0; h < GROUP; h++) p[h] = exp_2(scores[h * MOST_SCORES + place] - a.peak[h]);
+        }
+        __syncwarp();
+        a.weigh(p, u, v);
+        // Only the lanes that loaded know; lane 0 does if any does.
+        if (cached) c.ring.release(lane, v.w, c.nil());
+    }
+}
+
+__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, int block, const int (&positions)[BATCH], u32 epoch) {
+    const Share share(__shfl_sync(~0u, block, 0), positions);
+    const int position = share.position;
+    float* shared_q = reinterpret_cast<float*>(memory + AT_Q);
+    u32* fresh = reinterpret_cast<u32*>(memory + AT_NEW);
+    float2* peaks = reinterpret_cast<float2*>(memory + AT_PEAK);
+    float* part = reinterpret_cast<float*>(memory + AT_PART);
+    const int warp = c.warp, lane = c.lane;
+    const bool newest = share.split == share.splits - 1;
+    const u32 page = step.pages[step.row(share.row) * step.pages_a_row + position / PAGE_TOKENS];
+
+    // A warp a head: queries, then the key, then the value of this token.
+    if (warp < GROUP + 2 && (warp < GROUP || newest)) {
+        const int head = warp < GROUP ? share.kv_head * GROUP + warp : N_HEADS + (warp - GROUP) * N_KV_HEADS + share.kv_head;
+        float2 cosine = {0, 0}, sine = {0, 0};
+        u32 gamma[2] = {0, 0};
+        if (warp <= GROUP) {
+            cosine = reinterpret_cast<const float2*>(step.cos + static_cast<u64>(position) * (HEAD_DIM / 2))[lane];
+            sine = reinterpret_cast<const float2*>(step.sin + static_cast<u64>(position) * (HEAD_DIM / 2))[lane];
+            const u32* weights = reinterpret_cast<const u32*>(warp < GROUP ? layer.query_norm : layer.key_norm);
+            gamma[0] = weights[lane], gamma[1] = weights[32 + lane];
+        }
+        const u64* from = step.scratch + Q + share.row * QKV_ROWS + head * HEAD_DIM + 2 * lane;
+        u32 x[4], e[4];
+        #pragma unroll 1
+    for (;;) {
+            words(from, x[0], e[0], x[1], e[1]);
+            words(from + 64, x[2], e[2], x[3], e[3]);
+            bool ready = e[0] == epoch && e[1] == epoch && e[2] == epoch && e[3] == epoch;
+            if (__all_sync(~0u, ready || c.watch.late())) break;
+        }
+        float v[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = __uint_as_float(x[i]);
+        if (warp <= GROUP) {
+            float factor = rsqrtf(sum_lanes(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / HEAD_DIM + EPSILON);
+            v[0] *= factor * low(gamma[0]), v[1] *= factor * high(gamma[0]);
+            v[2] *= factor * low(gamma[1]), v[3] *= factor * high(gamma[1]);
+            float a0 = v[0] * cosine.x - v[2] * sine.x, a1 = v[1] * cosine.y - v[3] * sine.y;
+            v[2] = v[2] * cosine.x + v[0] * sine.x, v[3] = v[3] * cosine.y + v[1] * sine.y;
+            v[0] = a0, v[1] = a1;
+        }
+        if (warp < GROUP) {
+            constexpr float SCALE = 0.08838834764831845f * 1.4426950408889634f;
+            u32* packed = reinterpret_cast<u32*>(memory + AT_QUERIES) + warp * (HEAD_DIM / 2);
+            packed[lane] = pack(v[0] * SCALE, v[1] * SCALE), packed[32 + lane] = pack(v[2] * SCALE, v[3] * SCALE);
+            reinterpret_cast<float2*>(shared_q + warp * HEAD_DIM)[lane] = {v[0] * SCALE, v[1] * SCALE};
+            reinterpret_cast<float2*>(shared_q + warp * HEAD_DIM + 64)[lane] = {v[2] * SCALE, v[3] * SCALE};
+        } else {
+            u32 lo = pack(v[0], v[1]), hi = pack(v[2], v[3]);
+            u32* to = fresh + (warp - GROUP) * (HEAD_DIM / 2);
+            to[lane] = lo, to[32 + lane] = hi;
+        }
+    }
+    barrier_sync(3, WARPS * 32);
+    if (newest && warp >= WARPS - 2) {
+        const u64 at = ((static_cast<u64>(page) * N_KV_HEADS + share.kv_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM;
+        const u32* from = fresh + (warp - (WARPS - 2)) * (HEAD_DIM / 2);
+        u32* line = reinterpret_cast<u32*>((warp == WARPS - 2 ? layer.keys : layer.values) + at);
+        line[lane] = from[lane], line[32 + lane] = from[32 + lane];
+    }
+
+    Attention a;
+    const int eighth = lane % 8, key = warp * 4 + lane / 8;
+    const u32 mine = key * HEAD_DIM * 2 + eighth * 16, new_key = shared_address(fresh) + eighth * 16;
+    #pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        a.peak[h] = NOTHING, a.sum[h] = 0;
+        #pragma unroll
+        for (int i = 0; i < 16; i++) a.out[h][i] = 0;
+    }
+    if (share.splits == 1) {
+        few_keys(c, a, share.last, position, mine, new_key);
+    } else {
+        const u32 queries = shared_address(shared_q) + eighth * 32;
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float4 v = shared_floats(queries + h * (HEAD_DIM * 4) + (i / 2) * 256 + (i % 2) * 16);
+                a.q[h][4 * i] = v.x, a.q[h][4 * i + 1] = v.y, a.q[h][4 * i + 2] = v.z, a.q[h][4 * i + 3] = v.w;
+            }
+        }
+        // The newest key comes first, then those of the cache. A key that is none counts nothing: its probability is 0, once
+        // there is a score; and its value is not to be a NaN.
+        #pragma unroll 1
+        for (int stage = share.first - newest; stage < share.last; stage++) {
+            float s[GROUP];
+            const bool cached = stage >= share.first, there = cached ? stage * PAGE_TOKENS + key < position : key == PAGE_TOKENS - 1;
+            if (!cached && warp != WARPS - 1) continue;
+            const bool busy = !cached || stage * PAGE_TOKENS + warp * 4 < position;
+            const Ring keys = c.ring;
+            if (cached) {
+                c.watch.wait(c.ring.full(), c.ring.parity);
+                c.ring.advance();
+                c.watch.wait(c.ring.full(), c.ring.parity);
+            }
+            u32 at = cached ? keys.stage() + mine : new_key;
+            uint4 u = shared_16(at), v = shared_16(at + 128);
+            at = cached ? c.ring.stage() + mine : at + HEAD_DIM * 2;
+            if (busy) a.score(s, u, v);
+            Ring taken = keys;
+            const u32 last = v.w;
+            u = shared_16(at), v = shared_16(at + 128);
+            if (cached) {
+                __syncwarp();
+                taken.release(lane, last, c.nil());
+                c.ring.release(lane, v.w, c.nil());
+            }
+            if (!busy) continue;
+            if (!there) {
+                #pragma unroll
+                for (int h = 0; h < GROUP; h++) s[h] = NOTHING * 2;
+                u = v = uint4{0, 0, 0, 0};
+            }
+            a.add(s, u, v);
+        }
+    }
+
+    // The four keys of a warp together: half of the lanes go on with a head each, and half of these with half of its values.
+    float kept[16];
+    #pragma unroll
+    for (int h = 0; h < GROUP; h++) {
+        a.sum[h] += __shfl_xor_sync(~0u, a.sum[h], 8);
+        a.sum[h] += __shfl_xor_sync(~0u, a.sum[h], 16);
+    }
+    const bool upper = lane & 16, far = lane & 8;
+    #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float other = __shfl_xor_sync(~0u, upper ? a.out[0][i] : a.out[1][i], 16);
+        kept[i] = (upper ? a.out[1][i] : a.out[0][i]) + other;
+    }
+    float* to = part + (warp * GROUP + (upper ? 1 : 0)) * HEAD_DIM + (far ? 64 : 0) + eighth * 8;
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float other = __shfl_xor_sync(~0u, far ? kept[i] : kept[8 + i], 8);
+        kept[i] = (far ? kept[8 + i] : kept[i]) + other;
+    }
+    reinterpret_cast<float4*>(to)[0] = {kept[0], kept[1], kept[2], kept[3]};
+    reinterpret_cast<float4*>(to)[1] = {kept[4], kept[5], kept[6], kept[7]};
+    if (lane < GROUP) peaks[warp * GROUP + lane] = lane ? float2{a.peak[1], a.sum[1]} : float2{a.peak[0], a.sum[0]};
+    barrier_sync(3, WARPS * 32);
+
+    // All warps together: two warps a head, a pair of values a lane.
+    if (warp < 2 * GROUP) {
+        const int h = warp / 2, pair = warp % 2 * 32 + lane, head = share.kv_head * GROUP + h;
+        const float2 seen = peaks[lane % WARPS * GROUP + h];
+        float best = seen.x;
+        #pragma unroll
+        for (int o = 8; o; o >>= 1) best = fmaxf(best, __shfl_xor_sync(~0u, best, o));
+        const float f = exp_2(seen.x - best);
+        float total = f * seen.y;
+        #pragma unroll
+        for (int o = 8; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+        float o0 = 0, o1 = 0;
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float2 v = reinterpret_cast<const float2*>(part + (w * GROUP + h) * HEAD_DIM)[pair];
+            const float weight = __shfl_sync(~0u, f, w);
+            o0 = fmaf(v.x, weight, o0), o1 = fmaf(v.y, weight, o1);
+        }
+        const float inverse = total > 0 ? 1 / total : 0;
+        o0 *= inverse, o1 *= inverse;
+        if (share.splits == 1) {
+            copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + share.row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
+        } else {
+            const int at = (share.row * N_HEADS + head) * SPLITS + share.split;
+            publish(step.scratch + PARTS + at * HEAD_DIM + 2 * pair, __float_as_uint(o0), __float_as_uint(o1), epoch);
+            if (pair == 0) publish(step.scratch + WEIGHTS + at, __float_as_uint(total > 0 ? best + log_2(total) : NOTHING), epoch);
+        }
+    }
+}
+
+// The splits of a head together, by two warps.
+__device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, int head, u32 epoch) {
+    const int pair = c.warp % 2 * 32 + c.lane, at = (row * N_HEADS + head) * SPLITS;
+    u32 v, e;
+    #pragma unroll 1
+    for (;;) {
+        word(step.scratch + WEIGHTS + at + c.lane % SPLITS, v, e);
+        if (__all_sync(~0u, e == epoch || c.watch.late())) break;
+    }
+    const float mine = __uint_as_float(v);
+    float best = mine;
+    #pragma unroll
+    for (int o = SPLITS / 2; o; o >>= 1) best = fmaxf(best, __shfl_xor_sync(~0u, best, o));
+    const float f = exp_2(mine - best);
+    float total = f;
+    #pragma unroll
+    for (int o = SPLITS / 2; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+    const float weight = f / total;
+    float o0 = 0, o1 = 0;
+    #pragma unroll
+    for (int half = 0; half < SPLITS; half += 8) {
+        constexpr int N = SPLITS < 8 ? SPLITS : 8;
+        u32 x[N][2], y[N][2];
+        #pragma unroll 1
+    for (;;) {
+            u32 wrong = 0;
+            #pragma unroll
+            for (int s = 0; s < N; s++) {
+                words(step.scratch + PARTS + (at + half + s) * HEAD_DIM + 2 * pair, x[s][0], y[s][0], x[s][1], y[s][1]);
+            }
+            #pragma unroll
+            for (int s = 0; s < N; s++) wrong |= (y[s][0] ^ epoch) | (y[s][1] ^ epoch);
+            if (__all_sync(~0u, wrong == 0 || c.watch.late())) break;
+        }
+        #pragma unroll
+        for (int s = 0; s < N; s++) {
+            const float w = __shfl_sync(~0u, weight, half + s);
+            o0 = fmaf(__uint_as_float(x[s][0]), w, o0), o1 = fmaf(__uint_as_float(x[s][1]), w, o1);
+        }
+    }
+    copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
+}
+
+__device__ __forceinline__ void consume(const Step& step, Ring ring, int (&positions)[BATCH], u32 epoch) {
+    Consumer c(ring, step);
+    const int b = blockIdx.x;
+    const u32 squares = ring.base + AT_SQUARES;
+    auto plain = [](int, u32 v) { return v; };
+    // Before a norm: times gamma; the squares for its factor.
+    auto normed = [&](int r, u32 v, u32 gamma) {
+        c.square[r] = low(v) * low(v) + high(v) * high(v);
+        return pack(low(v) * low(gamma), high(v) * high(gamma));
+    };
+    {
+        const bool attends = Share(b, positions).some;
+        const int joins_row = b / N_HEADS;
+        bool joins = false;
+        #pragma unroll
+        for (int r = 0; r < BATCH; r++) joins = joins || (r == joins_row && Share::splits_of(positions[r]) > 1);
+        joins = joins && (c.warp == 14 || c.warp == 15);
+        u32 gamma = reinterpret_cast<const u32*>(step.layers[0].attention_norm)[threadIdx.x];
+        #pragma unroll 1
+        for (int l = 0; l < N_LAYERS; l++, epoch++) {
+            const Layer& layer = step.layers[l];
+            // What follows from these is computed again in each layer: kept, it would not fit the registers.
+            int block, copy;
+            asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+            copy = block % COPIES * (BATCH * SLICE / 2);
+            c.place();
+            const u32 gamma_next = reinterpret_cast<const u32*>(layer.feed_forward_norm)[threadIdx.x];
+            {
+                u32 a[4][8], in[1][8];
+                Consumer::Words<1> w;
+                const Ring taken = c.load(a);
+                if (l > 0) c.ask(w, X + copy);
+                c.give_back(taken, a);
+                if (l == 0) {
+                    #pragma unroll
+                    for (int r = 0; r < BATCH; r++) {
+                        w.v[0][r] = reinterpret_cast<const u32*>(step.embedding)[static_cast<u64>(step.id(r)) * (D_MODEL / 2) + threadIdx.x];
+                    }
+                } else {
+                    c.await(w, epoch - 1);
+                }
+                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+                c.put_squares(squares);
+                #pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    float acc[4];
+                    c.tile(acc, a[2 * t], a[2 * t + 1], in[0]);
+                    c.put(0, 16 * t, acc[0], acc[1]);
+                    c.put(0, 16 * t + 8, acc[2], acc[3]);
+                }
+                barrier_arrive(1, SUMMING);
+            }
+            if (attends) attend(c, step, layer, block, positions, epoch);
+            if (joins) combine(c, step, block / N_HEADS, block % N_HEADS, epoch);
+            c.place();
+            // While `out` waits for its input, some of the next weights go to registers.
+            u32 up[6][8];
+            {
+                u32 a[OUT_T][8], in[OUT_T][8];
+                Consumer::Words<OUT_T> w;
+                const Ring taken = c.load(a);
+                c.ask(w, O + OUT_T * copy);
+                c.give_back(taken, a);
+                gamma = gamma_next;
+                if constexpr (UP_EARLY > 0) {
+                    const Ring ups = c.load<0, UP_EARLY>(up);
+                    c.give_back<0, UP_EARLY>(ups, up);
+                }
+                c.await(w, epoch);
+                c.give(in, w.v, plain);
+                float acc[4];
+                c.rows(acc, a, in);
+                c.put(1, 0, acc[0], acc[1]);
+                barrier_arrive(2, SUMMING);
+            }
+            const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
+            {
+                u32 in[1][8];
+                Consumer::Words<1> w;
+                const Ring taken = c.load<UP_EARLY, 6>(up);
+                c.ask(w, Y + copy);
+                c.give_back<UP_EARLY, 6>(taken, up);
+                c.await(w, epoch);
+                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+                c.put_squares(squares);
+                #pragma unroll
+                for (int t = 0; t < 3; t++) {
+                    float acc[4];
+                    c.tile(acc, up[2 * t], up[2 * t + 1], in[0]);
+                    c.put(0, 8 * t, acc[0], acc[1]);
+                    c.put(0, 24 + 8 * t, acc[2], acc[3]);
+                }
+                barrier_arrive(1, SUMMING);
+            }
+            {
+                Consumer::Words<DOWN_T> w;
+                float acc[4];
+                if constexpr (BATCH < 4) {
+                    u32 a[DOWN_T][8], in[DOWN_T][8];
+                    const Ring taken = c.load(a);
+                    c.ask(w, H + DOWN_T * copy);
+                    c.give_back(taken, a);
+                    gamma = norm_next[threadIdx.x];
+                    c.await(w, epoch);
+                    c.give(in, w.v, plain);
+                    c.rows(acc, a, in);
+                } else {
+                    c.ask(w, H + DOWN_T * copy);
+                    gamma = norm_next[threadIdx.x];
+                    c.await(w, epoch);
+                    c.slices(acc, w, plain);
+                }
+                c.put(1, 0, acc[0], acc[1]);
+                barrier_arrive(2, SUMMING);
+            }
+        }
+        // The first block tells of the result: all of its warps know a part of it.
+        if (b > 0) return;
+        u32 result[BATCH];
+        {
+            Consumer::Words<1> w;
+            c.ask(w, X + b % COPIES * (BATCH * SLICE / 2));
+            c.await(w, epoch - 1);
+            #pragma unroll
+            for (int r = 0; r < BATCH; r++) result[r] = w.v[0][r], normed(r, w.v[0][r], gamma);
+        }
+        c.put_squares(squares);
+        barrier_sync(3, WARPS * 32);
+        #pragma unroll
+        for (int r = 0; r < BATCH; r++) {
+            if (r >= step.rows) break;
+            float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
+            #pragma unroll
+            for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+            const float factor = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
+            const u32 v = result[r];
+            reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
+                pack(low(v) * low(gamma) * factor, high(v) * high(gamma) * factor);
+        }
+    }
+}
+
+// ---- finishers
+
+struct Finisher {
+    Watch watch;
+    int lane, pair, part;
+
+    // Sums of a pair of outputs over all warps; all lanes know them, the upper half of them as the lower.
+    __device__ __forceinline__ float2 sum(const float (*sums)[BATCH][SUM_ROWS], int row, int at) const {
+        float2 s = {0, 0};
+        #pragma unroll
+        for (int w = 0; w < WARPS / 2; w++) {
+            const float2 v = *reinterpret_cast<const float2*>(&sums[part * (WARPS / 2) + w][row][at]);
+            s.x += v.x, s.y += v.y;
+        }
+        s.x += __shfl_xor_sync(~0u, s.x, 16), s.y += __shfl_xor_sync(~0u, s.y, 16);
+        return s;
+    }
+    // The factor of a norm, from all warps' sums of squares.
+    __device__ __forceinline__ float factor(int row) const {
+        float s = reinterpret_cast<const float*>(memory + AT_SQUARES)[row * WARPS + lane % WARPS];
+        #pragma unroll
+        for (int o = WARPS / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+        return rsqrtf(s / D_MODEL + EPSILON);
+    }
+};
+
+__device__ __forceinline__ void finish(const Step& step, u32 epoch) {
+    Finisher f;
+    const float(*sums)[WARPS][BATCH][SUM_ROWS] = reinterpret_cast<const float(*)[WARPS][BATCH][SUM_ROWS]>(memory + AT_SUMS);
+    const int b = blockIdx.x, lane = f.lane = threadIdx.x % 32, first_row = threadIdx.x / 32 - WARPS;
+    const int pair = f.pair = lane % 16;
+    f.part = lane / 16;
+    const bool leads = lane < 16;
+    const int q0 = cut(QKV_ROWS / 2, b), qn = cut(QKV_ROWS / 2, b + 1) - q0;
+    const int d0 = cut(D_MODEL / 2, b), dn = cut(D_MODEL / 2, b + 1) - d0;
+    const int f0 = cut(D_FF / 2, b), fn = cut(D_FF / 2, b + 1) - f0;
+    u64* scratch = step.scratch;
+    int ids[ROWS_EACH];
+    #pragma unroll
+    for (int i = 0; i < ROWS_EACH; i++) ids[i] = step.id(first_row + i * FINISHERS);
+    {
+        float x[ROWS_EACH][2];
+        #pragma unroll
+        for (int i = 0; i < ROWS_EACH; i++) {
+            const u32* from = reinterpret_cast<const u32*>(step.embedding + static_cast<u64>(ids[i]) * D_MODEL);
+            const u32 v = from[d0 + min(lane % 4, dn - 1)];
+            x[i][0] = low(v), x[i][1] = high(v);
+        }
+        #pragma unroll 1
+        for (int l = 0; l < N_LAYERS; l++, epoch++) {
+            barrier_sync(1, SUMMING);
+            #pragma unroll
+            for (int i = 0; i < ROWS_EACH; i++) {
+                const int row = first_row + i * FINISHERS;
+                const float scale = f.factor(row);
+                const float2 s = f.sum(sums[0], row, 2 * pair);
+                if (leads && pair < qn) {
+                    publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(s.x * scale), __float_as_uint(s.y * scale), epoch);
+                }
+            }
+            auto residual = [&](u64* to) {
+                barrier_sync(2, SUMMING);
+                #pragma unroll
+                for (int i = 0; i < ROWS_EACH; i++) {
+                    const int row = first_row + i * FINISHERS;
+                    const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
+                    x[i][0] += s.x, x[i][1] += s.y;
+                    const u32 v = pack(x[i][0], x[i][1]);
+                    // Four lanes a copy.
+                    if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
+                }
+            };
+            residual(scratch + Y);
+            barrier_sync(1, SUMMING);
+            #pragma unroll
+            for (int i = 0; i < ROWS_EACH; i++) {
+                const int row = first_row + i * FINISHERS;
+                float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
+                const float scale = f.factor(row);
+                gate.x *= scale, gate.y *= scale, up.x *= scale, up.y *= scale;
+                const float h0 = gate.x / (1 + exp_2(-1.4426950408889634f * gate.x)) * up.x;
+                const float h1 = gate.y / (1 + exp_2(-1.4426950408889634f * gate.y)) * up.y;
+                if (pair < fn) {
+                    #pragma unroll
+                    for (int k = 0; k < COPIES; k += 2) {
+                        if (k + f.part < COPIES) publish(scratch + H + ((k + f.part) * BATCH + row) * (D_FF / 2) + f0 + pair, pack(h0, h1), epoch);
+                    }
+                }
+            }
+            residual(scratch + X);
+        }
+    }
+    if (b == 0 && first_row == 0 && lane == 0) step.state->epoch = epoch;
+
+}
+
+struct Numbers {
+    u64 rows, pages_a_row, vocabulary;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_hopper(
+    const Layer* layers, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
+    u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
+) {
+    const Step step{layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
+    // After a step whose waits were too long, none is right: the result is no number.
+    if (reinterpret_cast<volatile State*>(state)->error) {
+        if (blockIdx.x == 0) {
+            for (int i = threadIdx.x; i < step.rows * D_MODEL; i += THREADS) hidden[i] = 0x7fc0;
+        }
+        return;
+    }
+    Ring ring{shared_address(memory)};
+    if (threadIdx.x == 0) Watch::begin();
+    const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;
+    int at[BATCH];
+    #pragma unroll
+    for (int r = 0; r < BATCH; r++) at[r] = __shfl_sync(~0u, step.position(r), 0);
+    if (threadIdx.x < STAGES) {
+        const u32 barrier = ring.base + AT_BARRIERS + threadIdx.x * 16;
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier + 8), "n"(WARPS));
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp < WARPS) {
+        consume(step, ring, at, epoch);
+    } else if (warp < WARPS + FINISHERS) {
+        finish(step, epoch);
+    } else {
+        produce(step, ring, at);
+    }
+    if (Watch::dead()) reinterpret_cast<volatile State*>(state)->error = 1;
+}

@@ -1,0 +1,246 @@
+//! One token more of each row through all blocks at once, where a backend has a kernel for the model.
+//!
+//! There is no reference beside it: a backend that declines leaves the blocks to be computed operation by operation, and that is
+//! what the result is compared with.
+
+mod autodiff;
+#[cfg(feature = "ndarray")]
+mod cpu;
+#[cfg(feature = "cubecl")]
+pub(crate) mod cubecl;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use std::any::Any;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+
+use super::cached_attention::{CachedAttentionOps, CachedTokens, LayerCache, Placement};
+use super::norm::Norm;
+use super::weight::Weight;
+use crate::checked::{Checked, Operands, part};
+use crate::packed_heads::PackedHeads;
+use crate::recorder::{self, Call};
+use crate::selection::reference_only;
+
+/// Why a backend leaves a model's blocks to be computed operation by operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Declined(String);
+
+impl std::fmt::Display for Declined {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Declined {}
+
+impl Declined {
+    /// For a reason.
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self(reason.into())
+    }
+}
+
+/// A block whose norms are RMS norms before its layers, without biases, and whose feed-forward layer is SiLU-gated.
+#[derive(Clone, Debug)]
+pub struct DecodeBlock<B: Backend> {
+    /// Before attention.
+    pub attention_norm: Norm<B>,
+    /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
+    pub qkv: Weight<B>,
+    /// What happens to queries and keys.
+    pub placement: Placement<B>,
+    /// Output projection, `[d_model, n_heads * head_dim]`.
+    pub output: Weight<B>,
+    /// Before the feed-forward layer.
+    pub feed_forward_norm: Norm<B>,
+    /// Gate, then up, `[2 * d_ff, d_model]`.
+    pub up: Weight<B>,
+    /// `[d_model, d_ff]`.
+    pub down: Weight<B>,
+}
+
+/// What [`decode_step`] computes with, but for the tokens and the cache.
+#[derive(Clone, Debug)]
+pub struct DecodeModel<B: Backend> {
+    /// `[vocab_size, d_model]`.
+    pub embedding: Weight<B>,
+    /// From the first to the last.
+    pub blocks: Vec<DecodeBlock<B>>,
+    /// After the last.
+    pub final_norm: Norm<B>,
+    /// How queries, keys and values lie in their projection.
+    pub heads: PackedHeads,
+}
+
+/// What a backend has made ready for a model and a cache. It holds both: as long as it is there, their memory is theirs.
+#[derive(Debug)]
+pub struct DecodePlan<B: Backend> {
+    model: DecodeModel<B>,
+    body: Box<dyn Any + Send>,
+}
+
+impl<B: DecodeStepOps> DecodePlan<B> {
+    /// Makes ready what [`decode_step`] needs for a model and the cache of its layers.
+    ///
+    /// # Errors
+    /// Why it is left to be computed operation by operation.
+    ///
+    /// # Panics
+    /// If there is not one cache for each block, or their sizes do not fit the model's.
+    pub fn new(model: DecodeModel<B>, caches: &[LayerCache<B>]) -> Result<Self, Declined> {
+        if reference_only() {
+            return Err(Declined::new("the references are asked for"));
+        }
+        let body = B::decode_plan(Checked::new(DecodePlanned { model: &model, caches }))?;
+        Ok(Self { model, body })
+    }
+
+    /// The most rows that a step takes.
+    pub fn rows(&self) -> usize {
+        MOST_ROWS
+    }
+}
+
+/// The most rows of a step.
+pub(crate) const MOST_ROWS: usize = 8;
+
+/// What a plan is made of.
+#[derive(Debug)]
+pub struct DecodePlanned<'a, B: Backend> {
+    /// The model.
+    pub model: &'a DecodeModel<B>,
+    /// A cache for each of its blocks.
+    pub caches: &'a [LayerCache<B>],
+}
+
+impl<B: Backend> Operands for DecodePlanned<'_, B> {
+    fn check(&self) {
+        let op = "decode_step";
+        let DecodeModel { embedding, blocks, final_norm, heads } = self.model;
+        let [_, d_model] = embedding.dims();
+        let gamma = part(op, "gamma", &final_norm.gamma).float();
+        embedding.check(op, "embedding", final_norm.gamma.dims() == [d_model], &gamma);
+        assert_eq!(blocks.len(), self.caches.len(), "{op}: a cache for each block");
+        let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
+        let width = (n_heads + 2 * n_kv_heads) * head_dim;
+        for (block, cache) in blocks.iter().zip(self.caches) {
+            block.attention_norm.check(op, &gamma, d_model);
+            block.feed_forward_norm.check(op, &gamma, d_model);
+            let [d_ff_twice, _] = block.up.dims();
+            for (name, weight, shape) in [
+                ("qkv", &block.qkv, [width, d_model]),
+                ("output", &block.output, [d_model, n_heads * head_dim]),
+                ("up", &block.up, [d_ff_twice, d_model]),
+                ("down", &block.down, [d_model, d_ff_twice / 2]),
+            ] {
+                weight.check(op, name, weight.dims() == shape && d_ff_twice % 2 == 0, &gamma);
+            }
+            let norms = [&block.placement.query_norm, &block.placement.key_norm].map(Option::as_ref);
+            norms.into_iter().flatten().for_each(|norm| norm.check(op, &gamma, head_dim));
+            if let Some(table) = &block.placement.rotary {
+                table.check(op, &gamma, head_dim);
+            }
+            let [_, kv_heads, _, columns] = cache.keys.dims();
+            let keys = part(op, "cache", &cache.keys).fits([kv_heads, columns] == [n_kv_heads, head_dim], &gamma);
+            part(op, "cached values", &cache.values).shaped(&cache.keys.dims(), &keys).alike(&keys);
+            assert!(cache.keys.dims() == self.caches[0].keys.dims(), "{op}: caches of one size");
+        }
+        final_norm.check(op, &gamma, d_model);
+    }
+}
+
+/// What [`decode_step`] computes with.
+#[derive(Debug)]
+pub struct DecodeStep<'a, B: Backend> {
+    /// The model, as the plan has it.
+    pub model: &'a DecodeModel<B>,
+    /// What the backend made ready.
+    pub body: &'a (dyn Any + Send),
+    /// `[rows]`.
+    pub tokens: Tensor<B, 1, Int>,
+    /// Where they stand.
+    pub at: &'a CachedTokens<B>,
+    /// The caches that the plan was made with.
+    pub caches: &'a mut [LayerCache<B>],
+}
+
+impl<B: Backend> Operands for DecodeStep<'_, B> {
+    fn check(&self) {
+        let op = "decode_step";
+        let rows = self.at.rows.len();
+        let tokens = part(op, "tokens", &self.tokens).integer();
+        let positions = part(op, "positions", &self.at.positions).integer().shaped(&[1, rows], &tokens);
+        part(op, "tokens", &self.tokens).shaped(&[rows], &positions).alike(&positions);
+        part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
+        assert!((1..=MOST_ROWS).contains(&rows), "{op}: {rows} rows of up to {MOST_ROWS}");
+        let [pages, _, page_tokens, _] = self.caches[0].keys.dims();
+        for row in &self.at.rows {
+            assert_eq!(row.tokens, 1, "{op}: one token of each row");
+            let room = row.pages.len().saturating_mul(page_tokens);
+            assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
+            let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
+            assert!(furthest < pages, "{op}: page {furthest} of a cache of {pages}");
+        }
+    }
+}
+
+/// Whole decode steps on a backend.
+pub trait DecodeStepOps: CachedAttentionOps {
+    /// Body of [`DecodePlan::new`]; by default there is none.
+    ///
+    /// # Errors
+    /// Why there is none for this model, or on this device.
+    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<Box<dyn Any + Send>, Declined> {
+        let _ = planned;
+        Err(Declined::new("this backend has no kernel for a whole step"))
+    }
+
+    /// Body of [`decode_step`], of a plan that this backend made.
+    ///
+    /// # Errors
+    /// If it turns out not to run on this device.
+    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Tensor<Self, 2>, Declined> {
+        let _ = operands;
+        Err(Declined::new("this backend has no kernel for a whole step"))
+    }
+}
+
+/// One token more of each row, `[rows]`, through embedding, all blocks and the last norm: hidden states `[rows, d_model]`. Keys and
+/// values go into the pages of the rows. It has no gradient.
+///
+/// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
+///
+/// # Errors
+/// If it turns out not to run on this device. Nothing was computed then.
+///
+/// # Panics
+/// If the sizes do not fit each other, or there are more rows than [`rows`](DecodePlan::rows).
+pub fn decode_step<B: DecodeStepOps>(
+    plan: &DecodePlan<B>,
+    tokens: Tensor<B, 1, Int>,
+    at: &CachedTokens<B>,
+    caches: &mut [LayerCache<B>],
+) -> Result<Tensor<B, 2>, Declined> {
+    let DecodePlan { model, body } = plan;
+    let _op = recorder::op("decode_step", || {
+        let (tokens, keys) = (recorder::operand(&tokens), recorder::operand(&caches[0].keys));
+        let weights = |block: &DecodeBlock<B>| {
+            [&block.qkv, &block.output, &block.up, &block.down]
+                .map(|weight| weight.operand().bytes())
+                .iter()
+                .sum::<u64>()
+        };
+        let weights: u64 = model.blocks.iter().map(weights).sum();
+        let read: usize = at.rows.iter().map(|row| at.window.map_or(row.keys, |window| window.min(row.keys))).sum();
+        let PackedHeads { n_kv_heads, head_dim, .. } = model.heads;
+        let cached = 2 * model.blocks.len() * n_kv_heads * read * head_dim * keys.dtype.size();
+        let width = keys.dtype.size() as u64;
+        let flops = 2 * at.rows.len() as u64 * weights / width;
+        Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
+    });
+    let body = body.as_ref();
+    B::decode_step(Checked::new(DecodeStep { model, body, tokens, at, caches }))
+}
