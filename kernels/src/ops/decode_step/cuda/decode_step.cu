@@ -138,6 +138,16 @@ __device__ __forceinline__ void copies(u64* at, u32 v, u32 e) {
     #pragma unroll
     for (int c = 0; c < COPIES; c++) publish(at + c * APART, v, e);
 }
+// Where a block's rows begin. While each kv head is one block's, these blocks own half as many rows as others.
+struct Cut {
+    bool weighted;
+
+    __device__ __forceinline__ int operator()(int n, int block) const {
+        const u32 light = weighted ? N_KV_HEADS : 0, blocks = gridDim.x, b = static_cast<u32>(block);
+        const u32 from = weighted ? (b < light ? b : 2 * b - light) : b, all = weighted ? 2 * blocks - light : blocks;
+        return static_cast<int>(static_cast<u32>(n) * from / all);
+    }
+};
 __device__ __forceinline__ int cut(int n, int block) { return static_cast<int>(static_cast<u32>(n) * static_cast<u32>(block) / gridDim.x); }
 __device__ __forceinline__ float sum_lanes(float v) {
     #pragma unroll
@@ -263,12 +273,12 @@ struct Producer {
     }
 };
 
-__device__ __forceinline__ void produce(const Step& step, Ring ring, int (&positions)[BATCH]) {
+__device__ __forceinline__ void produce(const Step& step, Ring ring, int (&positions)[BATCH], Cut part) {
     Producer p{ring};
     const int b = blockIdx.x;
-    const int q0 = 2 * cut(QKV_ROWS / 2, b), qn = 2 * cut(QKV_ROWS / 2, b + 1) - q0;
-    const int d0 = 2 * cut(D_MODEL / 2, b), dn = 2 * cut(D_MODEL / 2, b + 1) - d0;
-    const int f0 = 2 * cut(D_FF / 2, b), fn = 2 * cut(D_FF / 2, b + 1) - f0;
+    const int q0 = 2 * part(QKV_ROWS / 2, b), qn = 2 * part(QKV_ROWS / 2, b + 1) - q0;
+    const int d0 = 2 * part(D_MODEL / 2, b), dn = 2 * part(D_MODEL / 2, b + 1) - d0;
+    const int f0 = 2 * part(D_FF / 2, b), fn = 2 * part(D_FF / 2, b + 1) - f0;
     const Share begin(b, positions);
     if (begin.some && begin.splits == 1) p.limit = min(IN_FLIGHT_MORE, STAGES);
     {
@@ -281,7 +291,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
         for (int l = 0; l < N_LAYERS; l++) {
             const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
             #pragma unroll 1
-            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, min(8, qn - r));
+            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
             if (share.some) {
                 // A few: all keys, then all values. Many: in turns.
                 const bool few = share.splits == 1;
@@ -298,8 +308,8 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
             for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
             #pragma unroll 1
             for (int r = 0; r < 24; r += 8) {
-                p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, min(8, fn - r));
-                p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, min(8, fn - r));
+                p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));
+                p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, max(0, min(8, fn - r)));
             }
             #pragma unroll 1
             for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
@@ -1009,16 +1019,16 @@ struct Finisher {
     }
 };
 
-__device__ __forceinline__ void finish(const Step& step, u32 epoch) {
+__device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
     Finisher f;
     const float(*sums)[WARPS][BATCH][SUM_ROWS] = reinterpret_cast<const float(*)[WARPS][BATCH][SUM_ROWS]>(memory + AT_SUMS);
     const int b = blockIdx.x, lane = f.lane = threadIdx.x % 32, first_row = threadIdx.x / 32 - WARPS;
     const int pair = f.pair = lane % 16;
     f.part = lane / 16;
     const bool leads = lane < 16;
-    const int q0 = cut(QKV_ROWS / 2, b), qn = cut(QKV_ROWS / 2, b + 1) - q0;
-    const int d0 = cut(D_MODEL / 2, b), dn = cut(D_MODEL / 2, b + 1) - d0;
-    const int f0 = cut(D_FF / 2, b), fn = cut(D_FF / 2, b + 1) - f0;
+    const int q0 = part(QKV_ROWS / 2, b), qn = part(QKV_ROWS / 2, b + 1) - q0;
+    const int d0 = part(D_MODEL / 2, b), dn = part(D_MODEL / 2, b + 1) - d0;
+    const int f0 = part(D_FF / 2, b), fn = part(D_FF / 2, b + 1) - f0;
     u64* scratch = step.scratch;
     int ids[ROWS_EACH];
     #pragma unroll
@@ -1109,13 +1119,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_hopper(
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+    const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(at[0]) == 1};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < WARPS) {
         consume(step, ring, at, epoch);
     } else if (warp < WARPS + FINISHERS) {
-        finish(step, epoch);
+        finish(step, epoch, part);
     } else {
-        produce(step, ring, at);
+        produce(step, ring, at, part);
     }
     if (Watch::dead()) reinterpret_cast<volatile State*>(state)->error = 1;
 }
