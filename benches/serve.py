@@ -84,7 +84,7 @@ def peer():
 
     model = AutoModelForCausalLM.from_pretrained(args.peer, dtype=torch.bfloat16, device_map="cuda").eval()
     config = GenerationConfig(max_new_tokens=args.tokens, do_sample=False, eos_token_id=args.vocabulary, pad_token_id=0)
-    with torch.inference_mode():
+    with torch.no_grad():
         model.generate_batch(inputs=[prompt[::-1] for prompt in PROMPTS[: args.clients]], generation_config=config)
         torch.cuda.synchronize()
         begun = time.perf_counter()

@@ -80,11 +80,13 @@ backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(
 // Of a shape for which there is a kernel of whole steps, on devices that have one; on the others operation by operation.
 backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
     let folder = tempfile::tempdir().expect("a folder");
-    let config = TransformerConfig::qwen3(300, 1024, 1024, 2, 16, 128).with_n_kv_heads(8).with_d_ff(2048);
+    let half = B::supports_dtype(&device, DType::BF16);
+    let (d_model, n_heads, head_dim) = if half { (1024, 16, 128) } else { (64, 4, 16) };
+    let config = TransformerConfig::qwen3(300, 1024, d_model, 2, n_heads, head_dim);
+    let config = config.with_n_kv_heads(n_heads / 2).with_d_ff(2 * d_model);
     let model: Transformer<B> = config.with_init_deviation(0.05).init(3, &device)?;
     ModelFolder::new(folder.path()).save(&model)?;
     drop(model);
-    let half = B::supports_dtype(&device, DType::BF16);
     let (dtype, bound) = if half { (FloatDType::BF16, 0.03) } else { (FloatDType::F32, 1e-4) };
     let model = ModelFolder::new(folder.path()).load_in::<B>(dtype, &mut |_, _| {}, &device)?.with_activations(dtype);
     let text = |row: usize, length: usize| (0..length).map(|at| ((7 + 31 * row + 17 * at * at) % 300) as u32).collect::<Vec<u32>>();
@@ -114,7 +116,7 @@ backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(de
             rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
             let ids: Vec<RowId> = rows.iter().map(|(id, _)| *id).collect();
             let hidden = values(&model.decode(integers(&next), &ids, &mut cache).cast(DType::F32));
-            for (row, (hidden, (_, tokens))) in hidden.chunks_exact(1024).zip(&rows).enumerate() {
+            for (row, (hidden, (_, tokens))) in hidden.chunks_exact(d_model).zip(&rows).enumerate() {
                 let wanted = alone(tokens);
                 let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
                 let off = norm(&mut hidden.iter().zip(&wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied());
