@@ -15,6 +15,8 @@ pub(super) struct Record {
     address: IpAddr,
     method: String,
     path: String,
+    /// The path among those that there are, for the figures.
+    known: &'static str,
     begun: Instant,
     facts: Mutex<Facts>,
 }
@@ -33,9 +35,9 @@ struct Facts {
 }
 
 impl Record {
-    pub(super) fn new(shared: Arc<Shared>, address: IpAddr, method: &str, path: &str) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, address: IpAddr, method: &str, path: &str, known: &'static str) -> Self {
         let (method, path) = (method.to_string(), path.to_string());
-        Self { shared, address, method, path, begun: Instant::now(), facts: Mutex::default() }
+        Self { shared, address, method, path, known, begun: Instant::now(), facts: Mutex::default() }
     }
 
     fn facts(&self, change: impl FnOnce(&mut Facts)) {
@@ -99,7 +101,7 @@ impl Drop for Record {
         let facts = std::mem::take(&mut *self.facts.lock().unwrap_or_else(PoisonError::into_inner));
         // As nginx has it, where the client left before the answer was complete.
         let status = facts.status.filter(|_| facts.complete || !facts.streams).unwrap_or(499);
-        self.shared.metrics.request(&self.path, status, seconds);
+        self.shared.metrics.request(self.known, status, seconds);
         let quiet = matches!(self.path.as_str(), "/health" | "/metrics") && status < 400;
         match self.shared.options.log {
             LogFormat::Json if !quiet => {

@@ -31,7 +31,7 @@ use super::{Phase, Shared};
 pub(super) use self::connections::{serve, tls};
 
 /// All paths that there are, but for those of single models.
-pub(super) const PATHS: [&str; 12] = [
+const PATHS: [&str; 12] = [
     "/",
     "/page.css",
     "/page.js",
@@ -96,7 +96,10 @@ async fn wrong_method(request: Request) -> ApiError {
 async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Next) -> Response {
     let address = request.extensions().get::<Peer>().map_or(IpAddr::from([0, 0, 0, 0]), |peer| peer.0);
     let path = request.uri().path().to_string();
-    let record = Arc::new(Record::new(Arc::clone(&shared), address, request.method().as_str(), &path));
+    // Paths that there are not are one: anyone can make up more.
+    let known = PATHS.into_iter().find(|known| *known == path).unwrap_or("other");
+    let record = Record::new(Arc::clone(&shared), address, request.method().as_str(), &path, known);
+    let record = Arc::new(record);
     let mut response = match allowed(&shared, request.method(), &path, request.headers()) {
         Ok(key) => {
             let client = Client { key, address };
