@@ -198,15 +198,13 @@ impl<B: Backend> Transformer<B> {
         self.dropout_key = key;
     }
 
-    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
-    /// this model, as long as none of its parameters is replaced.
+    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only.
     ///
     /// # Panics
     /// If the model looks ahead, as encoders do.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
         assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
-        let cache = Cache::new(&self.config, tokens, self.activations, &self.positions.device());
-        cache.with_plan(|layers| DecodePlan::new(self.decode_model()?, layers))
+        Cache::new(&self.config, tokens, self.activations, &self.positions.device())
     }
 
     /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
@@ -255,7 +253,7 @@ impl<B: Backend> Transformer<B> {
         let [count] = ids.dims();
         let at = cache.begin(&rows);
         if prefill.is_empty()
-            && let Some(hidden) = cache.whole_step(&ids, &at)
+            && let Some(hidden) = cache.whole_step(&ids, &at, |layers| DecodePlan::new(self.decode_model()?, layers))
         {
             cache.advance(&rows);
             return hidden;

@@ -43,8 +43,8 @@ pub struct Cache<B: Backend> {
     context_length: usize,
     /// The rows of the last pass, and where their last tokens stand.
     last: Option<(Vec<RowId>, CachedTokens<B>)>,
-    /// What whole decode steps need, where the backend has these for the model.
-    plan: Option<DecodePlan<B>>,
+    /// What whole decode steps need, once it was tried whether the backend has them.
+    plan: Option<Option<DecodePlan<B>>>,
     device: B::Device,
 }
 
@@ -194,19 +194,22 @@ impl<B: Backend> Cache<B> {
         at
     }
 
-    /// Makes ready what whole decode steps need, where the backend has these for the model.
-    pub(crate) fn with_plan(mut self, make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>) -> Self {
-        self.plan = make(&self.layers).ok();
-        self
-    }
-
-    /// The hidden states of one token more of each row, in one operation, where there is one.
-    pub(crate) fn whole_step(&mut self, tokens: &Tensor<B, 1, Int>, at: &CachedTokens<B>) -> Option<Tensor<B, 2>> {
+    /// The hidden states of one token more of each row, in one operation, where the backend has one for the model: what it needs
+    /// is made once.
+    pub(crate) fn whole_step(
+        &mut self,
+        tokens: &Tensor<B, 1, Int>,
+        at: &CachedTokens<B>,
+        make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>,
+    ) -> Option<Tensor<B, 2>> {
         let Self { plan, layers, .. } = self;
-        let made = plan.as_ref().filter(|made| at.rows().len() <= made.rows())?;
+        let made = plan.get_or_insert_with(|| make(layers).ok()).as_ref()?;
+        if at.rows().len() > made.rows() {
+            return None;
+        }
         let hidden = decode_step(made, tokens.clone(), at, layers).ok();
         if hidden.is_none() {
-            *plan = None;
+            *plan = Some(None);
         }
         hidden
     }
