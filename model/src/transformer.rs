@@ -198,7 +198,8 @@ impl<B: Backend> Transformer<B> {
         self.dropout_key = key;
     }
 
-    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only.
+    /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
+    /// this model, as long as none of its parameters is replaced.
     ///
     /// # Panics
     /// If the model looks ahead, as encoders do.
