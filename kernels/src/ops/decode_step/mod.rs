@@ -50,7 +50,7 @@ pub struct DecodeBlock<B: Backend> {
     pub attention_norm: Norm<B>,
     /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
     pub qkv: Weight<B>,
-    /// What happens to queries and keys.
+    /// What happens to queries and keys; the rotation is the same in each block.
     pub placement: Placement<B>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
     pub output: Weight<B>,
@@ -176,9 +176,13 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         part(op, "tokens", &self.tokens).shaped(&[rows], &positions).alike(&positions);
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
         assert!((1..=MOST_ROWS).contains(&rows), "{op}: {rows} rows of up to {MOST_ROWS}");
+        assert!(self.at.window.is_none(), "{op}: all keys are seen");
+        let tables = self.model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
+        let positions = tables.map(|table| table.cos.dims()[0]).min().unwrap_or(usize::MAX);
         let [pages, _, page_tokens, _] = self.caches[0].keys.dims();
         for row in &self.at.rows {
             assert_eq!(row.tokens, 1, "{op}: one token of each row");
+            assert!(row.keys <= positions, "{op}: {} keys in a rotary table of {positions} positions", row.keys);
             let room = row.pages.len().saturating_mul(page_tokens);
             assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
             let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
