@@ -16,7 +16,7 @@ use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::generation::scheduler::Scheduler;
 use crate::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 
 const SETTINGS: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
@@ -363,6 +363,8 @@ pub struct ChatRun<S> {
     pub model: PathBuf,
     /// Dtype of matrices and activations.
     pub precision: Precision,
+    /// What the cache keeps keys and values as.
+    pub cache: CachePrecision,
     /// How answers are written.
     pub options: GenerationOptions,
     /// What the system says, if it says something.
@@ -400,8 +402,8 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
         // Before the weights: a model without one is not worth waiting for.
         let template = ChatTemplate::open(&self.model)?;
-        let generator =
-            Generator::<B>::open(&self.model, self.precision, device)?.with_interrupt(self.interrupt.clone());
+        let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
+        let generator = generator.with_interrupt(self.interrupt.clone());
         let mut conversation = Conversation::new(generator, template, self.context)?;
         conversation.set_system(self.system.as_deref().unwrap_or_default());
         if self.interrupt.load(Ordering::Relaxed) {

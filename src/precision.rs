@@ -22,6 +22,16 @@ pub enum Precision {
     Int8,
 }
 
+/// What a model's cache keeps keys and values as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum CachePrecision {
+    /// The dtype of the activations.
+    #[default]
+    Auto,
+    /// Bytes, with a scale for each head of a token: about half of what bf16 takes, or a quarter of f32.
+    Int8,
+}
+
 impl Precision {
     /// Its name in recipes and on the command line.
     pub fn name(self) -> &'static str {

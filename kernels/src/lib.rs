@@ -49,7 +49,7 @@ pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
-pub use ops::cached_attention::{CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
+pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, decode_step};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};

@@ -7,9 +7,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Activation, ActivationKind, AttentionMask, Backend, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan,
-    Dropout, HeadLossOptions, PackedHeads, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight, dropout, embed,
-    embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    Activation, ActivationKind, AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel,
+    DecodePlan, Dropout, HeadLossOptions, PackedHeads, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight,
+    dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -47,6 +47,8 @@ pub struct Transformer<B: Backend> {
     rotary_sin: Option<Tensor<B, 2>>,
     #[module(skip)]
     activations: FloatDType,
+    #[module(skip)]
+    int8_cache: bool,
     #[module(skip)]
     dropout_key: Option<RandomKey>,
 }
@@ -127,6 +129,7 @@ impl TransformerConfig {
             rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),
             rotary_sin: rotary.map(|table| table.sin),
             activations: FloatDType::F32,
+            int8_cache: false,
             dropout_key: None,
         })
     }
@@ -193,6 +196,22 @@ impl<B: Backend> Transformer<B> {
         self.activations
     }
 
+    /// With caches of bytes, a scale beside each head of a token, in place of the activations' dtype.
+    ///
+    /// # Panics
+    /// If the model's heads are no multiple of [`CacheDType::INT8_COLUMNS`].
+    pub fn with_int8_cache(mut self) -> Self {
+        let (columns, head_dim) = (CacheDType::INT8_COLUMNS, self.config.head_dim);
+        assert!(head_dim.is_multiple_of(columns), "heads of {head_dim} elements, no multiple of {columns}, as bytes");
+        self.int8_cache = true;
+        self
+    }
+
+    /// What the numbers of its caches are stored as.
+    pub fn cache_dtype(&self) -> CacheDType {
+        if self.int8_cache { CacheDType::Int8 } else { CacheDType::Float(self.activations) }
+    }
+
     /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
         self.dropout_key = key;
@@ -205,7 +224,7 @@ impl<B: Backend> Transformer<B> {
     /// If the model looks ahead, as encoders do.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
         assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
-        Cache::new(&self.config, tokens, self.activations, &self.positions.device())
+        Cache::new(&self.config, tokens, self.cache_dtype(), &self.positions.device())
     }
 
     /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.

@@ -11,6 +11,7 @@ use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
+use crate::precision::CachePrecision;
 use crate::profiling::Ceilings;
 
 /// Tokens that are written before the clock starts, and those that it times, as the peer has them.
@@ -95,7 +96,13 @@ impl<B: Backend> Drawn<B> {
         // Of an embedding table of its own a step reads a row.
         let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
         let bytes = cast.bytes - table * model.embedding.val().dtype().size();
-        Ok(Self { model, bytes, dtype: format!("{dtype:?}").to_lowercase() })
+        let dtype = format!("{dtype:?}").to_lowercase();
+        Ok(match options.cache {
+            CachePrecision::Auto => Self { model, bytes, dtype },
+            CachePrecision::Int8 => {
+                Self { model: model.with_int8_cache(), bytes, dtype: format!("{dtype}, cache int8") }
+            }
+        })
     }
 }
 

@@ -21,7 +21,7 @@ pub use sizes::{DECODERS, TRAINERS};
 pub use train::TrainBench;
 
 use crate::failure::Failure;
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 
 /// What can be asked of every benchmark.
 #[derive(Clone, Debug)]
@@ -34,6 +34,8 @@ pub struct BenchOptions {
     pub length: Option<usize>,
     /// Dtype in place of the size's own.
     pub precision: Option<Precision>,
+    /// What the cache keeps keys and values as.
+    pub cache: CachePrecision,
     /// How often each case is measured.
     pub repeats: usize,
     /// The device's name, for its datasheet.

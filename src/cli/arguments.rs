@@ -7,6 +7,7 @@ use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::download::{dataset_folder, model_folder, show_fetching};
 use fireclay::generation::Generated;
+use fireclay::precision::{CachePrecision, Precision};
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
 use serde_json::{Value, json};
 
@@ -55,6 +56,17 @@ impl RunArgs {
 }
 
 /// How tokens are drawn, beyond temperature and top-p.
+/// What a model that writes computes in.
+#[derive(Args)]
+pub(super) struct DtypeArgs {
+    /// Dtype of matrices and activations
+    #[arg(long, default_value = "f32")]
+    pub(super) precision: Precision,
+    /// What the cache keeps keys and values as
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    pub(super) cache_dtype: CachePrecision,
+}
+
 #[derive(Args)]
 pub(super) struct DrawArgs {
     /// Draw among this many likeliest tokens

@@ -10,7 +10,7 @@ use fireclay::bench::{
     BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, RequestsBench, TrainBench, compare, peer_ratios,
     read_lines, run_peer, shown,
 };
-use fireclay::precision::Precision;
+use fireclay::precision::{CachePrecision, Precision};
 use fireclay::stdout;
 use serde_json::{Value, json};
 
@@ -48,6 +48,9 @@ pub(super) struct BenchArgs {
     /// Dtype, in place of the size's own
     #[arg(long)]
     precision: Option<Precision>,
+    /// What the cache keeps keys and values as
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    cache_dtype: CachePrecision,
     /// How often each case is measured
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=1000))]
     repeats: u64,
@@ -94,6 +97,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         batch: args.batch.map(|batch| batch as usize),
         length: args.length.map(|length| length as usize),
         precision: args.precision,
+        cache: args.cache_dtype,
         repeats: args.repeats as usize,
         device,
         peak: args.peak,

@@ -9,11 +9,10 @@ use clap::Args;
 use fireclay::Failure;
 use fireclay::chat::{ChatEvent, ChatRun, Lines};
 use fireclay::generation::{GenerationOptions, Interrupt};
-use fireclay::precision::Precision;
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
 use super::signals::interrupt_on_signals;
 
 #[derive(Args)]
@@ -40,9 +39,8 @@ pub(super) struct ChatArgs {
     draw: DrawArgs,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
-    precision: Precision,
+    #[command(flatten)]
+    dtypes: DtypeArgs,
     /// Where the draws come from
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
@@ -84,7 +82,8 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
     };
     let run = ChatRun {
         model: fetched(&args.model, args.run.backend())?,
-        precision: args.precision,
+        precision: args.dtypes.precision,
+        cache: args.dtypes.cache_dtype,
         options,
         system: args.system,
         context: args.context,

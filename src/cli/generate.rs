@@ -6,12 +6,11 @@ use std::process::ExitCode;
 use clap::Args;
 use fireclay::Failure;
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
-use fireclay::precision::Precision;
 use fireclay::stdout;
 use fireclay_datasets::read_text;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
 use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
@@ -41,9 +40,8 @@ pub(super) struct GenerateArgs {
     stop: Vec<String>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
-    precision: Precision,
+    #[command(flatten)]
+    dtypes: DtypeArgs,
     /// Where the draws come from
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
@@ -87,7 +85,8 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
     let interrupt = interrupt_on_signals(false)?;
-    let run = GenerationRun { model, prompts, options, precision: args.precision, interrupt: interrupt.clone(), show };
+    let DtypeArgs { precision, cache_dtype: cache } = args.dtypes;
+    let run = GenerationRun { model, prompts, options, precision, cache, interrupt: interrupt.clone(), show };
     backend.run(run)?;
     Ok(exit_code(&interrupt))
 }

@@ -14,7 +14,7 @@ use fireclay::profiling::{
 use fireclay::stdout;
 use fireclay::tasks::TaskName;
 
-use super::arguments::{DrawArgs, RunArgs, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, fetched};
 use super::train::{recipe_from, with_settings};
 
 #[derive(Subcommand)]
@@ -88,9 +88,8 @@ pub(super) struct ProfileGenerate {
     top_p: Option<f64>,
     #[command(flatten)]
     draw: DrawArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
-    precision: Precision,
+    #[command(flatten)]
+    dtypes: DtypeArgs,
     #[command(flatten)]
     profile: ProfileArgs,
 }
@@ -128,7 +127,7 @@ fn train(args: ProfileTrain) -> Result<ExitCode, Failure> {
 }
 
 fn generate(args: ProfileGenerate) -> Result<ExitCode, Failure> {
-    let ProfileGenerate { model, prompt, batch, temperature, top_p, draw, precision, mut profile } = args;
+    let ProfileGenerate { model, prompt, batch, temperature, top_p, draw, dtypes, mut profile } = args;
     let (backend, options) = profile.prepare()?;
     profile.run.without_recipe("profile generate")?;
     let generation = GenerationOptions {
@@ -142,7 +141,8 @@ fn generate(args: ProfileGenerate) -> Result<ExitCode, Failure> {
     generation.validate()?;
     let model = fetched(&model, backend)?;
     let prompts = vec![prompt; batch as usize];
-    profile.show(&backend.run(ProfileGeneration { model, prompts, generation, precision, options })?)
+    let DtypeArgs { precision, cache_dtype: cache } = dtypes;
+    profile.show(&backend.run(ProfileGeneration { model, prompts, generation, precision, cache, options })?)
 }
 
 fn predict(args: ProfilePredict) -> Result<ExitCode, Failure> {

@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::precision::Precision;
 use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{RunArgs, fetched};
+use super::arguments::{DtypeArgs, RunArgs, fetched};
 use super::signals::drain_on_signals;
 
 /// Where a key may stand that nobody is to see among the arguments.
@@ -73,9 +72,8 @@ pub(super) struct ServeArgs {
     log_texts: bool,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
-    precision: Precision,
+    #[command(flatten)]
+    dtypes: DtypeArgs,
 }
 
 pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
@@ -102,6 +100,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
             rows: args.rows,
             context: args.context,
             cache_tokens: args.cache_tokens,
+            cache: args.dtypes.cache_dtype,
             queue: args.queue,
             connections: args.connections,
             request: Duration::from_secs(args.request_seconds.clamp(1, 86_400)),
@@ -131,7 +130,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
             backend = backend.as_str()
         );
     };
-    server.run(backend, model, args.precision, ready)?;
+    server.run(backend, model, args.dtypes.precision, ready)?;
     eprintln!("stopped");
     Ok(ExitCode::SUCCESS)
 }

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
-use fireclay::precision::Precision;
+use fireclay::precision::{CachePrecision, Precision};
 use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
 use fireclay::tasks::TaskName;
@@ -415,6 +415,7 @@ fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
         prompts: vec![prompt.to_string()],
         options,
         precision: Precision::F32,
+        cache: CachePrecision::Auto,
         interrupt: Interrupt::default(),
         show: |event: GenerationEvent<'_>| {
             if let GenerationEvent::Text(text) = event {

@@ -8,16 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use burn::tensor::DType;
 use fireclay_datasets::Tokenizer;
-use fireclay_kernels::{Backend, Penalties, Sampling};
+use fireclay_kernels::{Backend, CacheDType, Penalties, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
 use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::language_model::LanguageModel;
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
@@ -182,6 +181,25 @@ impl<B: Backend> Generator<B> {
         Ok(Self { model, tokenizer, ends, interrupt: Interrupt::default(), device })
     }
 
+    /// With a cache of this precision.
+    ///
+    /// # Errors
+    /// If the model's heads do not fit it.
+    pub fn with_cache(mut self, precision: CachePrecision) -> Result<Self, Failure> {
+        let (head_dim, columns) = (self.model.config().head_dim, CacheDType::INT8_COLUMNS);
+        match precision {
+            CachePrecision::Auto => {}
+            CachePrecision::Int8 if head_dim.is_multiple_of(columns) => self.model = self.model.with_int8_cache(),
+            CachePrecision::Int8 => {
+                return Err(Failure::new(format!(
+                    "a cache of INT8 is for heads of a multiple of {columns} elements; this model's have {head_dim}: leave out \
+                     --cache-dtype"
+                )));
+            }
+        }
+        Ok(self)
+    }
+
     /// A generator of a model that is there already.
     pub fn new(model: Transformer<B>, tokenizer: Tokenizer, device: B::Device) -> Self {
         let ends = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
@@ -258,7 +276,7 @@ impl<B: Backend> Generator<B> {
         cache_tokens: Option<usize>,
     ) -> Scheduler<B> {
         let config = self.model.config();
-        let token = config.n_kv_heads * config.head_dim * DType::from(self.model.activations()).size();
+        let token = config.n_kv_heads * self.model.cache_dtype().head_bytes(config.head_dim);
         let most = (CACHE_BYTES / (2 * config.n_layers * token).max(1)).min(SLAB_BYTES / token.max(1));
         // Each fills its last page in part.
         let lengths = lengths.map(|length| length.min(config.context_length).next_multiple_of(PAGE_TOKENS));
@@ -528,6 +546,8 @@ pub struct GenerationRun<S> {
     pub options: GenerationOptions,
     /// Dtype of matrices and activations.
     pub precision: Precision,
+    /// What the cache keeps keys and values as.
+    pub cache: CachePrecision,
     /// Ends the text that is being written, and all further ones.
     pub interrupt: Interrupt,
     /// Told of each piece of text and, at a prompt's end, of what came of it.
@@ -548,8 +568,8 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
     type Output = ();
 
     fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
-        let generator =
-            Generator::<B>::open(&self.model, self.precision, device)?.with_interrupt(self.interrupt.clone());
+        let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
+        let generator = generator.with_interrupt(self.interrupt.clone());
         // All prompts are read before anything is written.
         let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
         let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;

@@ -10,7 +10,7 @@ use super::{Ceilings, Profile};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::generation::{GenerationOptions, Generator, Prepared};
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 use crate::prediction::Predictor;
 use crate::process_memory::process_memory;
 use crate::training::{Recipe, StepOutput, Trainer, read_steps};
@@ -75,6 +75,8 @@ pub struct ProfileGeneration {
     pub generation: GenerationOptions,
     /// Dtype of matrices and activations.
     pub precision: Precision,
+    /// What the cache keeps keys and values as.
+    pub cache: CachePrecision,
     /// How it is profiled.
     pub options: ProfileOptions,
 }
@@ -83,8 +85,8 @@ impl OnBackend for ProfileGeneration {
     type Output = Profile;
 
     fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
-        let Self { model, prompts, generation, precision, options } = self;
-        let generator = Generator::<B>::open(&model, precision, device.clone())?.without_ends();
+        let Self { model, prompts, generation, precision, cache, options } = self;
+        let generator = Generator::<B>::open(&model, precision, device.clone())?.with_cache(cache)?.without_ends();
         let write = |tokens: u64, decoding: &mut dyn FnMut() -> Result<(), Failure>| {
             let generation = GenerationOptions { max_tokens: Some(tokens as usize + 1), ..generation.clone() };
             let prepared = prompts.iter().map(|prompt| generator.prepare(prompt, &generation));

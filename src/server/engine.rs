@@ -80,7 +80,8 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
         let (_, config) = ModelFolder::new(&self.model).config()?;
         match config.attention {
             AttentionDirection::Causal => {
-                let generator = Generator::<B>::open(&self.model, self.precision, device)?;
+                let cache = self.shared.options.limits.cache;
+                let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(cache)?;
                 self.write(generator)
             }
             AttentionDirection::Bidirectional => self.encode::<B>(device),

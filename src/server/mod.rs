@@ -35,7 +35,7 @@ use self::queue::Queue;
 use self::served::Served;
 use crate::backend::BackendName;
 use crate::failure::Failure;
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 
 /// Threads that speak HTTP; the device has one of its own.
 const HTTP_THREADS: usize = 2;
@@ -87,6 +87,8 @@ pub struct Limits {
     pub context: Option<usize>,
     /// Tokens that the cache holds; as many as suit the rows where `None`.
     pub cache_tokens: Option<usize>,
+    /// What it keeps keys and values as.
+    pub cache: CachePrecision,
     /// Texts that wait beside them.
     pub queue: usize,
     /// Bytes of a request's body.
@@ -107,6 +109,7 @@ impl Default for Limits {
             rows: None,
             context: None,
             cache_tokens: None,
+            cache: CachePrecision::Auto,
             queue: 256,
             body_bytes: 4 << 20,
             answers: 16,

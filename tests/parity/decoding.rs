@@ -3,9 +3,9 @@
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{Checked, Logits};
 use fireclay_kernels::{
-    Activation, ActivationKind, Backend, CachedRow, CachedTokens, Int8Weight, LayerCache, Norm, PackedHeads, Penalties,
-    Placement, RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, cached_attention, embed, embed_add,
-    head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear,
+    Activation, ActivationKind, Backend, CacheDType, CachedRow, CachedTokens, Int8Weight, LayerCache, Norm,
+    PackedHeads, Penalties, Placement, RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight,
+    cached_attention, embed, embed_add, head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
@@ -233,33 +233,45 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 }
                 let pages = (0..3).map(|at| (starts[at] + 12usize).div_ceil(page_tokens)).max().expect("rows") * batch_size;
                 let pages = if pages.is_multiple_of(7) { pages + 1 } else { pages };
-                let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, dtype, &device);
-                let mut theirs = LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &device);
-                let mut rows = Growing::new(batch_size, page_tokens, pages);
-                // What stands before, in one go; one more token each; then some read several and others one; then one each.
-                let all = |tokens: &dyn Fn(usize) -> usize| (0..batch_size).map(|row| (row, tokens(row))).collect::<Vec<_>>();
-                let steps = [
-                    all(&|row| starts[row % starts.len()]),
-                    all(&|_| 1),
-                    all(&|row| if row == 1 { 5 } else { 1 }),
-                    all(&|_| 1),
-                    all(&|_| 1)[batch_size / 2..].to_vec(),
-                ];
-                let mut last: Option<(_, CachedTokens<B>)> = None;
-                for (step, which) in steps.into_iter().enumerate() {
-                    let grown = rows.grown(&which);
-                    let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
-                    let at = match &last {
-                        Some((same, at)) if *same == which && tokens == which.len() => at.next(grown),
-                        _ => CachedTokens::new(grown, window, &device),
+                let mut cases = vec![(CacheDType::Float(dtype), CacheDType::Float(FloatDType::F32), tolerance)];
+                if head_dim.is_multiple_of(CacheDType::INT8_COLUMNS) {
+                    // Where a number lies between two bytes, rounding may take either; and bytes are near to the floats.
+                    cases.push((CacheDType::Int8, CacheDType::Int8, tolerance.max(3e-3)));
+                    cases.push((CacheDType::Int8, CacheDType::Float(FloatDType::F32), tolerance.max(3e-2)));
+                }
+                for (own, other, tolerance) in cases {
+                    let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, own, &device);
+                    let mut theirs = LayerCache::<B>::new(pages, page_tokens, heads, other, &device);
+                    let mut rows = Growing::new(batch_size, page_tokens, pages);
+                    // What stands before, in one go; one more token each; then some read several and others one; then one each.
+                    let all = |tokens: &dyn Fn(usize) -> usize| {
+                        (0..batch_size).map(|row| (row, tokens(row))).collect::<Vec<_>>()
                     };
-                    let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
-                    let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
-                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
-                    let b = b.reshape([tokens, heads.n_heads * head_dim]);
-                    let what = format!("{heads:?} {dtype:?} window {window:?} starts {starts:?}, step {step}");
-                    assert_close(&what, &a, &b, tolerance);
-                    last = Some((which, at));
+                    let steps = [
+                        all(&|row| starts[row % starts.len()]),
+                        all(&|_| 1),
+                        all(&|row| if row == 1 { 5 } else { 1 }),
+                        all(&|_| 1),
+                        all(&|_| 1)[batch_size / 2..].to_vec(),
+                    ];
+                    let mut last: Option<(_, CachedTokens<B>)> = None;
+                    for (step, which) in steps.into_iter().enumerate() {
+                        let grown = rows.grown(&which);
+                        let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
+                        let at = match &last {
+                            Some((same, at)) if *same == which && tokens == which.len() => at.next(grown),
+                            _ => CachedTokens::new(grown, window, &device),
+                        };
+                        let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
+                        let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
+                        let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
+                        let b = b.reshape([tokens, heads.n_heads * head_dim]);
+                        let what = format!(
+                            "{heads:?} {dtype:?}, {own:?} beside {other:?}, window {window:?} starts {starts:?}, step {step}"
+                        );
+                        assert_close(&what, &a, &b, tolerance);
+                        last = Some((which, at));
+                    }
                 }
             }
         }
@@ -269,19 +281,21 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
 backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(device) {
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
-    let outputs = [(1024, 3), (64, 27), (16, 101)].map(|(page_tokens, pages)| {
-        let mut cache = LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &device);
-        let mut rows = Growing::new(2, page_tokens, pages);
-        let steps = [[(0, 300), (1, 700)], [(0, 1), (1, 1)], [(0, 30), (1, 1)], [(0, 1), (1, 1)]];
-        steps.map(|which| {
-            let tokens = which.iter().map(|(_, tokens)| tokens).sum();
-            let at = CachedTokens::new(rows.grown(&which), None, &device);
-            let qkv = random::<B, 2>(tokens as u64, [tokens, heads.width()], &device);
-            let output = cached_attention(qkv, heads, bare(), &at, &mut cache);
-            output.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<u32>>()
-        })
-    });
-    assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2]);
+    for dtype in [CacheDType::Float(FloatDType::F32), CacheDType::Int8] {
+        let outputs = [(1024, 3), (64, 27), (16, 101)].map(|(page_tokens, pages)| {
+            let mut cache = LayerCache::<B>::new(pages, page_tokens, heads, dtype, &device);
+            let mut rows = Growing::new(2, page_tokens, pages);
+            let steps = [[(0, 300), (1, 700)], [(0, 1), (1, 1)], [(0, 30), (1, 1)], [(0, 1), (1, 1)]];
+            steps.map(|which| {
+                let tokens = which.iter().map(|(_, tokens)| tokens).sum();
+                let at = CachedTokens::new(rows.grown(&which), None, &device);
+                let qkv = random::<B, 2>(tokens as u64, [tokens, heads.width()], &device);
+                let output = cached_attention(qkv, heads, bare(), &at, &mut cache);
+                output.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<u32>>()
+            })
+        });
+        assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2], "{dtype:?}");
+    }
 });
 
 backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedRow,
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RandomKey,
     RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, activate, attention, cached_attention,
     dropout, embed, embed_add, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up,
@@ -243,7 +243,7 @@ backend_test!(rotary_embeddings_refuse_what_does_not_fit::<B>(device) {
 backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let make = Make::<B>(device);
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
-    let new = |pages, page_tokens, heads| LayerCache::<B>::new(pages, page_tokens, heads, FloatDType::F32, &make.0);
+    let new = |pages, page_tokens, heads| LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &make.0);
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };
     let row = |pages: &[u32], tokens, keys| CachedRow { pages: pages.into(), tokens, keys };
     let at = |rows: &[CachedRow]| CachedTokens::<B>::new(rows.to_vec(), None, &make.0);
@@ -272,7 +272,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
         let rotated = Placement { rotary: Some(make.table(10, 3)), ..bare() };
         refused(op, &["cosines [10, 3]"], || call(rotated, here(), new(3, 4, heads)));
         if let Some(dtype) = make.half() {
-            let mut cache = LayerCache::<B>::new(3, 4, heads, FloatDType::from(dtype), &make.0);
+            let mut cache = LayerCache::<B>::new(3, 4, heads, CacheDType::Float(FloatDType::from(dtype)), &make.0);
             refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
         }
     }
@@ -285,6 +285,12 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["no room"], || new(2, 0, heads));
     refused(op, &["no room"], || new(usize::MAX / 2, 4, heads));
     refused(op, &["no power of two"], || new(2, 6, heads));
+    let bytes = |heads| LayerCache::<B>::new(3, 4, heads, CacheDType::Int8, &make.0);
+    refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
+    let other = PackedHeads { head_dim: 16, ..heads };
+    refused(op, &["cache [3, 2, 4, 4]"], || {
+        cached_attention(make.float([1, 64]), heads, bare(), &at(&[row(&[0], 1, 4)]), &mut bytes(other))
+    });
 });
 
 backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {

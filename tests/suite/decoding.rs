@@ -1,10 +1,12 @@
 //! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
 
-use burn::module::Param;
+use burn::module::{AutodiffModule, Param};
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay::generation::{GenerationOptions, Generator};
-use fireclay::precision::Precision;
-use fireclay_datasets::{Tokenizer, TokenizerKind};
+use fireclay::precision::{CachePrecision, Precision};
+use fireclay::tasks::Task;
+use fireclay::training::{Recipe, Trainer, read_steps};
+use fireclay_datasets::{BatchKey, Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
@@ -124,6 +126,53 @@ backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(de
             }
         }
     }
+});
+
+backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(device) {
+    let recipe = Recipe::shipped("stories").expect("the default recipe");
+    let small = [("d_model", "64"), ("n_layers", "2"), ("n_heads", "4"), ("batch_size", "8"), ("warmup_steps", "5")];
+    let recipe = small.into_iter().try_fold(recipe, |recipe, (key, value)| recipe.with(key, value))?;
+    let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
+    let steps: Vec<_> = (0..60).map(|_| trainer.train_step().expect("in memory")).collect();
+    let losses = read_steps(&steps)?;
+    let Task::Language(language) = recipe.task()? else { panic!("stories are a language") };
+    let batch = language.corpus.batch(BatchKey::new(9, 0), 16)?;
+    let (width, rows) = (batch.inputs().len() / 16, 16);
+    // A third of each row is read at once, the rest token by token, as texts are written.
+    let loss = |model: &Transformer<B>| {
+        let text = |row: usize, at: usize| batch.inputs()[row * width + at];
+        let begins: Vec<Vec<u32>> = (0..rows).map(|row| (0..width / 3).map(|at| text(row, at) as u32).collect()).collect();
+        let prompts: Vec<&[u32]> = begins.iter().map(Vec::as_slice).collect();
+        let (mut cache, ids, mut hidden) = read(model, &prompts, width);
+        let (mut sum, mut count) = (0.0, 0);
+        for at in width / 3..width {
+            let logits = values(&model.logits(hidden.unsqueeze()).cast(DType::F32));
+            for (row, logits) in logits.chunks_exact(logits.len() / rows).enumerate() {
+                let total: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
+                // What stands behind a story's end is no story.
+                if let Ok(target) = usize::try_from(batch.targets()[row * width + at - 1]) {
+                    sum += total.ln() - f64::from(logits[target]);
+                    count += 1;
+                }
+            }
+            let next = TensorData::new((0..rows).map(|row| text(row, at)).collect::<Vec<i32>>(), [rows]);
+            hidden = model.decode(Tensor::from_data(next, &device), &ids, &mut cache);
+        }
+        sum / f64::from(count)
+    };
+    let model = trainer.model().valid();
+    let (plain, int8) = (loss(&model), loss(&model.clone().with_int8_cache()));
+    assert!(plain < 0.7 * f64::from(losses[0].0), "something was learnt: {plain}");
+    assert!(plain != int8, "the cache of bytes was used");
+    assert!((int8 - plain).abs() < 3e-4, "{plain} nats, {int8} with a cache of bytes");
+});
+
+backend_test!(a_cache_of_int8_is_refused_where_heads_do_not_fit_it::<B>(device) {
+    let model = ModelFolder::new(folder("llama")).load::<B>(&device)?;
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, "a potter")?;
+    let refused = Generator::new(model, tokenizer, device).with_cache(CachePrecision::Int8).err().expect("heads of 6");
+    let message = refused.to_string();
+    assert!(message.contains("this model's have 6") && message.contains("--cache-dtype"), "{message}");
 });
 
 backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {

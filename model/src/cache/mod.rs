@@ -5,10 +5,12 @@ mod pages;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, CachedRow, CachedTokens, Declined, DecodePlan, LayerCache, PackedHeads, decode_step};
+use fireclay_kernels::{
+    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, LayerCache, PackedHeads, decode_step,
+};
 
 use self::pages::Pages;
 use crate::config::TransformerConfig;
@@ -55,7 +57,7 @@ struct Row {
 }
 
 impl<B: Backend> Cache<B> {
-    pub(crate) fn new(config: &TransformerConfig, tokens: usize, dtype: FloatDType, device: &B::Device) -> Self {
+    pub(crate) fn new(config: &TransformerConfig, tokens: usize, dtype: CacheDType, device: &B::Device) -> Self {
         // A model of a short context needs no large pages.
         let page_tokens = PAGE_TOKENS.min(config.context_length.next_power_of_two());
         let pages = tokens.div_ceil(page_tokens).max(1);

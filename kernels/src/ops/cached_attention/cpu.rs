@@ -1,15 +1,19 @@
 //! Cached attention on the CPU.
 
+use std::ops::Range;
+
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
 use crate::checked::Checked;
 use crate::cpu::{Values, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, zeros};
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cpu::attention_over;
 use crate::ops::rotary::cpu::rotate;
+use crate::ops::weight::cpu::{Words, spread, words_tensor};
+use crate::ops::weight::{PACKED, quantize_row};
 use crate::packed_heads::PackedHeads;
 
 impl CachedAttentionOps for NdArray {
@@ -46,67 +50,122 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
         }
     });
     for (first, held) in [(n_heads, &mut cache.keys), (n_heads + n_kv_heads, &mut cache.values)] {
-        held.inplace(|held| {
-            let dims = held.dims();
-            let page_tokens = dims[2];
-            let mut values = Values::rows(held).into_vec();
-            let places =
-                at.rows.iter().flat_map(|row| (row.keys - row.tokens..row.keys).map(move |place| (row, place)));
-            for ((CachedRow { pages, .. }, place), token) in places.zip(qkv.chunks_exact(width)) {
-                let page = pages[place / page_tokens] as usize;
-                for head in 0..n_kv_heads {
-                    let to = ((page * n_kv_heads + head) * page_tokens + place % page_tokens) * head_dim;
-                    let new = &token[(first + head) * head_dim..][..head_dim];
-                    values[to..][..head_dim].copy_from_slice(new);
-                }
-            }
-            tensor(values, dims)
-        });
+        append(held, &qkv, heads, first, &at.rows);
     }
-    let page_tokens = cache.keys.dims()[2];
-    let [keys, values] = [&cache.keys, &cache.values].map(|held| Values::rows(held.clone()));
-    let held = Held { keys: &keys, values: &values, page_tokens, n_kv_heads, head_dim };
+    let [_, _, page_tokens, _] = cache.dims();
+    let [keys, values] = [&cache.keys, &cache.values].map(Stored::of);
+    let held = Pages { keys: &keys, values: &values, page_tokens, n_kv_heads, head_dim };
     let output = attend(&qkv, heads, held, &at.rows, at.window);
     tensor(output, [tokens, n_heads, head_dim])
 }
 
+/// Writes the heads from `first` on of each of the tokens in `qkv` to where they stand in the pages of their rows.
+fn append(held: &mut Held<NdArray>, qkv: &[f32], heads: PackedHeads, first: usize, rows: &[CachedRow]) {
+    let PackedHeads { n_kv_heads, head_dim, .. } = heads;
+    let dims = held.dims();
+    let page_tokens = dims[2];
+    // Where each head of a token goes, counted in heads, and what it is.
+    let places = rows.iter().flat_map(|row| (row.keys - row.tokens..row.keys).map(move |place| (row, place)));
+    let heads = places.zip(qkv.chunks_exact(heads.width())).flat_map(|((CachedRow { pages, .. }, place), token)| {
+        let page = pages[place / page_tokens] as usize;
+        (0..n_kv_heads).map(move |head| {
+            let line = (page * n_kv_heads + head) * page_tokens + place % page_tokens;
+            (line, &token[(first + head) * head_dim..][..head_dim])
+        })
+    });
+    match held {
+        Held::Float(floats) => floats.inplace(|floats| {
+            let mut values = Values::rows(floats).into_vec();
+            heads.for_each(|(line, head)| values[line * head_dim..][..head_dim].copy_from_slice(head));
+            tensor(values, dims)
+        }),
+        Held::Int8 { packed, scales } => {
+            let (words_each, shapes) = (head_dim / PACKED, (packed.dims(), scales.dims()));
+            packed.inplace(|packed| {
+                let mut words = Words::of(packed).into_vec();
+                scales.inplace(|scales| {
+                    let mut scales = Values::rows(scales).into_vec();
+                    heads.for_each(|(line, head)| {
+                        scales[line] = quantize_row(head, &mut words[line * words_each..][..words_each]);
+                    });
+                    tensor(scales, shapes.1)
+                });
+                words_tensor(words, shapes.0)
+            });
+        }
+    }
+}
+
+/// A cache's keys, or values, on the host.
+enum Stored {
+    Float(Values),
+    Int8 { words: Words, scales: Values },
+}
+
+impl Stored {
+    fn of(held: &Held<NdArray>) -> Self {
+        match held {
+            Held::Float(floats) => Self::Float(Values::rows(floats.clone())),
+            Held::Int8 { packed, scales } => {
+                Self::Int8 { words: Words::of(packed.clone()), scales: Values::rows(scales.clone()) }
+            }
+        }
+    }
+}
+
 /// A cache's keys and values, `[pages, n_kv_heads, page_tokens, head_dim]` each.
 #[derive(Clone, Copy)]
-struct Held<'a> {
-    keys: &'a [f32],
-    values: &'a [f32],
+struct Pages<'a> {
+    keys: &'a Stored,
+    values: &'a Stored,
     page_tokens: usize,
     n_kv_heads: usize,
     head_dim: usize,
 }
 
-impl Held<'_> {
-    /// What a head has in a page, `[page_tokens, head_dim]`.
-    fn page<'a>(&self, of: &'a [f32], page: u32, head: usize) -> &'a [f32] {
-        let size = self.page_tokens * self.head_dim;
-        &of[(page as usize * self.n_kv_heads + head) * size..][..size]
-    }
-
-    /// Calls `work` with each of a row's keys or values from `first` on, counted from there.
+impl Pages<'_> {
+    /// Calls `work` with what the lines `range` of a head in a page are.
     #[inline(always)]
-    fn each(&self, of: &[f32], row: &CachedRow, head: usize, first: usize, mut work: impl FnMut(usize, &[f32])) {
-        let (page_tokens, width) = (self.page_tokens, self.head_dim);
-        let used = row.keys.div_ceil(page_tokens);
-        for (at, page) in row.pages[..used].iter().enumerate().skip(first / page_tokens) {
-            let (begin, end) = ((at * page_tokens).max(first), ((at + 1) * page_tokens).min(row.keys));
-            let page = self.page(of, *page, head);
-            for place in begin..end {
-                work(place - first, &page[place % page_tokens * width..][..width]);
+    fn lines(&self, of: &Stored, page: u32, head: usize, range: Range<usize>, mut work: impl FnMut(usize, &[f32])) {
+        let first = (page as usize * self.n_kv_heads + head) * self.page_tokens;
+        let width = self.head_dim;
+        match of {
+            Stored::Float(values) => {
+                let page = &values[first * width..][..self.page_tokens * width];
+                range.for_each(|line| work(line, &page[line * width..][..width]));
+            }
+            Stored::Int8 { words, scales } => {
+                let mut spread_line = vec![0.0; width];
+                let words_each = width / PACKED;
+                range.for_each(|line| {
+                    let at = first + line;
+                    spread(&words[at * words_each..][..words_each], scales[at], &mut spread_line);
+                    work(line, &spread_line);
+                });
             }
         }
     }
 
+    /// Calls `work` with each of a row's keys or values from `first` on, counted from there.
+    #[inline(always)]
+    fn each(&self, of: &Stored, row: &CachedRow, head: usize, first: usize, mut work: impl FnMut(usize, &[f32])) {
+        let page_tokens = self.page_tokens;
+        let used = row.keys.div_ceil(page_tokens);
+        for (at, page) in row.pages[..used].iter().enumerate().skip(first / page_tokens) {
+            let begin = at * page_tokens;
+            let lines = first.saturating_sub(begin)..page_tokens.min(row.keys - begin);
+            self.lines(of, *page, head, lines, |line, head| work(begin + line - first, head));
+        }
+    }
+
     /// The keys or values of a row side by side, `[n_kv_heads, used pages * page_tokens, head_dim]`.
-    fn side_by_side(&self, of: &[f32], row: &CachedRow) -> Vec<f32> {
+    fn side_by_side(&self, of: &Stored, row: &CachedRow) -> Vec<f32> {
         let used = &row.pages[..row.keys.div_ceil(self.page_tokens)];
         let mut all = Vec::with_capacity(self.n_kv_heads * used.len() * self.page_tokens * self.head_dim);
         for head in 0..self.n_kv_heads {
-            used.iter().for_each(|page| all.extend_from_slice(self.page(of, *page, head)));
+            for page in used {
+                self.lines(of, *page, head, 0..self.page_tokens, |_, line| all.extend_from_slice(line));
+            }
         }
         all
     }
@@ -114,7 +173,7 @@ impl Held<'_> {
 
 /// Attention of packed queries `[tokens, width]`, those of one row behind those of another, each over the keys of its row:
 /// `[tokens, n_heads, head_dim]`.
-fn attend(qkv: &[f32], heads: PackedHeads, held: Held<'_>, rows: &[CachedRow], window: Option<usize>) -> Vec<f32> {
+fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], window: Option<usize>) -> Vec<f32> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
     let mut output = zeros(qkv.len() / heads.width() * n_heads * head_dim);
     let (mut qkv, mut out) = (qkv, &mut output[..]);
@@ -142,7 +201,7 @@ fn attend(qkv: &[f32], heads: PackedHeads, held: Held<'_>, rows: &[CachedRow], w
 /// Attention of the query heads `query` of one token, which share the key head `head`, over all keys of its row: into `out`.
 /// Nothing is copied, and the sums do not depend on where pages end.
 #[inline(always)]
-fn attend_one(query: &[f32], held: Held<'_>, row: &CachedRow, head: usize, window: Option<usize>, out: &mut [f32]) {
+fn attend_one(query: &[f32], held: Pages<'_>, row: &CachedRow, head: usize, window: Option<usize>, out: &mut [f32]) {
     let head_dim = held.head_dim;
     let scale = AttentionOptions::new(head_dim).scale as f32;
     let first = window.map_or(0, |window| row.keys.saturating_sub(window));

@@ -11,6 +11,7 @@
 //! same tokens can share the pages of these (Kwon et al., 2023, "PagedAttention").
 
 mod autodiff;
+mod cache;
 #[cfg(feature = "ndarray")]
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
@@ -20,45 +21,17 @@ pub(crate) mod reference;
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 
+pub(crate) use self::cache::Held;
+pub use self::cache::{CacheDType, LayerCache};
 use super::attention::AttentionOps;
 use super::norm::{Norm, NormKind, NormOps};
 use super::rotary::{RotaryOps, RotaryTable, next_positions};
-use super::weight::assert_float;
 use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
-
-/// The keys and values of one layer, each `[pages, n_kv_heads, page_tokens, head_dim]`.
-///
-/// They are written in place, and so never leave.
-#[derive(Debug)]
-pub struct LayerCache<B: Backend> {
-    /// Placed: normalised and rotated where the model does that.
-    pub(crate) keys: Tensor<B, 4>,
-    pub(crate) values: Tensor<B, 4>,
-}
-
-impl<B: Backend> LayerCache<B> {
-    /// Room for `pages` pages of `page_tokens` tokens each.
-    ///
-    /// # Panics
-    /// If `page_tokens` is no power of two, any of the sizes is zero, or all of them together are beyond 32 bits.
-    pub fn new(pages: usize, page_tokens: usize, heads: PackedHeads, dtype: FloatDType, device: &B::Device) -> Self {
-        assert_float("cached_attention", dtype);
-        let shape = [pages, heads.n_kv_heads, page_tokens, heads.head_dim];
-        let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
-        let countable = size > 0 && u32::try_from(size).is_ok();
-        assert!(countable, "cached_attention: no room for a cache of {shape:?}, of 1 to 2^32 elements");
-        assert!(page_tokens.is_power_of_two(), "cached_attention: pages of {page_tokens} tokens, no power of two");
-        // Zeros, since what was never written is read by the tensor cores, and multiplied by nothing; in one row, since
-        // some devices leave gaps between the rows of a matrix.
-        let zeros = || Tensor::<B, 1>::zeros([size], (device, DType::from(dtype))).reshape(shape);
-        Self { keys: zeros(), values: zeros() }
-    }
-}
 
 /// What happens to queries and keys before they meet.
 #[derive(Clone, Debug)]
@@ -190,10 +163,13 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         let [tokens, width] = self.qkv.dims();
         let PackedHeads { n_kv_heads, head_dim, .. } = self.heads;
         self.heads.check(op, "qkv", [1, tokens, width]);
-        let [pages, kv_heads, page_tokens, columns] = self.cache.keys.dims();
-        let fits = [kv_heads, columns] == [n_kv_heads, head_dim];
-        let keys = part(op, "cache", &self.cache.keys).fits(fits, &qkv).alike(&qkv);
-        part(op, "cached values", &self.cache.values).shaped(&self.cache.keys.dims(), &keys).alike(&keys);
+        let [pages, _, page_tokens, _] = self.cache.dims();
+        self.cache.check(op, [n_kv_heads, head_dim], &qkv);
+        for held in [&self.cache.keys, &self.cache.values] {
+            if let Held::Float(floats) = held {
+                part(op, "cache", floats).alike(&qkv);
+            }
+        }
 
         let norms = [&self.placement.query_norm, &self.placement.key_norm].map(Option::as_ref);
         assert!(norms[0].is_some() == norms[1].is_some(), "{op}: norms of queries and keys, or none");
@@ -247,13 +223,13 @@ pub fn cached_attention<B: CachedAttentionOps>(
 ) -> Tensor<B, 2> {
     let [tokens, _] = qkv.dims();
     let _op = recorder::op("cached_attention", || {
-        let (qkv, keys) = (recorder::operand(&qkv), recorder::operand(&cache.keys));
+        let (qkv, keys) = (recorder::operand(&qkv), cache.keys.operand());
         let PackedHeads { n_heads, n_kv_heads, head_dim } = heads;
         let seen = |row: &CachedRow| at.window.map_or(row.keys, |window| window.min(row.keys));
         let read: usize = at.rows.iter().map(seen).sum();
         let pairs: usize = at.rows.iter().map(|row| row.tokens * seen(row)).sum();
         // Keys and values that are seen, and the output beside the heads.
-        let cached = 2 * n_kv_heads * read * head_dim * keys.dtype.size();
+        let cached = 2 * n_kv_heads * read * cache.head_bytes();
         let output = qkv.bytes() * n_heads as u64 / (n_heads + 2 * n_kv_heads) as u64;
         let flops = 4 * n_heads * pairs * head_dim;
         Call { bytes: qkv.bytes() + output + cached as u64, flops: flops as u64, inputs: vec![qkv, keys] }

@@ -143,10 +143,8 @@ impl<B: Backend> Operands for DecodePlanned<'_, B> {
             if let Some(table) = &block.placement.rotary {
                 table.check(op, &gamma, head_dim);
             }
-            let [_, kv_heads, _, columns] = cache.keys.dims();
-            let keys = part(op, "cache", &cache.keys).fits([kv_heads, columns] == [n_kv_heads, head_dim], &gamma);
-            part(op, "cached values", &cache.values).shaped(&cache.keys.dims(), &keys).alike(&keys);
-            assert!(cache.keys.dims() == self.caches[0].keys.dims(), "{op}: caches of one size");
+            cache.check(op, [n_kv_heads, head_dim], &gamma);
+            assert!(cache.dims() == self.caches[0].dims(), "{op}: caches of one size");
         }
         final_norm.check(op, &gamma, d_model);
     }
@@ -179,7 +177,7 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         assert!(self.at.window.is_none(), "{op}: all keys are seen");
         let tables = self.model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
         let positions = tables.map(|table| table.cos.dims()[0]).min().unwrap_or(usize::MAX);
-        let [pages, _, page_tokens, _] = self.caches[0].keys.dims();
+        let [pages, _, page_tokens, _] = self.caches[0].dims();
         for row in &self.at.rows {
             assert_eq!(row.tokens, 1, "{op}: one token of each row");
             assert!(row.keys <= positions, "{op}: {} keys in a rotary table of {positions} positions", row.keys);
@@ -230,7 +228,7 @@ pub fn decode_step<B: DecodeStepOps>(
 ) -> Result<Tensor<B, 2>, Declined> {
     let DecodePlan { model, body } = plan;
     let _op = recorder::op("decode_step", || {
-        let (tokens, keys) = (recorder::operand(&tokens), recorder::operand(&caches[0].keys));
+        let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
         let weights = |block: &DecodeBlock<B>| {
             [&block.qkv, &block.output, &block.up, &block.down]
                 .map(|weight| weight.operand().bytes())
@@ -239,9 +237,9 @@ pub fn decode_step<B: DecodeStepOps>(
         };
         let weights: u64 = model.blocks.iter().map(weights).sum();
         let read: usize = at.rows.iter().map(|row| at.window.map_or(row.keys, |window| window.min(row.keys))).sum();
-        let PackedHeads { n_kv_heads, head_dim, .. } = model.heads;
-        let cached = 2 * model.blocks.len() * n_kv_heads * read * head_dim * keys.dtype.size();
-        let width = keys.dtype.size() as u64;
+        let n_kv_heads = model.heads.n_kv_heads;
+        let cached = 2 * model.blocks.len() * n_kv_heads * read * caches[0].head_bytes();
+        let width = model.embedding.operand().dtype.size() as u64;
         let flops = 2 * at.rows.len() as u64 * weights / width;
         Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
     });

@@ -8,16 +8,16 @@ use super::{Int8ToFloat, PACKED, WeightOps};
 use crate::checked::Checked;
 use crate::cpu::{Values, new_rows, tensor};
 
-/// The words of a weight on the host, where they are anyway.
+/// Words of bytes on the host, where they are anyway.
 pub(crate) struct Words(SharedArray<i32>);
 
 impl Words {
-    pub(crate) fn of(packed: Tensor<NdArray, 2, Int>) -> Self {
+    pub(crate) fn of<const D: usize>(packed: Tensor<NdArray, D, Int>) -> Self {
         let shape = packed.dims();
         let array = match packed.into_primitive() {
             NdArrayTensor::I32(storage) => storage.into_shared(),
             primitive => {
-                let data = Tensor::<NdArray, 2, Int>::from_primitive(primitive).into_data();
+                let data = Tensor::<NdArray, D, Int>::from_primitive(primitive).into_data();
                 let words: Vec<i32> = data.iter::<i32>().collect();
                 SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says")
             }
@@ -28,6 +28,21 @@ impl Words {
             Self(array.as_standard_layout().into_owned().into_shared())
         }
     }
+
+    /// The words, to be changed: copied only where something else holds them.
+    pub(crate) fn into_vec(self) -> Vec<i32> {
+        let size = self.0.len();
+        match self.0.into_owned().into_raw_vec_and_offset() {
+            (words, None | Some(0)) if words.len() == size => words,
+            (words, offset) => words[offset.unwrap_or(0)..][..size].to_vec(),
+        }
+    }
+}
+
+/// A tensor of the given words.
+pub(crate) fn words_tensor<const D: usize>(words: Vec<i32>, shape: [usize; D]) -> Tensor<NdArray, D, Int> {
+    let array = SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says");
+    Tensor::from_primitive(NdArrayTensor::I32(array.into()))
 }
 
 impl std::ops::Deref for Words {

@@ -174,6 +174,18 @@ fn int8_to_float<B: WeightOps>(weight: Int8Weight<B>, dtype: FloatDType) -> Tens
     dispatch!(B: WeightOps::int8_to_float(Checked::new(Int8ToFloat { weight, dtype })))
 }
 
+/// The nearest bytes to a row, in `words`: its scale.
+#[inline(always)]
+pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
+    let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+    let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
+    let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
+    for (four, word) in row.chunks_exact(PACKED).zip(words) {
+        *word = i32::from_le_bytes([0, 1, 2, 3].map(|i| byte(four[i]) as u8));
+    }
+    scale
+}
+
 impl<B: UploadOps> Int8Weight<B> {
     /// The nearest bytes to `values` `[d_output, d_input]`, or nothing where `d_input` is no multiple of four.
     ///
@@ -205,13 +217,9 @@ impl<B: UploadOps> Int8Weight<B> {
         let mut row = vec![0.0f32; d_input];
         for at in 0..d_output {
             read(at, &mut row);
-            let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
-            let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
-            let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
-            let words =
-                row.chunks_exact(PACKED).map(|four| i32::from_le_bytes([0, 1, 2, 3].map(|i| byte(four[i]) as u8)));
-            packed.extend(words);
-            scales.push(scale);
+            let first = packed.len();
+            packed.resize(first + d_input / PACKED, 0);
+            scales.push(quantize_row(&row, &mut packed[first..]));
         }
         // In one row: some devices leave gaps between the rows of a matrix.
         let size = packed.len();

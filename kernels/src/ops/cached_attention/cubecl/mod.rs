@@ -11,13 +11,15 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Placement, reference};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
 use crate::checked::Checked;
-use crate::cubecl::reduce::RowUnits;
-use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch, vector_width};
+use crate::cubecl::reduce::{RowUnits, lanes_max};
+use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, optional, scratch, vector_width};
 use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cubecl::{CubeMask, Dims, Heads, attention_forward};
+use crate::ops::weight::PACKED;
+use crate::ops::weight::cubecl::bytes;
 use crate::packed_heads::PackedHeads;
 use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
@@ -45,7 +47,7 @@ where
         let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
         let [tokens, _] = qkv.dims();
         let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
-        let cached = [&cache.keys, &cache.values].map(|cached| primitive(cached.clone()));
+        let cached = [&cache.keys, &cache.values].map(CubeHeld::of);
         let all = Pass {
             heads,
             placement,
@@ -54,7 +56,7 @@ where
             window: at.window,
             qkv,
         };
-        let runs = runs(&at.rows);
+        let runs = runs(&at.rows, !cached[0].is_int8() || planes::take_int8(&all));
         if let [run] = &runs[..] {
             return match run.single {
                 true => {
@@ -85,17 +87,18 @@ struct Run {
     first_row: usize,
     first_token: usize,
     tokens: usize,
-    /// Whether each token is a row's only one.
+    /// Whether each token is a row's only one, and they are attended to by one kernel.
     single: bool,
     /// Tokens of the longest row.
     keys: usize,
 }
 
-fn runs(rows: &[CachedRow]) -> Vec<Run> {
+/// Runs of rows, those of single tokens together where there is a kernel for them.
+fn runs(rows: &[CachedRow], together: bool) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut first_token = 0;
     for (first_row, row) in rows.iter().enumerate() {
-        let single = row.tokens == 1;
+        let single = together && row.tokens == 1;
         match runs.last_mut() {
             Some(run) if run.single && single => {
                 run.tokens += 1;
@@ -106,6 +109,42 @@ fn runs(rows: &[CachedRow]) -> Vec<Run> {
         first_token += row.tokens;
     }
     runs
+}
+
+/// Keys, or values, on the device.
+struct CubeHeld<R: CubeRuntime> {
+    /// Floats `[pages, n_kv_heads, page_tokens, head_dim]`, or words of bytes `[pages, n_kv_heads, page_tokens, head_dim / 4]`.
+    stored: CubeTensor<R>,
+    /// Of bytes, `[pages, n_kv_heads, page_tokens]`.
+    scales: Option<CubeTensor<R>>,
+}
+
+impl<R: CubeRuntime> CubeHeld<R> {
+    fn of<B>(held: &Held<B>) -> Self
+    where
+        B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    {
+        match held {
+            Held::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
+            Held::Int8 { packed, scales } => {
+                Self { stored: packed.clone().into_primitive(), scales: Some(primitive(scales.clone())) }
+            }
+        }
+    }
+
+    fn is_int8(&self) -> bool {
+        self.scales.is_some()
+    }
+
+    /// What a kernel reads: bytes come in unsigned words.
+    fn dtype(&self) -> StorageType {
+        if self.is_int8() { u32::as_type_native_unchecked().storage_type() } else { self.stored.dtype.into() }
+    }
+
+    /// Elements that lie where `floats` numbers do.
+    fn width(&self, floats: usize) -> usize {
+        if self.is_int8() { floats / PACKED } else { floats }
+    }
 }
 
 /// The placement's tensors as primitives. Both norms are there, or none.
@@ -151,6 +190,8 @@ struct Variant {
     rotated: bool,
     /// Whether results are parts, of pieces of the keys.
     cut: bool,
+    /// Whether the cache holds bytes.
+    int8: bool,
     row_units: RowUnits,
 }
 
@@ -197,7 +238,7 @@ struct Bound<R: CubeRuntime> {
     epsilon: f64,
 }
 
-fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize) -> Bound<R> {
+fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize, int8: bool) -> Bound<R> {
     let Pass { qkv, placement, .. } = pass;
     let variant = Variant {
         head_dim: pass.heads.head_dim,
@@ -205,6 +246,7 @@ fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize) -> Bound<R> {
         normed: placement.norms.is_some(),
         rotated: placement.rotary.is_some(),
         cut: false,
+        int8,
         row_units: RowUnits { rows: 1, units: UNITS, ..RowUnits::new(&qkv.client, UNITS as usize, 1, UNITS) },
     };
     let (gammas, epsilon) = placement.norms.clone().unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
@@ -216,7 +258,7 @@ fn sizes<R: CubeRuntime>(
     bound: &Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    held: &CubeTensor<R>,
+    CubeHeld { stored: held, .. }: &CubeHeld<R>,
     [pieces, piece]: [usize; 2],
 ) -> SizesLaunch<R> {
     let heads = pass.heads;
@@ -241,7 +283,7 @@ fn sizes<R: CubeRuntime>(
 }
 
 /// Places and appends the tokens of one row, and attends to its keys: `[1, tokens, n_heads, head_dim]`.
-fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2]) -> CubeTensor<R> {
+fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2]) -> CubeTensor<R> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
     let query = rotary_append(pass, run, held);
     let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
@@ -253,9 +295,9 @@ fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2])
 
 /// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[1, tokens, n_heads,
 /// head_dim]`.
-fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeTensor<R>; 2]) -> CubeTensor<R> {
+fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeHeld<R>; 2]) -> CubeTensor<R> {
     let Pass { qkv, heads, positions, table, .. } = pass;
-    let bound = bind(pass, MOST_HEADS);
+    let bound = bind(pass, MOST_HEADS, keys.is_int8());
     let query = empty(qkv, [1, run.tokens, heads.n_heads, heads.head_dim], qkv.dtype);
     let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
     // SAFETY: each cube places heads of its own token, below all heads; positions are held within the rotary table, pages
@@ -273,11 +315,14 @@ fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&Cu
             array(positions),
             array(table),
             array(&query),
-            array(keys),
-            array(values),
+            array(&keys.stored),
+            array(&values.stored),
+            optional(&keys.scales),
+            optional(&values.scales),
             sizes(&bound, pass, run, keys, [turns, 0]),
             bound.variant,
             qkv.dtype.into(),
+            keys.dtype(),
             bound.gammas[0].dtype.into(),
             bound.table[0].dtype.into(),
             positions.dtype.into(),
@@ -286,38 +331,48 @@ fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&Cu
     query
 }
 
-/// All keys and values of a run's row, `[1, n_kv_heads, keys, head_dim]` each.
-fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2]) -> [CubeTensor<R>; 2] {
+/// All keys and values of a run's row as floats, `[1, n_kv_heads, keys, head_dim]` each.
+fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeHeld<R>; 2]) -> [CubeTensor<R>; 2] {
     let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
-    let [keys, values] = [(); 2].map(|()| empty(held[0], [1, n_kv_heads, run.keys, head_dim], held[0].dtype));
-    let vector = vector_width(&[held[0], held[1], &keys, &values], &[head_dim]);
+    let out = [(); 2].map(|()| empty(&pass.qkv, [1, n_kv_heads, run.keys, head_dim], pass.qkv.dtype));
+    let mut read = vec![&out[0], &out[1]];
+    // Words of bytes begin where words do.
+    read.extend([keys, values].into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
+    let vector = vector_width(&read, &[head_dim]);
+    // Bytes come in words, of which a vector is not a part.
+    let vector = if keys.is_int8() { vector.max(PACKED) } else { vector };
     let vectors = n_kv_heads * run.keys * head_dim / vector;
     // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held within the cache.
     unsafe {
         side_by_side_kernel::launch_unchecked(
-            &keys.client,
+            &pass.qkv.client,
             grid(vectors.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
             vector,
-            array(held[0]),
-            array(held[1]),
+            keys.width(vector),
+            array(&keys.stored),
+            array(&values.stored),
+            optional(&keys.scales),
+            optional(&values.scales),
             array(&pass.table),
-            array(&keys),
-            array(&values),
-            sizes(&bind(pass, 1), pass, run, held[0], [1, 0]),
+            array(&out[0]),
+            array(&out[1]),
+            sizes(&bind(pass, 1, keys.is_int8()), pass, run, keys, [1, 0]),
             vectors as u32,
             (head_dim / vector) as u32,
-            keys.dtype.into(),
+            keys.is_int8(),
+            out[0].dtype.into(),
+            keys.dtype(),
             pass.table.dtype.into(),
         );
     }
-    [keys, values]
+    out
 }
 
 /// Places and appends the tokens of a run, one a row, and attends to their keys: into their places in `out` `[tokens,
 /// n_heads, head_dim]`.
-fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeTensor<R>; 2], out: &CubeTensor<R>) {
-    let bound = bind(pass, 1);
+fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2], out: &CubeTensor<R>) {
+    let bound = bind(pass, 1, held[0].is_int8());
     let pieces = match bound.variant.row_units.plane > 1 {
         true => planes::attend(bound, pass, run, held, out),
         false => units::attend(bound, pass, run, held, out),
@@ -467,7 +522,7 @@ fn place<F: Float, G: Float, T: Float>(
 
 /// A cube places some of one token's heads.
 #[cube(launch_unchecked)]
-fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
+fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,
     key_gamma: &Array<G>,
@@ -476,11 +531,14 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     positions: &Array<I>,
     table: &Array<I>,
     query: &mut Array<F>,
-    keys: &mut Array<F>,
-    values: &mut Array<F>,
+    keys: &mut Array<K>,
+    values: &mut Array<K>,
+    key_scales: &mut ComptimeOption<Array<f32>>,
+    value_scales: &mut ComptimeOption<Array<f32>>,
     sizes: &Sizes,
     #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
+    #[define(K)] _cache_dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
     #[define(I)] _position_dtype: StorageType,
@@ -503,32 +561,136 @@ fn append_kernel<F: Float, G: Float, T: Float, I: Int>(
     let source = Source { start: row + first * head_dim, queries, keys: keys_at, heads: end - first, position };
     let mut placed = SharedMemory::<f32>::new(comptime!(variant.heads * variant.head_dim));
     place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
-    for i in range_stepped(UNIT_POS, (end - first) * head_dim, UNITS) {
-        let head = first + i / head_dim;
-        if head < middle {
-            query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
-        } else {
-            let head = head - sizes.n_heads;
-            let to = cell::<I>(table, sizes.first_row, head, position, sizes) * head_dim + i % head_dim;
-            keys[to as usize] = F::cast_from(placed[i as usize]);
-            let value = row + (placed_heads + head) * head_dim + i % head_dim;
-            values[to as usize] = qkv[value as usize];
+    for i in range_stepped(UNIT_POS, queries * head_dim, UNITS) {
+        query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
+    }
+    // Numbers of a head that are written as one: a word of bytes has four.
+    let each = comptime!(if variant.int8 { PACKED as u32 } else { 1 });
+    let words = head_dim / each;
+    let mut largest = SharedMemory::<f32>::new(comptime!(if variant.int8 { 2 * UNITS as usize } else { 2 }));
+    if comptime!(variant.int8) {
+        let own = UNIT_POS / SUMMERS;
+        let mut key = 0.0f32;
+        let mut value = 0.0f32;
+        if own < end - middle {
+            let value_at = row + (placed_heads + middle - sizes.n_heads + own) * head_dim;
+            for column in range_stepped(UNIT_POS % SUMMERS, head_dim, SUMMERS) {
+                key = max(key, placed[((queries + own) * head_dim + column) as usize].abs());
+                value = max(value, f32::cast_from(qkv[(value_at + column) as usize]).abs());
+            }
         }
+        largest[UNIT_POS as usize] = key;
+        largest[(UNITS + UNIT_POS) as usize] = value;
+        sync_cube();
+    }
+    for i in range_stepped(UNIT_POS, (end - middle) * words, UNITS) {
+        let own = i / words;
+        let head = middle - sizes.n_heads + own;
+        let word = i % words;
+        let line = cell::<I>(table, sizes.first_row, head, position, sizes);
+        let to = (line * words + word) as usize;
+        let key_at = (queries + own) * head_dim + word * each;
+        let value_at = row + (placed_heads + head) * head_dim + word * each;
+        if comptime!(variant.int8) {
+            let mut highest = 0.0f32;
+            let mut highest_value = 0.0f32;
+            #[unroll]
+            for part in 0..SUMMERS {
+                highest = max(highest, largest[(own * SUMMERS + part) as usize]);
+                highest_value = max(highest_value, largest[(UNITS + own * SUMMERS + part) as usize]);
+            }
+            let key_scale = scale_of(highest);
+            let value_scale = scale_of(highest_value);
+            let mut key = Vector::<f32, Const<4>>::new(0.0);
+            let mut value = Vector::<f32, Const<4>>::new(0.0);
+            #[unroll]
+            for j in 0..PACKED {
+                key[j] = placed[(key_at + comptime!(j as u32)) as usize];
+                value[j] = f32::cast_from(qkv[(value_at + comptime!(j as u32)) as usize]);
+            }
+            keys[to] = K::cast_from(stored::<K, Const<1>, Const<4>>(key, key_scale, true)[0usize]);
+            values[to] = K::cast_from(stored::<K, Const<1>, Const<4>>(value, value_scale, true)[0usize]);
+            if word == 0 {
+                key_scales.as_mut().unwrap()[line as usize] = key_scale;
+                value_scales.as_mut().unwrap()[line as usize] = value_scale;
+            }
+        } else {
+            keys[to] = K::cast_from(placed[key_at as usize]);
+            values[to] = K::cast_from(qkv[value_at as usize]);
+        }
+    }
+}
+
+/// The scale of bytes whose largest magnitude is to stand for `largest`.
+#[cube]
+fn scale_of(largest: f32) -> f32 {
+    select(largest > 0.0f32, largest / 127.0f32, 1.0f32)
+}
+
+/// The largest magnitude in a vector.
+#[cube]
+fn magnitude<N: Size>(vector: Vector<f32, N>) -> f32 {
+    lanes_max::<N>(vector.abs())
+}
+
+/// Numbers as a cache stores them: floats, or the nearest bytes by their scale, four in a word.
+#[cube]
+fn stored<K: Numeric, M: Size, N: Size>(numbers: Vector<f32, N>, scale: f32, #[comptime] int8: bool) -> Vector<K, M> {
+    if comptime!(int8) {
+        let mut words = Vector::<K, M>::cast_from(0u32);
+        #[unroll]
+        for i in 0..M::value() {
+            let mut word = 0u32;
+            #[unroll]
+            for j in 0..PACKED {
+                let byte = max(min((numbers[comptime!(PACKED * i + j)] / scale).round(), 127.0f32), -127.0f32);
+                // With its sign bit flipped, a byte counts up from the least one.
+                let byte = u32::cast_from(byte + 128.0f32) ^ 0x80;
+                word |= byte << comptime!(8 * j as u32);
+            }
+            words[i] = K::cast_from(word);
+        }
+        words
+    } else {
+        Vector::cast_from(numbers)
+    }
+}
+
+/// What a cache stores, as numbers: floats, or bytes before their scale.
+#[cube]
+fn numbers<K: Numeric, M: Size, N: Size>(stored: Vector<K, M>, #[comptime] int8: bool) -> Vector<f32, N> {
+    if comptime!(int8) {
+        let mut numbers = Vector::<f32, N>::new(0.0);
+        #[unroll]
+        for i in 0..M::value() {
+            let four = bytes(u32::cast_from(stored[i]));
+            #[unroll]
+            for j in 0..PACKED {
+                numbers[comptime!(PACKED * i + j)] = four[j];
+            }
+        }
+        numbers
+    } else {
+        Vector::cast_from(stored)
     }
 }
 
 /// A unit copies one vector of the keys and of the values of a row, from its page to where they lie side by side.
 #[cube(launch_unchecked)]
-fn side_by_side_kernel<F: Float, I: Int, N: Size>(
-    keys: &Array<Vector<F, N>>,
-    values: &Array<Vector<F, N>>,
+fn side_by_side_kernel<F: Float, K: Numeric, I: Int, N: Size, M: Size>(
+    keys: &Array<Vector<K, M>>,
+    values: &Array<Vector<K, M>>,
+    key_scales: &ComptimeOption<Array<f32>>,
+    value_scales: &ComptimeOption<Array<f32>>,
     table: &Array<I>,
     keys_out: &mut Array<Vector<F, N>>,
     values_out: &mut Array<Vector<F, N>>,
     sizes: &Sizes,
     vectors: u32,
     columns: u32,
+    #[comptime] int8: bool,
     #[define(F)] _dtype: StorageType,
+    #[define(K)] _cache_dtype: StorageType,
     #[define(I)] _table_dtype: StorageType,
 ) {
     let at = ABSOLUTE_POS as u32;
@@ -536,9 +698,16 @@ fn side_by_side_kernel<F: Float, I: Int, N: Size>(
         terminate!();
     }
     let line = at / columns;
-    let from = cell::<I>(table, sizes.first_row, line / sizes.keys, line % sizes.keys, sizes) * columns + at % columns;
-    keys_out[at as usize] = keys[from as usize];
-    values_out[at as usize] = values[from as usize];
+    let held = cell::<I>(table, sizes.first_row, line / sizes.keys, line % sizes.keys, sizes);
+    let from = (held * columns + at % columns) as usize;
+    let mut key = numbers::<K, M, N>(keys[from], int8);
+    let mut value = numbers::<K, M, N>(values[from], int8);
+    if comptime!(int8) {
+        key *= Vector::<f32, N>::new(key_scales.as_ref().unwrap()[held as usize]);
+        value *= Vector::<f32, N>::new(value_scales.as_ref().unwrap()[held as usize]);
+    }
+    keys_out[at as usize] = Vector::cast_from(key);
+    values_out[at as usize] = Vector::cast_from(value);
 }
 
 /// Joins the pieces of each head by their maxima and totals.

@@ -16,10 +16,14 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{Bound, MOST_HEADS, Pass, Pieces, Run, Sizes, UNITS, Variant, cell, sizes};
+use super::{
+    Bound, CubeHeld, MOST_HEADS, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, magnitude, numbers, scale_of,
+    sizes, stored,
+};
 use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum, row_vector};
-use crate::cubecl::{array, clamp_index, grid, launch};
+use crate::cubecl::{array, clamp_index, grid, launch, optional};
 use crate::masked::MASKED;
+use crate::ops::weight::PACKED;
 use crate::packed_heads::PackedHeads;
 
 /// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
@@ -64,12 +68,27 @@ impl Lanes {
     }
 }
 
+/// Numbers that units read at once, where `held` is what lies in memory beside what the pass has.
+fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: &[&CubeTensor<R>]) -> usize {
+    let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
+    let tensors = [&[&pass.qkv, query_gamma, key_gamma, cos, sin], held].concat();
+    // The two elements of a rotated pair lie half a head apart.
+    let head_dim = pass.heads.head_dim;
+    row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }])
+}
+
+/// Whether the kernel reads a cache of bytes here: a vector is words of them.
+pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>) -> bool {
+    let bound = bind(pass, 1, true);
+    bound.variant.row_units.plane > 1 && vector(&bound, pass, &[]).is_multiple_of(PACKED)
+}
+
 /// Writes the result, or the pieces of it.
 pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeTensor<R>; 2],
+    [keys, values]: [&CubeHeld<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;
@@ -83,9 +102,8 @@ pub(super) fn attend<R: CubeRuntime>(
     let together = (1..=MOST_HEADS.min(group)).rev().find(possible).unwrap_or(1);
     let cubes = batch_size * (n_heads / together);
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
-    let tensors = [qkv, keys, values, query_gamma, key_gamma, cos, sin];
-    // The two elements of a rotated pair lie half a head apart.
-    let vector = row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }]);
+    let floats = [&keys.stored, &values.stored];
+    let vector = vector(&bound, pass, if keys.is_int8() { &[] } else { &floats });
     let reads = if cubes <= busy { RUN } else { SHORT_RUN };
     let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, reads);
     let rounds = run.keys.div_ceil(lanes.round());
@@ -103,9 +121,10 @@ pub(super) fn attend<R: CubeRuntime>(
             &qkv.client,
             grid(cubes * count),
             CubeDim::new_1d(UNITS),
-            [N = vector],
+            [N = vector, M = keys.width(vector)],
             [
                 F = qkv.dtype,
+                K = keys.dtype(),
                 G = bound.gammas[0].dtype,
                 T = bound.table[0].dtype,
                 I = positions.dtype,
@@ -119,8 +138,10 @@ pub(super) fn attend<R: CubeRuntime>(
                 sin: Array<Vector<planes_kernel::T, planes_kernel::N>> = array(sin),
                 positions: Array<planes_kernel::I> = array(positions),
                 table: Array<planes_kernel::I> = array(table),
-                keys: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(keys),
-                values: Array<Vector<planes_kernel::F, planes_kernel::N>> = array(values),
+                keys: Array<Vector<planes_kernel::K, planes_kernel::M>> = array(&keys.stored),
+                values: Array<Vector<planes_kernel::K, planes_kernel::M>> = array(&values.stored),
+                key_scales: ComptimeOption<Array<f32>> = optional(&keys.scales),
+                value_scales: ComptimeOption<Array<f32>> = optional(&values.scales),
                 partial: Array<Vector<planes_kernel::O, planes_kernel::N>> = array(partial),
                 statistics: Array<f32> = array(statistics),
                 sizes: Sizes = sizes(&bound, pass, run, keys, [count, piece]),
@@ -133,7 +154,7 @@ pub(super) fn attend<R: CubeRuntime>(
 
 /// A cube attends with query heads that share a key head, over one piece of the keys.
 #[cube(launch_unchecked)]
-fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
+fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: Size, M: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,
     key_gamma: &Array<Vector<G, N>>,
@@ -141,14 +162,17 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     sin: &Array<Vector<T, N>>,
     positions: &Array<I>,
     table: &Array<I>,
-    keys: &mut Array<Vector<F, N>>,
-    values: &mut Array<Vector<F, N>>,
+    keys: &mut Array<Vector<K, M>>,
+    values: &mut Array<Vector<K, M>>,
+    key_scales: &mut ComptimeOption<Array<f32>>,
+    value_scales: &mut ComptimeOption<Array<f32>>,
     out: &mut Array<Vector<O, N>>,
     statistics: &mut Array<f32>,
     sizes: &Sizes,
     #[comptime] variant: Variant,
     #[comptime] lanes: Lanes,
     #[define(F)] _dtype: StorageType,
+    #[define(K)] _cache_dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
     #[define(I)] _position_dtype: StorageType,
@@ -175,17 +199,35 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let slot = UNIT_POS / across;
     let lane = UNIT_POS % across;
 
-    let mut key = Array::<Vector<F, N>>::new(comptime!(run * each));
-    let mut value = Array::<Vector<F, N>>::new(comptime!(run * each));
+    let int8 = comptime!(variant.int8);
+    let mut key = Array::<Vector<K, M>>::new(comptime!(run * each));
+    let mut value = Array::<Vector<K, M>>::new(comptime!(run * each));
+    // Of bytes: those of the keys, and behind them those of the values.
+    let mut scales = Array::<f32>::new(comptime!(if variant.int8 { 2 * lanes.run } else { 1 }));
     let in_row = (cached_row, kv_head, first + slot);
-    read::<F, I, N>(keys, values, table, &mut key, &mut value, in_row, lane, columns, sizes, lanes);
+    read::<K, I, M>(
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        table,
+        &mut key,
+        &mut value,
+        &mut scales,
+        in_row,
+        lane,
+        columns,
+        sizes,
+        lanes,
+        int8,
+    );
     let row = token * (sizes.n_heads + 2 * sizes.n_kv_heads);
-    let mut new_value = Array::<Vector<F, N>>::new(each);
+    let mut own_value = Array::<Vector<F, N>>::new(each);
     #[unroll]
     for e in 0..each {
         let column = min(lane + comptime!(e as u32 * lanes.across), columns - 1);
         let line = row + sizes.n_heads + sizes.n_kv_heads + kv_head;
-        new_value[e] = qkv[(line * columns + column) as usize];
+        own_value[e] = qkv[(line * columns + column) as usize];
     }
     let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
 
@@ -217,13 +259,13 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     }
     sync_cube();
 
-    let mut new_key = Array::<Vector<F, N>>::new(each);
+    let mut own_key = Array::<Vector<F, N>>::new(each);
     let mut query = Array::<Vector<f32, N>>::new(comptime!(variant.heads * lanes.each));
     #[unroll]
     for e in 0..each {
         let own = lane + comptime!(e as u32 * lanes.across);
         let column = min(own, columns - 1);
-        new_key[e] = placed[(heads * columns + column) as usize];
+        own_key[e] = placed[(heads * columns + column) as usize];
         #[unroll]
         for i in 0..variant.heads {
             let vector = placed[(comptime!(i as u32) * columns + column) as usize];
@@ -231,6 +273,20 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
             let there = f32::cast_from(own < columns);
             query[comptime!(i * each + e)] = Vector::<f32, N>::cast_from(vector) * Vector::<f32, N>::new(there);
         }
+    }
+    // As the cache will have them.
+    let mut key_scale = 1.0f32;
+    let mut value_scale = 1.0f32;
+    if int8 {
+        key_scale = lanes_scale::<F, N>(&own_key, lanes);
+        value_scale = lanes_scale::<F, N>(&own_value, lanes);
+    }
+    let mut new_key = Array::<Vector<K, M>>::new(each);
+    let mut new_value = Array::<Vector<K, M>>::new(each);
+    #[unroll]
+    for e in 0..each {
+        new_key[e] = stored::<K, M, N>(Vector::cast_from(own_key[e]), key_scale, int8);
+        new_value[e] = stored::<K, M, N>(Vector::cast_from(own_value[e]), value_scale, int8);
     }
     let shares = sizes.n_heads / sizes.n_kv_heads;
     if position >= first && position < first + sizes.piece && head == kv_head * shares && slot == 0 {
@@ -242,6 +298,12 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 let to = (line * columns + column) as usize;
                 keys[to] = new_key[e];
                 values[to] = new_value[e];
+            }
+        }
+        if int8 {
+            if lane == 0 {
+                key_scales.as_mut().unwrap()[line as usize] = key_scale;
+                value_scales.as_mut().unwrap()[line as usize] = value_scale;
             }
         }
     }
@@ -264,7 +326,22 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     for start in range_stepped(first, end, round) {
         if start > first {
             let in_row = (cached_row, kv_head, start + slot);
-            read::<F, I, N>(keys, values, table, &mut key, &mut value, in_row, lane, columns, sizes, lanes);
+            read::<K, I, M>(
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                table,
+                &mut key,
+                &mut value,
+                &mut scales,
+                in_row,
+                lane,
+                columns,
+                sizes,
+                lanes,
+                int8,
+            );
         }
         let mut scores = Array::<f32>::new(comptime!(variant.heads * lanes.run));
         #[unroll]
@@ -278,16 +355,22 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                     key[comptime!(j * each + e)] = new_key[e];
                     value[comptime!(j * each + e)] = new_value[e];
                 }
+                if int8 {
+                    scales[j] = key_scale;
+                    scales[comptime!(lanes.run + j)] = value_scale;
+                }
             }
             #[unroll]
             for i in 0..variant.heads {
                 let mut products = Vector::<f32, N>::new(0.0);
                 #[unroll]
                 for e in 0..each {
-                    products +=
-                        Vector::<f32, N>::cast_from(key[comptime!(j * each + e)]) * query[comptime!(i * each + e)];
+                    products += numbers::<K, M, N>(key[comptime!(j * each + e)], int8) * query[comptime!(i * each + e)];
                 }
                 let mut score = lanes_sum::<N>(products);
+                if int8 {
+                    score *= scales[j];
+                }
                 #[unroll]
                 for step in 0..comptime!(lanes.across.trailing_zeros()) {
                     score += plane_shuffle_xor(score, 1u32 << step);
@@ -314,10 +397,14 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
                 let score = scores[comptime!(i * run + j)];
                 let share = select(score > MASKED, (score - highest).exp(), 0.0f32);
                 totals[i] += share;
+                let mut factor = share;
+                if int8 {
+                    factor *= scales[comptime!(lanes.run + j)];
+                }
                 #[unroll]
                 for e in 0..each {
                     results[comptime!(i * each + e)] +=
-                        Vector::<f32, N>::cast_from(value[comptime!(j * each + e)]) * Vector::<f32, N>::new(share);
+                        numbers::<K, M, N>(value[comptime!(j * each + e)], int8) * Vector::<f32, N>::new(factor);
                 }
             }
         }
@@ -400,17 +487,21 @@ fn planes_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
 /// Reads a lane's vectors of a run of keys and values of a row and key head, the first of them the third of `in_row`; those
 /// beyond the end again.
 #[cube]
-fn read<F: Float, I: Int, N: Size>(
-    keys: &Array<Vector<F, N>>,
-    values: &Array<Vector<F, N>>,
+fn read<K: Numeric, I: Int, M: Size>(
+    keys: &Array<Vector<K, M>>,
+    values: &Array<Vector<K, M>>,
+    key_scales: &ComptimeOption<Array<f32>>,
+    value_scales: &ComptimeOption<Array<f32>>,
     table: &Array<I>,
-    key: &mut Array<Vector<F, N>>,
-    value: &mut Array<Vector<F, N>>,
+    key: &mut Array<Vector<K, M>>,
+    value: &mut Array<Vector<K, M>>,
+    scales: &mut Array<f32>,
     in_row: (u32, u32, u32),
     lane: u32,
     columns: u32,
     sizes: &Sizes,
     #[comptime] lanes: Lanes,
+    #[comptime] int8: bool,
 ) {
     let (row, kv_head, first) = in_row;
     // All lines before the first read.
@@ -418,7 +509,12 @@ fn read<F: Float, I: Int, N: Size>(
     #[unroll]
     for j in 0..lanes.run {
         let at = min(first + comptime!(j as u32 * UNITS / lanes.across), sizes.keys - 1);
-        lines[j] = cell::<I>(table, row, kv_head, at, sizes) * columns;
+        let line = cell::<I>(table, row, kv_head, at, sizes);
+        lines[j] = line * columns;
+        if int8 {
+            scales[j] = key_scales.as_ref().unwrap()[line as usize];
+            scales[comptime!(lanes.run + j)] = value_scales.as_ref().unwrap()[line as usize];
+        }
     }
     #[unroll]
     for j in 0..lanes.run {
@@ -436,6 +532,21 @@ fn read<F: Float, I: Int, N: Size>(
             value[comptime!(j * lanes.each + e)] = values[(lines[j] + column) as usize];
         }
     }
+}
+
+/// The scale of a head of which each of its lanes has some vectors.
+#[cube]
+fn lanes_scale<F: Float, N: Size>(own: &Array<Vector<F, N>>, #[comptime] lanes: Lanes) -> f32 {
+    let mut largest = 0.0f32;
+    #[unroll]
+    for e in 0..lanes.each {
+        largest = max(largest, magnitude::<N>(Vector::cast_from(own[e])));
+    }
+    #[unroll]
+    for step in 0..comptime!(lanes.across.trailing_zeros()) {
+        largest = max(largest, plane_shuffle_xor(largest, 1u32 << step));
+    }
+    scale_of(largest)
 }
 
 /// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head

@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{Bound, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
+use super::{Bound, CubeHeld, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
 use crate::masked::MASKED;
@@ -20,7 +20,7 @@ pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeTensor<R>; 2],
+    [keys, values]: [&CubeHeld<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;
@@ -32,7 +32,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    let vector = vector_width(&[qkv, keys, values, partial], &[head_dim]);
+    let vector = vector_width(&[qkv, &keys.stored, &values.stored, partial], &[head_dim]);
     // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not read; positions are held within table and cache. What stands in for statistics is not written.
     unsafe {
@@ -48,8 +48,8 @@ pub(super) fn attend<R: CubeRuntime>(
             array(&bound.table[1]),
             array(positions),
             array(table),
-            array(keys),
-            array(values),
+            array(&keys.stored),
+            array(&values.stored),
             array(partial),
             array(statistics),
             sizes(&bound, pass, run, keys, [count, PIECE as usize]),

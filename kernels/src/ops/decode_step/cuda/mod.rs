@@ -14,6 +14,7 @@ use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep, MOST_
 use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, Tried};
+use crate::ops::cached_attention::Held;
 use crate::ops::norm::NormKind;
 use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
@@ -174,7 +175,7 @@ where
     let d_model = embedding.meta.shape()[1];
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let d_ff = first.up.dims()[0] / 2;
-    let [_, _, page_tokens, _] = caches[0].keys.dims();
+    let [_, _, page_tokens, _] = caches[0].dims();
     let sizes = [
         ("d_model", d_model == SLICE),
         ("head_dim", head_dim == HEAD_DIM),
@@ -218,10 +219,10 @@ where
             hold(gamma(norm)?, "gamma")?;
         }
         for cached in [&cache.keys, &cache.values] {
-            if cached.dtype() != DType::BF16 {
-                return Err(Declined::new("the cache is not bf16"));
+            match cached {
+                Held::Float(floats) if floats.dtype() == DType::BF16 => hold(primitive(floats.clone()), "the cache")?,
+                _ => return Err(Declined::new("the cache is not bf16")),
             }
-            hold(primitive(cached.clone()), "the cache")?;
         }
     }
     debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
@@ -242,7 +243,7 @@ where
     let words = [1, 2, 4, MOST_ROWS].map(|rows| scratch_words(&DecodeStepHopper { rows, ..kernel.clone() }));
     let words = words.into_iter().max().unwrap_or(0);
     let words: Vec<i32> = vec![0; 2 * words];
-    let device = caches[0].keys.device();
+    let device = final_norm.gamma.device();
     let integers = |values: Vec<i32>| {
         let count = values.len();
         let data = TensorData::new(values, [count]);

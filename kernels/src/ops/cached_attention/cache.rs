@@ -1,0 +1,145 @@
+//! The keys and values of a layer, as they are stored.
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, FloatDType, Int, Tensor};
+
+use crate::checked::{Part, part};
+use crate::ops::weight::{PACKED, assert_float};
+use crate::packed_heads::PackedHeads;
+use crate::recorder::{self, Operand};
+
+/// What numbers of a cache are stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CacheDType {
+    /// Floats: those of the activations.
+    Float(FloatDType),
+    /// Signed bytes, and an f32 scale for each head of a token: half of what 16-bit floats take, and a little.
+    Int8,
+}
+
+impl CacheDType {
+    /// Elements of a head that INT8 needs a multiple of.
+    pub const INT8_COLUMNS: usize = 8;
+
+    /// Bytes of a key, or a value, of one head of `head_dim` elements.
+    pub fn head_bytes(self, head_dim: usize) -> usize {
+        match self {
+            Self::Float(dtype) => head_dim * DType::from(dtype).size(),
+            Self::Int8 => head_dim + size_of::<f32>(),
+        }
+    }
+}
+
+/// The keys and values of one layer.
+///
+/// They are written in place, and so never leave.
+#[derive(Debug)]
+pub struct LayerCache<B: Backend> {
+    /// Placed: normalised and rotated where the model does that.
+    pub(crate) keys: Held<B>,
+    pub(crate) values: Held<B>,
+}
+
+/// Keys, or values, of one layer.
+#[derive(Clone, Debug)]
+pub(crate) enum Held<B: Backend> {
+    /// `[pages, n_kv_heads, page_tokens, head_dim]`.
+    Float(Tensor<B, 4>),
+    /// Bytes, the nearest to a head's elements by its scale: its largest magnitude over 127.
+    Int8 {
+        /// Four bytes in each 32-bit word, the first one lowest: `[pages, n_kv_heads, page_tokens, head_dim / 4]`.
+        packed: Tensor<B, 4, Int>,
+        /// f32 `[pages, n_kv_heads, page_tokens]`.
+        scales: Tensor<B, 3>,
+    },
+}
+
+impl<B: Backend> LayerCache<B> {
+    /// Room for `pages` pages of `page_tokens` tokens each.
+    ///
+    /// # Panics
+    /// If `page_tokens` is no power of two, any of the sizes is zero, all of them together are beyond 32 bits, or heads are no
+    /// multiple of [`INT8_COLUMNS`](CacheDType::INT8_COLUMNS) where bytes are asked for.
+    pub fn new(pages: usize, page_tokens: usize, heads: PackedHeads, dtype: CacheDType, device: &B::Device) -> Self {
+        let op = "cached_attention";
+        let shape = [pages, heads.n_kv_heads, page_tokens, heads.head_dim];
+        let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
+        let countable = size > 0 && u32::try_from(size).is_ok();
+        assert!(countable, "{op}: no room for a cache of {shape:?}, of 1 to 2^32 elements");
+        assert!(page_tokens.is_power_of_two(), "{op}: pages of {page_tokens} tokens, no power of two");
+        let [keys, values] = [(); 2].map(|()| match dtype {
+            CacheDType::Float(dtype) => {
+                assert_float(op, dtype);
+                Held::Float(zeros(shape, DType::from(dtype), device))
+            }
+            CacheDType::Int8 => {
+                let whole = heads.head_dim.is_multiple_of(CacheDType::INT8_COLUMNS);
+                assert!(whole, "{op}: heads of {} elements in a cache of INT8, no multiple of 8", heads.head_dim);
+                let words = [pages, heads.n_kv_heads, page_tokens, heads.head_dim / PACKED];
+                let packed = Tensor::<B, 1, Int>::zeros([size / PACKED], (device, DType::I32)).reshape(words);
+                Held::Int8 { packed, scales: zeros([pages, heads.n_kv_heads, page_tokens], DType::F32, device) }
+            }
+        });
+        Self { keys, values }
+    }
+
+    /// `[pages, n_kv_heads, page_tokens, head_dim]`.
+    pub(crate) fn dims(&self) -> [usize; 4] {
+        self.keys.dims()
+    }
+
+    /// Bytes of a key, or a value, of one head.
+    pub(crate) fn head_bytes(&self) -> usize {
+        let [_, _, _, head_dim] = self.dims();
+        match &self.keys {
+            Held::Float(keys) => head_dim * keys.dtype().size(),
+            Held::Int8 { .. } => CacheDType::Int8.head_bytes(head_dim),
+        }
+    }
+
+    /// Panics unless it is for `[n_kv_heads, head_dim]`, beside `other`.
+    #[track_caller]
+    pub(crate) fn check(&self, op: &'static str, heads: [usize; 2], other: &Part<'_, B::Device>) {
+        let [pages, n_kv_heads, page_tokens, head_dim] = self.dims();
+        let fits = [n_kv_heads, head_dim] == heads;
+        for (name, held) in [("cache", &self.keys), ("cached values", &self.values)] {
+            match held {
+                Held::Float(floats) => {
+                    part(op, name, floats).float().fits(fits, other).shaped(&self.dims(), other);
+                }
+                Held::Int8 { packed, scales } => {
+                    let packed = part(op, name, packed).of(DType::I32).fits(fits, other);
+                    packed.shaped(&[pages, n_kv_heads, page_tokens, head_dim / PACKED], other);
+                    part(op, "scales", scales).of(DType::F32).shaped(&[pages, n_kv_heads, page_tokens], other);
+                }
+            }
+        }
+    }
+}
+
+impl<B: Backend> Held<B> {
+    /// `[pages, n_kv_heads, page_tokens, head_dim]`.
+    pub(crate) fn dims(&self) -> [usize; 4] {
+        match self {
+            Self::Float(floats) => floats.dims(),
+            Self::Int8 { packed, .. } => {
+                let [pages, heads, page_tokens, words] = packed.dims();
+                [pages, heads, page_tokens, words * PACKED]
+            }
+        }
+    }
+
+    /// For a recording.
+    pub(crate) fn operand(&self) -> Operand {
+        match self {
+            Self::Float(floats) => recorder::operand(floats),
+            Self::Int8 { packed, .. } => recorder::operand(packed),
+        }
+    }
+}
+
+/// Zeros, since what was never written is read by the tensor cores, and multiplied by nothing; in one row, since some devices leave
+/// gaps between the rows of a matrix.
+fn zeros<B: Backend, const D: usize>(shape: [usize; D], dtype: DType, device: &B::Device) -> Tensor<B, D> {
+    Tensor::<B, 1>::zeros([shape.iter().product::<usize>()], (device, dtype)).reshape(shape)
+}
