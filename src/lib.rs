@@ -37,6 +37,7 @@ pub mod profiling;
 pub mod progress;
 pub mod run_folder;
 pub mod runs;
+#[cfg(feature = "serve")]
 pub mod server;
 pub mod stdout;
 pub mod tasks;

@@ -11,6 +11,7 @@ mod predict;
 mod prepare;
 mod profile;
 mod runs;
+#[cfg(feature = "serve")]
 mod serve;
 mod signals;
 mod tokenizer;
@@ -42,6 +43,7 @@ enum Command {
     /// Talk with a model that has a chat template
     Chat(chat::ChatArgs),
     /// Answer over HTTP as OpenAI's API does, with a page to chat on
+    #[cfg(feature = "serve")]
     Serve(serve::ServeArgs),
     /// Measure the perplexity and the bits per byte of a text
     Evaluate(evaluate::EvaluateArgs),
@@ -68,6 +70,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Compare(args) => compare::compare(&args),
         Command::Generate(args) => generate::generate(args),
         Command::Chat(args) => chat::chat(args),
+        #[cfg(feature = "serve")]
         Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
         Command::Predict(args) => predict::predict(args),

@@ -63,6 +63,7 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
 }
 
 /// The first signal asks a server to finish its answers, the second ends the program.
+#[cfg(feature = "serve")]
 pub(super) fn drain_on_signals(stop: impl Fn() -> bool + Send + 'static) -> Result<(), Failure> {
     on_signals(move || {
         if stop() {

@@ -16,6 +16,7 @@ mod profiling;
 mod resume;
 mod runs;
 mod scheduling;
+#[cfg(feature = "serve")]
 mod serving;
 mod traffic;
 mod utterances;
