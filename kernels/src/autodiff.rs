@@ -1,9 +1,10 @@
 //! What the nodes of Burn's [`Autodiff`] share: tensors in and out of the graph, and gradients taken from it.
 
 use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::Ops;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -36,4 +37,48 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     let mut tracked = primitive(Tensor::<Autodiff<B>, D>::from_inner(like.clone()));
     tracked.node = node;
     grads.remove::<B>(&tracked).map(float)
+}
+
+/// A number that depends on a tensor, whose gradient is known.
+#[derive(Debug)]
+struct Known;
+
+impl<B: Backend> Backward<B, 1> for Known {
+    type State = B::FloatTensorPrimitive;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let Ops { parents, node, state } = ops;
+        unary::<B, _>(parents, node, grads, |_| state);
+    }
+}
+
+/// The gradients of all that `output` was computed from, where `grad` is its own: a backward pass that begins in the middle.
+///
+/// ```
+/// use burn::backend::{Autodiff, NdArray};
+/// use burn::tensor::Tensor;
+/// use fireclay_kernels::backward_from;
+///
+/// let device = Default::default();
+/// let x = Tensor::<Autodiff<NdArray>, 1>::from_floats([1.0, 2.0], &device).require_grad();
+/// let output = x.clone() * x.clone();
+/// let gradients = backward_from(output, Tensor::from_floats([1.0, 10.0], &device));
+/// let gradient: Vec<f32> = x.grad(&gradients).expect("it is in the graph").into_data().to_vec().expect("f32");
+/// assert_eq!(gradient, [2.0, 40.0]);
+/// ```
+///
+/// # Panics
+/// If the two differ in shape, or nothing that `output` was computed from is tracked.
+pub fn backward_from<B: Backend, C: CheckpointStrategy, const D: usize>(
+    output: Tensor<Autodiff<B, C>, D>,
+    grad: Tensor<B, D>,
+) -> Gradients {
+    assert_eq!(output.dims(), grad.dims(), "backward_from: the gradient is of the output's shape");
+    let number = primitive(Tensor::<B, 1>::zeros([1], &grad.device()));
+    let prepared = Backward::<B, 1>::prepare::<C>(Known, [primitive(output).node]).compute_bound().stateful();
+    let number: Tensor<Autodiff<B, C>, 1> = float(match prepared {
+        OpsKind::Tracked(node) => node.finish(primitive(grad), number),
+        OpsKind::UnTracked(_) => panic!("backward_from: the output is in no graph"),
+    });
+    number.backward()
 }

@@ -21,6 +21,7 @@
 mod attention;
 mod block;
 mod cache;
+mod checkpoints;
 mod config;
 mod error;
 mod feed_forward;
@@ -38,6 +39,7 @@ mod weights;
 pub use attention::Attention;
 pub use block::Block;
 pub use cache::{Cache, CacheFull, PAGE_TOKENS, RowId};
+pub use checkpoints::Checkpoints;
 pub use config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 pub use error::WeightsError;
 pub use feed_forward::FeedForward;

@@ -233,11 +233,17 @@ impl<B: Backend> Transformer<B> {
     /// If a row is longer than `context_length`.
     pub fn forward(&self, tokens: impl Into<Tokens<B>>) -> Tensor<B, 3> {
         let tokens = tokens.into();
+        let [batch_size, seq_length] = self.dims(&tokens);
+        let x = self.residual_stream(tokens, None);
+        reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
+    }
+
+    /// `[batch_size, seq_length]` of what fits the context.
+    pub(crate) fn dims(&self, tokens: &Tokens<B>) -> [usize; 2] {
         let [batch_size, seq_length] = tokens.ids.dims();
         let context = self.config.context_length;
         assert!(seq_length <= context, "{seq_length} tokens exceed context_length {context}");
-        let x = self.residual_stream(tokens, None);
-        reshape(self.normalised(x), [batch_size, seq_length, self.config.d_model])
+        [batch_size, seq_length]
     }
 
     /// Reads more tokens of some rows of `cache`: one of each of the `decode` rows, which is on the device, `[rows]`, and any

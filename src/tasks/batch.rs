@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 use fireclay_datasets::{TokenBatch, UtteranceBatch};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::Transformer;
+use fireclay_model::{Tokens, Transformer};
 
 use super::counts::TargetCounts;
 use super::{intent_slot, language};
@@ -55,21 +55,23 @@ impl Batch {
         }
     }
 
-    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it: `[1]` nats.
+    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it, by the hidden states that
+    /// `forward` gives: `[1]` nats.
     pub(crate) fn loss<B: Backend>(
         &self,
         model: &Transformer<B>,
         training: &TrainingRecipe,
         whole: TargetCounts,
         device: &B::Device,
+        forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
     ) -> Tensor<B, 1> {
         let options = HeadLossOptions::new().with_label_smoothing(training.label_smoothing);
         let (tokens, intents) = self.counts().shares(whole);
         match self {
-            Self::Tokens(batch) => language::loss(model, batch, options.with_weight(tokens), device),
+            Self::Tokens(batch) => language::loss_by(model, batch, options.with_weight(tokens), device, forward),
             Self::Utterances(batch) => {
                 let weights = (intents * training.intent_weight, tokens);
-                intent_slot::loss(model, batch, weights, options, device)
+                intent_slot::loss_by(model, batch, weights, options, device, forward)
             }
         }
     }

@@ -145,7 +145,7 @@ impl IntentSlot {
         let mut sum = Tensor::<B, 1>::zeros([1], device);
         let mut predicted = PredictedTags::new(&self.labels, &self.valid.encoded);
         for (indices, batch) in &batches {
-            let (hidden, targets) = encode(model, batch, device);
+            let (hidden, targets) = encode(batch, device, |tokens| model.forward(tokens));
             let (tags, intents) = counts(batch).shares(total);
             let weights = (intents * training.intent_weight, tags);
             sum = sum + heads.loss(hidden.clone(), targets, weights, HeadLossOptions::new());
@@ -168,7 +168,7 @@ impl IntentSlot {
         let heads = heads(model)?;
         let mut predicted = PredictedTags::new(&self.labels, &self.test.encoded);
         for (indices, batch) in &self.test.encoded.batches(BATCH_SIZE) {
-            let (hidden, _) = encode(model, batch, device);
+            let (hidden, _) = encode(batch, device, |tokens| model.forward(tokens));
             predicted.read(indices, heads.logits(hidden))?;
         }
         Ok(ClassificationReport::new(&self.test.utterances, &predicted.finish(&self.test.utterances)))
@@ -203,12 +203,12 @@ pub(crate) fn heads<B: Backend>(model: &Transformer<B>) -> Result<&UtteranceHead
 
 /// Hidden states of a batch, and its targets, on the device.
 fn encode<B: Backend>(
-    model: &Transformer<B>,
     batch: &UtteranceBatch,
     device: &B::Device,
+    forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
 ) -> (Tensor<B, 3>, UtteranceTargets<B>) {
     let batch = batch.to_device::<B>(device);
-    let hidden = model.forward(Tokens::from(batch.ids).with_lengths(batch.lengths));
+    let hidden = forward(Tokens::from(batch.ids).with_lengths(batch.lengths));
     (hidden, UtteranceTargets { intents: batch.intents, tags: batch.tags })
 }
 
@@ -228,7 +228,19 @@ pub fn loss<B: Backend>(
     options: HeadLossOptions,
     device: &B::Device,
 ) -> Tensor<B, 1> {
-    let (hidden, targets) = encode(model, batch, device);
+    loss_by(model, batch, weights, options, device, |tokens| model.forward(tokens))
+}
+
+/// [`loss`] of the hidden states that `forward` gives.
+pub(crate) fn loss_by<B: Backend>(
+    model: &Transformer<B>,
+    batch: &UtteranceBatch,
+    weights: (f64, f64),
+    options: HeadLossOptions,
+    device: &B::Device,
+    forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
+) -> Tensor<B, 1> {
+    let (hidden, targets) = encode(batch, device, forward);
     match &model.heads {
         Some(heads) => heads.loss(hidden, targets, weights, options),
         None => panic!("the model has no heads for intents and tags"),

@@ -34,11 +34,23 @@ pub fn loss<B: Backend>(
     options: HeadLossOptions,
     device: &B::Device,
 ) -> Tensor<B, 1> {
+    loss_by(model, batch, options, device, |tokens| model.forward(tokens))
+}
+
+/// [`loss`] of the hidden states that `forward` gives.
+pub(crate) fn loss_by<B: Backend>(
+    model: &Transformer<B>,
+    batch: &TokenBatch,
+    options: HeadLossOptions,
+    device: &B::Device,
+    forward: impl FnOnce(Tokens<B>) -> Tensor<B, 3>,
+) -> Tensor<B, 1> {
     let DeviceTokens { inputs, targets, document_starts } = batch.to_device(device);
-    let hidden = match document_starts {
-        Some(starts) => model.forward(Tokens::from(inputs).with_document_starts(starts)),
-        None => model.forward(inputs),
-    };
+    let tokens = Tokens::from(inputs);
+    let hidden = forward(match document_starts {
+        Some(starts) => tokens.with_document_starts(starts),
+        None => tokens,
+    });
     model.loss(hidden, targets, options)
 }
 

@@ -175,14 +175,30 @@ impl<B: Backend> Trainer<B> {
         for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
             self.model.set_dropout(Some(key.fold(part as u64)));
             // Each part counts by its targets, so that the sum is the mean over the whole batch.
-            let part_loss = batch.loss(&self.model, &training, whole, &self.device);
-            self.note_memory();
-            let part_gradients = ParameterGradients::take(&self.model, part_loss.backward());
-            let part_loss = part_loss.inner();
-            gradients = Some(match gradients {
-                Some(sum) => sum + part_gradients,
-                None => part_gradients,
+            let mut checkpoints = None;
+            let part_loss = batch.loss(&self.model, &training, whole, &self.device, |tokens| {
+                match training.checkpoint_activations {
+                    0 => self.model.forward(tokens),
+                    every => {
+                        let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
+                        checkpoints = Some(kept);
+                        hidden
+                    }
+                }
             });
+            self.note_memory();
+            let mut take = |taken| {
+                let taken = ParameterGradients::take(&self.model, taken);
+                gradients = Some(match gradients.take() {
+                    Some(sum) => sum + taken,
+                    None => taken,
+                });
+            };
+            match checkpoints {
+                Some(checkpoints) => self.model.backward(part_loss.clone(), checkpoints, take),
+                None => take(part_loss.backward()),
+            }
+            let part_loss = part_loss.inner();
             loss = Some(match loss {
                 Some(sum) => sum + part_loss,
                 None => part_loss,

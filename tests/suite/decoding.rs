@@ -162,7 +162,7 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
     };
     let model = trainer.model().valid();
     let (plain, int8) = (loss(&model), loss(&model.clone().with_int8_cache()));
-    assert!(plain < 0.7 * f64::from(losses[0].0), "something was learnt: {plain}");
+    assert!(plain < 0.7 * losses[0].0, "something was learnt: {plain}");
     assert!(plain != int8, "the cache of bytes was used");
     assert!((int8 - plain).abs() < 3e-4, "{plain} nats, {int8} with a cache of bytes");
 });

@@ -82,6 +82,32 @@ backend_test!(accumulated_gradients_equal_those_of_the_large_batch::<B>(device) 
     assert!(error < tolerance::<B>(&device), "the parameters' changes differ by {error:.2e}");
 });
 
+backend_test!(checkpoints_change_neither_losses_nor_gradients::<B>(device) {
+    let steps = |task: &str, every: &str| {
+        let settings = [("n_layers", "3"), ("seq_length", "32"), ("dropout", "0.1"), ("accumulation", "2")];
+        let recipe = match task {
+            "language" => recipe(&settings),
+            _ => settings.iter().fold(Recipe::shipped("home").expect("a recipe"), |recipe, (key, value)| {
+                let small = recipe.with("d_model", "32").expect("known").with("n_heads", "4").expect("known");
+                small.with(key, value).expect("known")
+            }),
+        };
+        let recipe = recipe.with("checkpoint_activations", every).expect("a known setting");
+        let mut trainer = trainer::<B>(&recipe, &device);
+        let steps: Vec<_> = (0..3).map(|_| trainer.train_step().expect("in memory")).collect();
+        read_steps(&steps).expect("losses")
+    };
+    for task in ["language", "intent_slot"] {
+        let kept = steps(task, "0");
+        for every in ["1", "2", "3", "9"] {
+            for ((loss, norm), (wanted_loss, wanted_norm)) in steps(task, every).into_iter().zip(&kept) {
+                assert!((loss / wanted_loss - 1.0).abs() < 1e-4, "{task}, {every}: losses {loss} and {wanted_loss}");
+                assert!((norm / wanted_norm - 1.0).abs() < 1e-3, "{task}, {every}: norms {norm} and {wanted_norm}");
+            }
+        }
+    }
+});
+
 backend_test!(dropout_changes_training_but_not_validation::<B>(device) {
     let run = |dropout: &str| {
         let trainer = trainer::<B>(&recipe(&[("dropout", dropout)]), &device);

@@ -124,6 +124,8 @@ pub struct TrainingRecipe {
     pub seq_length: usize,
     /// Forward passes of a step.
     pub accumulation: usize,
+    /// Blocks of which the backward pass computes the activations again, together, in place of keeping them; 0 keeps all.
+    pub checkpoint_activations: usize,
     /// Learning rate after the warm-up.
     pub learning_rate: f64,
     /// Learning rate at the end of a schedule that falls.
@@ -187,6 +189,7 @@ impl Default for TrainingRecipe {
             batch_size: 12,
             seq_length: 64,
             accumulation: 1,
+            checkpoint_activations: 0,
             learning_rate: 1e-3,
             min_learning_rate: 1e-4,
             warmup_steps: 100,

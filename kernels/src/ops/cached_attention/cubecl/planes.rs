@@ -301,7 +301,8 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
             }
         }
         if int8 {
-            if lane == 0 {
+            let first = lane == 0;
+            if first {
                 key_scales.as_mut().unwrap()[line as usize] = key_scale;
                 value_scales.as_mut().unwrap()[line as usize] = value_scale;
             }

@@ -1,0 +1,110 @@
+//! Activation checkpointing: blocks whose activations are not kept for the backward pass, but computed again in it (Chen et al.,
+//! 2016, "Training Deep Nets with Sublinear Memory Cost").
+//!
+//! ```text
+//! forward    tokens -> x0 -> [blocks 0, 1] -> x1 -> [blocks 2, 3] -> x2 -> [blocks 4, 5] -> loss
+//!            kept      kept                 kept                   kept     all activations kept
+//!
+//! backward   of the loss up to x2; then blocks 2, 3 again from x1, and back; then blocks 0, 1 from x0; then the embedding
+//! ```
+
+use std::ops::Range;
+
+use burn::backend::Autodiff;
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+
+use fireclay_kernels::{Backend, backward_from, reshape};
+
+use crate::pass::Pass;
+use crate::transformer::{Tokens, Transformer};
+
+/// What a backward pass gives.
+type Gradients<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
+
+/// What a forward pass keeps of what is computed again in the backward pass.
+pub struct Checkpoints<B: Backend> {
+    tokens: Tokens<Autodiff<B>>,
+    segments: Vec<Segment<B>>,
+    pass: Pass<Autodiff<B>>,
+    /// What enters the blocks that are not computed again: their graph begins there.
+    last: Tensor<Autodiff<B>, 2>,
+}
+
+/// Blocks that are computed again together.
+struct Segment<B: Backend> {
+    layers: Range<usize>,
+    /// The residual stream before them.
+    input: Tensor<Autodiff<B>, 2>,
+}
+
+impl<B: Backend> Transformer<Autodiff<B>> {
+    /// As [`forward`](Transformer::forward), but of every `every` blocks only what enters them is kept, except for the last ones.
+    /// [`backward`](Self::backward) then takes the place of the loss's own.
+    ///
+    /// # Panics
+    /// If `every` is zero, or a row is longer than `context_length`.
+    pub fn forward_with_checkpoints(
+        &self,
+        tokens: impl Into<Tokens<Autodiff<B>>>,
+        every: usize,
+    ) -> (Tensor<Autodiff<B>, 3>, Checkpoints<B>) {
+        assert!(every > 0, "checkpoints of every 0 blocks");
+        let tokens = tokens.into();
+        let [batch_size, seq_length] = self.dims(&tokens);
+        // Each graph is made right before its backward pass: where two that share a parameter wait, Burn may free parts of the one
+        // when the other is done.
+        let untracked = self.clone().no_grad();
+        let (mut x, pass) = untracked.begin(tokens.clone(), None);
+        let mut segments = Vec::new();
+        let mut layers = 0..every.min(self.blocks.len());
+        while layers.end < self.blocks.len() {
+            segments.push(Segment { layers: layers.clone(), input: x.clone() });
+            x = untracked.through(layers.clone(), x, &pass);
+            layers = layers.end..(layers.end + every).min(self.blocks.len());
+        }
+        let last = x.detach().require_grad();
+        let x = self.through(layers, last.clone(), &pass);
+        let hidden = reshape(self.normalised(x), [batch_size, seq_length, self.config().d_model]);
+        (hidden, Checkpoints { tokens, segments, pass, last })
+    }
+
+    /// The backward pass of a loss of what [`forward_with_checkpoints`](Self::forward_with_checkpoints) gave: `take` gets the
+    /// gradients part by part, those of the last blocks first. A parameter may be in several parts, whose sum is its gradient.
+    pub fn backward(
+        &self,
+        loss: Tensor<Autodiff<B>, 1>,
+        checkpoints: Checkpoints<B>,
+        mut take: impl FnMut(Gradients<B>),
+    ) {
+        let Checkpoints { tokens, mut segments, pass, last } = checkpoints;
+        let mut gradients = loss.backward();
+        let mut grad = last.grad_remove(&mut gradients);
+        drop(last);
+        take(gradients);
+        while let Some(segment) = segments.pop() {
+            // None where the loss does not depend on the hidden states.
+            let Some(known) = grad.take() else { return };
+            let input = segment.input.detach().require_grad();
+            let output = self.through(segment.layers, input.clone(), &pass);
+            let mut gradients = backward_from(output, known);
+            grad = input.grad_remove(&mut gradients);
+            take(gradients);
+        }
+        if let Some(grad) = grad {
+            let (x, _) = self.begin(tokens, None);
+            take(backward_from(x, grad));
+        }
+    }
+
+    /// The residual stream after some of the blocks.
+    fn through(
+        &self,
+        layers: Range<usize>,
+        x: Tensor<Autodiff<B>, 2>,
+        pass: &Pass<Autodiff<B>>,
+    ) -> Tensor<Autodiff<B>, 2> {
+        layers.fold(x, |x, layer| self.blocks[layer].forward(x, pass, layer, None))
+    }
+}

@@ -1,0 +1,79 @@
+//! Host memory that a training step takes with checkpoints, and the gradients that it gives.
+
+use burn::backend::{Autodiff, NdArray};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay_kernels::HeadLossOptions;
+use fireclay_model::{Transformer, TransformerConfig};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static ALLOCATED: PeakAlloc = PeakAlloc;
+
+type B = Autodiff<NdArray>;
+type Gradients = <B as AutodiffBackend>::Gradients;
+
+/// Adds the gradients of a part to those so far, parameter by parameter.
+struct Sum {
+    part: Gradients,
+    sums: Vec<Vec<f32>>,
+    at: usize,
+}
+
+impl ModuleVisitor<B> for Sum {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if self.sums.len() == self.at {
+            self.sums.push(Vec::new());
+        }
+        if let Some(gradient) = param.val().grad_remove(&mut self.part) {
+            let gradient: Vec<f32> = gradient.into_data().to_vec().expect("f32");
+            let sum = &mut self.sums[self.at];
+            sum.resize(gradient.len(), 0.0);
+            sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
+        }
+        self.at += 1;
+    }
+}
+
+#[test]
+fn checkpoints_take_a_fraction_of_the_memory_and_give_the_same_gradients() {
+    let device = Default::default();
+    let config = TransformerConfig::llama(50, 256, 64, 12, 4).with_tied_embeddings(true);
+    let model: Transformer<B> = config.init(1, &device).expect("a model");
+    let ids = |shift: i64| {
+        let ids: Vec<i64> = (0..2 * 256).map(|at| (at * at + shift) % 50).collect();
+        Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [2, 256]), &device)
+    };
+    let step = |every: usize| {
+        ALLOCATED.reset_peak_usage();
+        let before = ALLOCATED.current_usage();
+        let mut sums = Vec::new();
+        let mut add = |part: Gradients| {
+            let mut sum = Sum { part, sums: std::mem::take(&mut sums), at: 0 };
+            model.visit(&mut sum);
+            sums = sum.sums;
+        };
+        let loss = |hidden| model.loss(hidden, ids(7), HeadLossOptions::new());
+        if every == 0 {
+            add(loss(model.forward(ids(0))).backward());
+        } else {
+            let (hidden, checkpoints) = model.forward_with_checkpoints(ids(0), every);
+            model.backward(loss(hidden), checkpoints, add);
+        }
+        (sums, ALLOCATED.peak_usage() - before)
+    };
+    step(0);
+    let (kept, all) = step(0);
+    assert!(kept.iter().all(|gradient| gradient.iter().any(|value| *value != 0.0)), "gradients of all parameters");
+    for every in [1, 3, 5] {
+        let (again, less) = step(every);
+        for (again, kept) in again.iter().zip(&kept) {
+            let scale = kept.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+            let off = again.iter().zip(kept).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
+            assert!(again.len() == kept.len() && off <= 1e-5 * scale, "{off} of {scale}");
+        }
+        println!("every {every}: {less} bytes of {all}");
+        assert!(every > 3 || less < all / 2, "every {every}: {less} bytes of {all}");
+    }
+}
