@@ -9,24 +9,46 @@ use crate::chat::ChatTemplate;
 pub(super) enum ToolStyle {
     /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several if need be, with words around: Hermes, Qwen.
     Tagged,
+    /// `[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]`, nothing else: Mistral up to Nemo. The mark is a control token, of which the text
+    /// has nothing.
+    Listed,
     /// `{"name": .., "parameters": {..}}` alone: Llama 3.
     Bare,
 }
 
 const BEGIN: &str = "<tool_call>";
 const END: &str = "</tool_call>";
+const LIST: &str = "[TOOL_CALLS]";
+/// Behind it in the templates of later models of Mistral, whose calls are `name[ARGS]{..}`: without their control tokens names and
+/// words cannot be told apart.
+const UNKNOWN: &str = "[ARGS]";
 
 impl ToolStyle {
     /// What a template says, if it knows tools at all.
     pub(super) fn of(template: &ChatTemplate) -> Option<Self> {
-        let known = template.knows("tools");
-        known.then(|| if template.source().contains(BEGIN) { Self::Tagged } else { Self::Bare })
+        let source = template.source();
+        let spells = |mark| source.contains(mark);
+        match template.knows("tools") {
+            true if spells(BEGIN) => Some(Self::Tagged),
+            true if spells(UNKNOWN) => None,
+            true if spells(LIST) => Some(Self::Listed),
+            true => Some(Self::Bare),
+            false => None,
+        }
+    }
+
+    /// A new call's identity: Mistral's templates refuse others than of nine letters and digits.
+    pub(super) fn id(self, random: u64) -> String {
+        match self {
+            Self::Listed => format!("{:09x}", random >> 28),
+            Self::Tagged | Self::Bare => format!("call_{random:016x}"),
+        }
     }
 
     /// What the arguments are called.
     fn arguments(self) -> &'static str {
         match self {
-            Self::Tagged => "arguments",
+            Self::Tagged | Self::Listed => "arguments",
             Self::Bare => "parameters",
         }
     }
@@ -48,6 +70,7 @@ impl ToolStyle {
         let schema = super::grammar::one_line(schema);
         match self {
             Self::Tagged => format!("start: \"{BEGIN}\\n\" call \"\\n{END}\"\ncall: %json {schema}\n"),
+            Self::Listed => format!("start: \"[\" call \"]\"\ncall: %json {schema}\n"),
             Self::Bare => format!("start: call\ncall: %json {schema}\n"),
         }
     }
@@ -95,8 +118,9 @@ impl ToolCalls {
                     None => words.push_str(&whole),
                 }
             },
-            ToolStyle::Bare => {
-                let begins = self.held.trim_start().starts_with('{') || self.held.trim_start().is_empty();
+            ToolStyle::Listed | ToolStyle::Bare => {
+                let begin = if self.style == ToolStyle::Listed { '[' } else { '{' };
+                let begins = self.held.trim_start().starts_with(begin) || self.held.trim_start().is_empty();
                 if self.begun || !begins {
                     self.begun = true;
                     words = std::mem::take(&mut self.held);
@@ -108,19 +132,31 @@ impl ToolCalls {
 
     /// The end of the text: what is left of it.
     pub(super) fn finish(self) -> (String, Vec<ToolCall>) {
-        let call = match self.style {
+        let calls = match self.style {
             // A model that stops at the end of a turn may leave the last tag out.
-            ToolStyle::Tagged => self.held.strip_prefix(BEGIN).and_then(|rest| self.call(rest)),
-            ToolStyle::Bare => self.call(&self.held),
+            ToolStyle::Tagged => self.held.strip_prefix(BEGIN).and_then(|rest| Some(vec![self.call(rest)?])),
+            ToolStyle::Listed => self.calls(&self.held),
+            ToolStyle::Bare => self.call(&self.held).map(|call| vec![call]),
         };
-        match call {
-            Some(call) => (String::new(), vec![call]),
+        match calls {
+            Some(calls) => (String::new(), calls),
             None => (self.held, Vec::new()),
         }
     }
 
+    /// A list of calls, and nothing else in it.
+    fn calls(&self, text: &str) -> Option<Vec<ToolCall>> {
+        let text = text.trim();
+        let listed: Vec<Value> = serde_json::from_str(text.strip_prefix(LIST).unwrap_or(text)).ok()?;
+        let calls: Option<Vec<ToolCall>> = listed.iter().map(|value| self.called(value)).collect();
+        calls.filter(|calls| !calls.is_empty())
+    }
+
     fn call(&self, text: &str) -> Option<ToolCall> {
-        let value: Value = serde_json::from_str(text.trim()).ok()?;
+        self.called(&serde_json::from_str(text.trim()).ok()?)
+    }
+
+    fn called(&self, value: &Value) -> Option<ToolCall> {
         let name = value["name"].as_str()?.to_string();
         let arguments = value.get(self.style.arguments()).or(value.get("arguments")).unwrap_or(&Value::Null);
         let arguments = match arguments {
@@ -172,6 +208,36 @@ mod tests {
         }
         let unended = "<tool_call>{\"name\": \"heat\", \"arguments\": \"{}\"}";
         assert_eq!(taken(ToolStyle::Tagged, &[unended]), (String::new(), vec![call("heat", "{}")]));
+    }
+
+    #[test]
+    fn listed_calls_are_the_whole_text() {
+        let pieces = [" [{\"name\": \"heat\", \"argu", "ments\": {\"to\": 900}}, {\"name\": \"wait\"}]"];
+        let wanted = vec![call("heat", "{\"to\":900}"), call("wait", "{}")];
+        assert_eq!(taken(ToolStyle::Listed, &pieces), (String::new(), wanted.clone()));
+        let marked = format!("{LIST} {}", pieces.concat().trim());
+        assert_eq!(taken(ToolStyle::Listed, &[&marked]), (String::new(), wanted));
+        for text in
+            ["[1, 2]", "[]", "[a] list", "[{\"name\": \"heat\"}, 3]", "Hello [", "[{\"name\": \"heat\"}] and words"]
+        {
+            assert_eq!(taken(ToolStyle::Listed, &[text]), (text.to_string(), vec![]));
+        }
+    }
+
+    #[test]
+    fn a_template_says_how_calls_are_spelled() {
+        let style = |text: &str| {
+            let template = ChatTemplate::new(format!("{{{{ tools }}}}{text}"), String::new(), String::new());
+            ToolStyle::of(&template.expect("a template"))
+        };
+        assert_eq!(style("<tool_call>"), Some(ToolStyle::Tagged));
+        assert_eq!(style("[TOOL_CALLS] ["), Some(ToolStyle::Listed));
+        assert_eq!(style("[TOOL_CALLS]name[ARGS]"), None);
+        assert_eq!(style(""), Some(ToolStyle::Bare));
+        let without = ChatTemplate::new("{{ messages }}".into(), String::new(), String::new()).expect("a template");
+        assert_eq!(ToolStyle::of(&without), None);
+        let id = ToolStyle::Listed.id(u64::MAX);
+        assert!(id.len() == 9 && id.chars().all(|letter| letter.is_ascii_alphanumeric()), "{id}");
     }
 
     #[test]

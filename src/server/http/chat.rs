@@ -16,7 +16,7 @@ use crate::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammars;
 use crate::server::served::ServedWriter;
-use crate::server::tools::ToolCall;
+use crate::server::tools::{ToolCall, ToolStyle};
 
 /// Messages of a conversation.
 const MESSAGES: usize = 4096;
@@ -131,7 +131,10 @@ impl Tools {
             return Err(ApiError::param("tool_choice", "tool_choice asks for a call, and there are no tools"));
         }
         if !offered.is_empty() && served.tool_style.is_none() {
-            return Err(ApiError::param("tools", "this model's chat template knows no tools"));
+            return Err(ApiError::param(
+                "tools",
+                "this model's chat template knows no tools, or spells calls in a way that is not known here",
+            ));
         }
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
     }
@@ -287,9 +290,9 @@ impl ChatForm {
     }
 
     /// Calls in OpenAI's form, with their places in a stream.
-    fn calls(calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
+    fn calls(style: Option<ToolStyle>, calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
         let call = |(at, call): (usize, &ToolCall)| {
-            let id = format!("call_{:016x}", super::texts::random());
+            let id = style.unwrap_or(ToolStyle::Bare).id(super::texts::random());
             let mut told = json!({
                 "id": id, "type": "function", "function": { "name": call.name, "arguments": call.arguments },
             });
@@ -324,7 +327,7 @@ impl Form for ChatForm {
         }
         if !piece.calls.is_empty() {
             self.calls.resize(self.calls.len().max(piece.choice + 1), 0);
-            delta["tool_calls"] = Self::calls(&piece.calls, Some(self.calls[piece.choice])).into();
+            delta["tool_calls"] = Self::calls(served.tool_style, &piece.calls, Some(self.calls[piece.choice])).into();
             self.calls[piece.choice] += piece.calls.len();
         }
         let logprobs = if piece.tokens.is_empty() { Value::Null } else { self.logprobs(served, &piece.tokens) };
@@ -335,7 +338,7 @@ impl Form for ChatForm {
         let logprobs = self.logprobs(served, &text.tokens);
         let mut message = json!({ "role": "assistant", "content": text.text, "refusal": null });
         if !text.calls.is_empty() {
-            message["tool_calls"] = Self::calls(&text.calls, None).into();
+            message["tool_calls"] = Self::calls(served.tool_style, &text.calls, None).into();
             if text.text.trim().is_empty() {
                 message["content"] = Value::Null;
             }
