@@ -63,7 +63,7 @@ pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
-pub use ops::upload::upload;
+pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
 pub use random::RandomKey;

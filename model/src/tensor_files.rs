@@ -144,11 +144,13 @@ impl TensorFiles {
             Dtype::F32 => self.read_as::<f32, T>(tensor, transposed, out, progress),
             Dtype::F16 => self.read_as::<f16, T>(tensor, transposed, out, progress),
             Dtype::BF16 => self.read_as::<bf16, T>(tensor, transposed, out, progress),
-            other => {
-                let reason = format!("dtype {other:?} is not supported");
-                Err(WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason })
-            }
+            other => Err(self.unsupported(tensor, other)),
         }
+    }
+
+    fn unsupported(&self, tensor: &StoredTensor, dtype: Dtype) -> WeightsError {
+        let reason = format!("dtype {dtype:?} is not supported");
+        WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason }
     }
 
     fn read_as<S: Stored, T: Stored>(
@@ -185,6 +187,80 @@ impl TensorFiles {
     }
 }
 
+/// Tensors one after the other, as the elements of one row, read piece by piece.
+pub(crate) struct TensorRow<'a> {
+    files: &'a TensorFiles,
+    tensors: Vec<&'a StoredTensor>,
+    /// Elements of the first of them that were read.
+    done: usize,
+    /// What is read and not yet turned into the wanted dtype.
+    bytes: Vec<u8>,
+}
+
+impl<'a> TensorRow<'a> {
+    /// These tensors, of which nothing is read yet.
+    pub(crate) fn new(files: &'a TensorFiles, tensors: impl Iterator<Item = &'a StoredTensor>) -> Self {
+        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new() }
+    }
+
+    /// The next elements as `T`, as many as fit `out`, in the processor's order of bytes. `progress` is told the bytes of each piece.
+    ///
+    /// # Errors
+    /// If the file system fails, or the dtype is no float that can be read.
+    pub(crate) fn read<T: Stored>(
+        &mut self,
+        out: &mut [u8],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        let mut rest = out;
+        while !rest.is_empty()
+            && let Some(tensor) = self.tensors.first().copied()
+        {
+            let left = tensor.shape.iter().product::<usize>() - self.done;
+            let count = left.min(rest.len() / T::SIZE).min(PIECE / T::SIZE);
+            let (own, behind) = rest.split_at_mut(count * T::SIZE);
+            rest = behind;
+            let first = tensor.start + (self.done * tensor.dtype.bitsize() / 8) as u64;
+            match tensor.dtype {
+                Dtype::F32 => self.read_as::<f32, T>(tensor, first, own)?,
+                Dtype::F16 => self.read_as::<f16, T>(tensor, first, own)?,
+                Dtype::BF16 => self.read_as::<bf16, T>(tensor, first, own)?,
+                other => return Err(self.files.unsupported(tensor, other)),
+            }
+            progress((count * tensor.dtype.bitsize() / 8) as u64);
+            self.done += count;
+            if count == left {
+                self.tensors.remove(0);
+                self.done = 0;
+            }
+        }
+        debug_assert!(rest.is_empty(), "no more is asked for than there is");
+        Ok(())
+    }
+
+    fn read_as<S: Stored, T: Stored>(
+        &mut self,
+        tensor: &StoredTensor,
+        first: u64,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        let (path, file) = &self.files.files[tensor.file];
+        let mut file = file;
+        let io = |error| WeightsError::Io { path: path.clone(), error };
+        file.seek(SeekFrom::Start(first)).map_err(io)?;
+        // As they are stored, least byte first.
+        if S::DTYPE == T::DTYPE && cfg!(target_endian = "little") {
+            return file.read_exact(out).map_err(io);
+        }
+        self.bytes.resize(out.len() / T::SIZE * S::SIZE, 0);
+        file.read_exact(&mut self.bytes).map_err(io)?;
+        for (out, value) in out.chunks_exact_mut(T::SIZE).zip(self.bytes.chunks_exact(S::SIZE)) {
+            T::of(S::load(value)).store(out);
+        }
+        Ok(())
+    }
+}
+
 /// The file of each tensor, as an index says.
 fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     let text = fs::read_to_string(path).map_err(|error| WeightsError::Io { path: path.into(), error })?;
@@ -204,44 +280,71 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
 pub(crate) trait Stored: Copy {
     /// Bytes.
     const SIZE: usize;
+    /// Its name in files.
+    const DTYPE: Dtype;
 
     /// From its bytes, least first.
     fn load(bytes: &[u8]) -> f32;
 
     /// The nearest one.
     fn of(value: f32) -> Self;
+
+    /// Its bytes in the processor's order.
+    fn store(self, bytes: &mut [u8]);
 }
 
 impl Stored for f32 {
     const SIZE: usize = 4;
+    const DTYPE: Dtype = Dtype::F32;
+
+    #[inline(always)]
 
     fn load(bytes: &[u8]) -> f32 {
         Self::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
     }
 
+    #[inline(always)]
+
     fn of(value: f32) -> Self {
         value
+    }
+
+    #[inline(always)]
+
+    fn store(self, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.to_ne_bytes());
     }
 }
 
 macro_rules! stored_half {
-    ($half:ty) => {
+    ($half:ty, $dtype:ident) => {
         impl Stored for $half {
             const SIZE: usize = 2;
+            const DTYPE: Dtype = Dtype::$dtype;
+
+            #[inline(always)]
 
             fn load(bytes: &[u8]) -> f32 {
                 Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
             }
 
+            #[inline(always)]
+
             fn of(value: f32) -> Self {
                 Self::from_f32(value)
+            }
+
+            #[inline(always)]
+
+            fn store(self, bytes: &mut [u8]) {
+                bytes.copy_from_slice(&self.to_ne_bytes());
             }
         }
     };
 }
 
-stored_half!(f16);
-stored_half!(bf16);
+stored_half!(f16, F16);
+stored_half!(bf16, BF16);
 
 #[cfg(test)]
 mod tests {
@@ -278,6 +381,30 @@ mod tests {
         let mut out = [0f32; 6];
         files.read(tensor, true, &mut out, &mut |_| {}).expect("readable");
         assert_eq!(out, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    }
+
+    #[test]
+    fn tensors_are_read_as_one_row_in_pieces_of_any_size() {
+        let (folder, _) = file(GOOD);
+        let files = TensorFiles::open(folder.path()).expect("a good file");
+        let tensor = &files.tensors()["x"];
+        for elements in 1..=12 {
+            let mut row = TensorRow::new(&files, [tensor, tensor].into_iter());
+            let (mut floats, mut halves) = (Vec::new(), Vec::new());
+            let mut half_row = TensorRow::new(&files, [tensor, tensor].into_iter());
+            let mut read = 0;
+            for first in (0..12).step_by(elements) {
+                let count = elements.min(12 - first);
+                let mut piece = vec![0; 4 * count];
+                row.read::<f32>(&mut piece, &mut |bytes| read += bytes).expect("readable");
+                floats.extend(piece.chunks_exact(4).map(|x| f32::from_ne_bytes([x[0], x[1], x[2], x[3]])));
+                let mut piece = vec![0; 2 * count];
+                half_row.read::<bf16>(&mut piece, &mut |_| {}).expect("readable");
+                halves.extend(piece.chunks_exact(2).map(|x| bf16::from_ne_bytes([x[0], x[1]]).to_f32()));
+            }
+            let wanted: Vec<f32> = (0..12u8).map(|at| f32::from(at % 6)).collect();
+            assert_eq!((floats, halves, read), (wanted.clone(), wanted, 48), "{elements} at a time");
+        }
     }
 
     #[test]

@@ -13,13 +13,13 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Int8Weight, upload};
+use fireclay_kernels::{Backend, Int8Weight, upload, upload_pieces};
 
 use crate::config::TransformerConfig;
 use crate::error::WeightsError;
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
-use crate::tensor_files::{Stored, StoredTensor, TensorFiles};
+use crate::tensor_files::{Stored, StoredTensor, TensorFiles, TensorRow};
 use crate::transformer::Transformer;
 
 const CONFIG: &str = "config.json";
@@ -316,15 +316,28 @@ impl<B: Backend> Reader<'_, B> {
         Ok(bytes.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
     }
 
-    fn read(&mut self, parts: &[Part], shape: &[usize]) -> Result<TensorData, WeightsError> {
-        Ok(match self.dtype {
-            MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => {
-                TensorData::new(self.values(parts, shape, f16::ZERO)?, shape)
-            }
-            MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => {
-                TensorData::new(self.values(parts, shape, bf16::ZERO)?, shape)
-            }
-            _ => TensorData::new(self.values(parts, shape, 0f32)?, shape),
+    /// The values of a parameter on the device, in one row.
+    fn read(&mut self, parts: &[Part], shape: &[usize], device: &B::Device) -> Result<Tensor<B, 1>, WeightsError> {
+        match self.dtype {
+            MatrixDtype::Float(FloatDType::F16) if shape.len() > 1 => self.read_as(parts, shape, f16::ZERO, device),
+            MatrixDtype::Float(FloatDType::BF16) if shape.len() > 1 => self.read_as(parts, shape, bf16::ZERO, device),
+            _ => self.read_as(parts, shape, 0f32, device),
+        }
+    }
+
+    fn read_as<T: Stored + Element>(
+        &mut self,
+        parts: &[Part],
+        shape: &[usize],
+        zero: T,
+        device: &B::Device,
+    ) -> Result<Tensor<B, 1>, WeightsError> {
+        if parts.iter().any(|part| part.transposed) {
+            return Ok(upload::<B, Float>(TensorData::new(self.values(parts, shape, zero)?, shape), device)?);
+        }
+        let mut row = TensorRow::new(self.files, parts.iter().map(|part| &part.stored));
+        upload_pieces::<B, Float, _>(shape.iter().product(), T::dtype(), device, |piece| {
+            row.read::<T>(piece, self.progress)
         })
     }
 
@@ -352,12 +365,12 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
                     self.bytes.insert(path, bytes);
                     return param;
                 }
-                Ok(Err(floats)) => Ok(floats),
+                Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
                 Err(failure) => Err(failure),
             },
-            (_, shape) => self.read(&parts, shape),
+            (_, shape) => self.read(&parts, shape, &device),
         };
-        match read.and_then(|data| Ok(upload::<B, Float>(data, &device)?)) {
+        match read {
             Ok(values) => param.transform_for_load(values.reshape(shape), id),
             Err(failure) => {
                 self.failure = Some(failure);

@@ -7,7 +7,7 @@ mod cpu;
 mod cubecl;
 
 use burn::tensor::backend::{Backend, ExecutionError};
-use burn::tensor::{BasicOps, Tensor, TensorData};
+use burn::tensor::{BasicOps, DType, Tensor, TensorData};
 
 use crate::recorder;
 
@@ -25,6 +25,44 @@ pub trait UploadOps: Backend {
 /// Bytes that are uploaded together.
 const PIECE: usize = 32 << 20;
 
+/// `size` elements of `dtype` on the device, in one row, that `read` puts where it is told to, a piece after the other, as the
+/// host's processor has them. The device has all of them when this returns, and the host holds no more than a piece of some
+/// megabytes until then.
+///
+/// # Errors
+/// What `read` gives, or if the device fails.
+pub fn upload_pieces<B: UploadOps, K: BasicOps<B>, E: From<ExecutionError>>(
+    size: usize,
+    dtype: DType,
+    device: &B::Device,
+    mut read: impl FnMut(&mut [u8]) -> Result<(), E>,
+) -> Result<Tensor<B, 1, K>, E> {
+    let width = dtype.size();
+    recorder::uploaded(size * width);
+    let mut piece = |count: usize| {
+        let mut data = match dtype {
+            // Aligned, so that the CPU takes it as it is.
+            DType::F32 => TensorData::new(vec![0f32; count], [count]),
+            _ => TensorData::from_bytes_vec(vec![0; count * width], [count], dtype),
+        };
+        read(&mut data.bytes)?;
+        Ok::<_, E>(Tensor::<B, 1, K>::from_data(data, (device, dtype)))
+    };
+    let each = PIECE / width;
+    if size <= each {
+        let all = piece(size)?;
+        B::finish_uploads(device)?;
+        return Ok(all);
+    }
+    let mut all = Tensor::<B, 1, K>::empty([size], (device, dtype));
+    for first in (0..size).step_by(each) {
+        let count = each.min(size - first);
+        all = all.slice_assign(first..first + count, piece(count)?);
+        B::finish_uploads(device)?;
+    }
+    Ok(all)
+}
+
 /// The elements of `data` on the device, in one row of its dtype. The device has all of them when this returns, and the
 /// host holds no more than `data` and some megabytes until then.
 ///
@@ -35,19 +73,17 @@ pub fn upload<B: UploadOps, K: BasicOps<B>>(
     device: &B::Device,
 ) -> Result<Tensor<B, 1, K>, ExecutionError> {
     let (size, dtype) = (data.shape.iter().product::<usize>(), data.dtype);
-    recorder::uploaded(data.bytes.len());
-    let each = PIECE / dtype.size();
-    if size <= each {
+    if size <= PIECE / dtype.size() {
+        recorder::uploaded(data.bytes.len());
         let all = Tensor::from_data(TensorData { shape: [size].into(), ..data }, (device, dtype));
         B::finish_uploads(device)?;
         return Ok(all);
     }
-    let mut all = Tensor::<B, 1, K>::empty([size], (device, dtype));
-    for (at, bytes) in data.bytes.chunks(each * dtype.size()).enumerate() {
-        let (first, count) = (at * each, bytes.len() / dtype.size());
-        let piece = TensorData::from_bytes_vec(bytes.to_vec(), [count], dtype);
-        all = all.slice_assign(first..first + count, Tensor::from_data(piece, (device, dtype)));
-        B::finish_uploads(device)?;
-    }
-    Ok(all)
+    let mut rest = &data.bytes[..];
+    upload_pieces(size, dtype, device, |piece| {
+        let (own, behind) = rest.split_at(piece.len());
+        piece.copy_from_slice(own);
+        rest = behind;
+        Ok(())
+    })
 }
