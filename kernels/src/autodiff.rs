@@ -52,7 +52,8 @@ impl<B: Backend> Backward<B, 1> for Known {
     }
 }
 
-/// The gradients of all that `output` was computed from, where `grad` is its own: a backward pass that begins in the middle.
+/// The gradients of all that `output` was computed from, where `grad` is its own: a backward pass that begins in the middle. None
+/// where nothing of it is tracked.
 ///
 /// ```
 /// use burn::backend::{Autodiff, NdArray};
@@ -62,23 +63,23 @@ impl<B: Backend> Backward<B, 1> for Known {
 /// let device = Default::default();
 /// let x = Tensor::<Autodiff<NdArray>, 1>::from_floats([1.0, 2.0], &device).require_grad();
 /// let output = x.clone() * x.clone();
-/// let gradients = backward_from(output, Tensor::from_floats([1.0, 10.0], &device));
+/// let gradients = backward_from(output, Tensor::from_floats([1.0, 10.0], &device)).expect("x is tracked");
 /// let gradient: Vec<f32> = x.grad(&gradients).expect("it is in the graph").into_data().to_vec().expect("f32");
 /// assert_eq!(gradient, [2.0, 40.0]);
 /// ```
 ///
 /// # Panics
-/// If the two differ in shape, or nothing that `output` was computed from is tracked.
+/// If the two differ in shape.
 pub fn backward_from<B: Backend, C: CheckpointStrategy, const D: usize>(
     output: Tensor<Autodiff<B, C>, D>,
     grad: Tensor<B, D>,
-) -> Gradients {
+) -> Option<Gradients> {
     assert_eq!(output.dims(), grad.dims(), "backward_from: the gradient is of the output's shape");
     let number = primitive(Tensor::<B, 1>::zeros([1], &grad.device()));
     let prepared = Backward::<B, 1>::prepare::<C>(Known, [primitive(output).node]).compute_bound().stateful();
     let number: Tensor<Autodiff<B, C>, 1> = float(match prepared {
         OpsKind::Tracked(node) => node.finish(primitive(grad), number),
-        OpsKind::UnTracked(_) => panic!("backward_from: the output is in no graph"),
+        OpsKind::UnTracked(_) => return None,
     });
-    number.backward()
+    Some(number.backward())
 }

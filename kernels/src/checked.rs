@@ -90,6 +90,11 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
         &self.dims[..self.rank]
     }
 
+    /// Told of as of `dims`, where its elements are packed.
+    pub(crate) fn unpacked(self, dims: [usize; 4]) -> Self {
+        Self { dims, rank: 4, ..self }
+    }
+
     /// Of a dtype that kernels compute with.
     #[track_caller]
     pub(crate) fn float(self) -> Self {

@@ -71,11 +71,13 @@ impl<B: Backend> Transformer<Autodiff<B>> {
     }
 
     /// The backward pass of a loss of what [`forward_with_checkpoints`](Self::forward_with_checkpoints) gave: `take` gets the
-    /// gradients part by part, those of the last blocks first. A parameter may be in several parts, whose sum is its gradient.
+    /// gradients part by part, those of the last blocks first. A parameter may be in several parts, whose sum is its gradient. `again` is called
+    /// whenever activations were computed again.
     pub fn backward(
         &self,
         loss: Tensor<Autodiff<B>, 1>,
         checkpoints: Checkpoints<B>,
+        mut again: impl FnMut(),
         mut take: impl FnMut(Gradients<B>),
     ) {
         let Checkpoints { tokens, mut segments, pass, last } = checkpoints;
@@ -88,13 +90,15 @@ impl<B: Backend> Transformer<Autodiff<B>> {
             let Some(known) = grad.take() else { return };
             let input = segment.input.detach().require_grad();
             let output = self.through(segment.layers, input.clone(), &pass);
-            let mut gradients = backward_from(output, known);
-            grad = input.grad_remove(&mut gradients);
-            take(gradients);
+            again();
+            if let Some(mut gradients) = backward_from(output, known) {
+                grad = input.grad_remove(&mut gradients);
+                take(gradients);
+            }
         }
         if let Some(grad) = grad {
-            let (x, _) = self.begin(tokens, None);
-            take(backward_from(x, grad));
+            // None where the embedding is not trained.
+            backward_from(self.embedded(tokens, &pass), grad).into_iter().for_each(take);
         }
     }
 

@@ -234,7 +234,7 @@ impl<'a> TensorRow<'a> {
                 self.done = 0;
             }
         }
-        debug_assert!(rest.is_empty(), "no more is asked for than there is");
+        assert!(rest.is_empty(), "no more is asked for than there is");
         Ok(())
     }
 
@@ -298,19 +298,16 @@ impl Stored for f32 {
     const DTYPE: Dtype = Dtype::F32;
 
     #[inline(always)]
-
     fn load(bytes: &[u8]) -> f32 {
         Self::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
     }
 
     #[inline(always)]
-
     fn of(value: f32) -> Self {
         value
     }
 
     #[inline(always)]
-
     fn store(self, bytes: &mut [u8]) {
         bytes.copy_from_slice(&self.to_ne_bytes());
     }
@@ -323,19 +320,16 @@ macro_rules! stored_half {
             const DTYPE: Dtype = Dtype::$dtype;
 
             #[inline(always)]
-
             fn load(bytes: &[u8]) -> f32 {
                 Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
             }
 
             #[inline(always)]
-
             fn of(value: f32) -> Self {
                 Self::from_f32(value)
             }
 
             #[inline(always)]
-
             fn store(self, bytes: &mut [u8]) {
                 bytes.copy_from_slice(&self.to_ne_bytes());
             }

@@ -365,10 +365,16 @@ impl<B: Backend> Transformer<B> {
 
     /// What enters the first block, `[batch_size * seq_length, d_model]`, and what all blocks of the pass share.
     pub(crate) fn begin(&self, tokens: Tokens<B>, cached: Option<CachedTokens<B>>) -> (Tensor<B, 2>, Pass<B>) {
-        let Tokens { ids, types, lengths, document_starts } = tokens;
+        let _in_embedding = part("embedding");
+        let pass = self.pass(&tokens, cached);
+        (self.embedded(tokens, &pass), pass)
+    }
+
+    /// What enters the first block of a pass.
+    pub(crate) fn embedded(&self, tokens: Tokens<B>, pass: &Pass<B>) -> Tensor<B, 2> {
+        let Tokens { ids, types, .. } = tokens;
         let [batch_size, seq_length] = ids.dims();
         let _in_embedding = part("embedding");
-        let pass = self.pass([batch_size, seq_length], cached, lengths, document_starts);
         let mut x = embed(self.embedding.weight(), ids.clone(), self.activations);
         if let Some(table) = &self.position_embedding {
             x = embed_add(table.val(), pass.positions.clone(), x);
@@ -384,7 +390,7 @@ impl<B: Backend> Transformer<B> {
             x = dropout(x, Dropout { probability, key });
         }
         // From here on a row for each token, the same in all operations that work on tokens alone.
-        (reshape(x, [batch_size * seq_length, self.config.d_model]), pass)
+        reshape(x, [batch_size * seq_length, self.config.d_model])
     }
 
     /// `x` after the last norm, where there is one.
@@ -396,13 +402,9 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    fn pass(
-        &self,
-        [batch_size, seq_length]: [usize; 2],
-        cached: Option<CachedTokens<B>>,
-        lengths: Option<Tensor<B, 1, Int>>,
-        document_starts: Option<Tensor<B, 2, Int>>,
-    ) -> Pass<B> {
+    fn pass(&self, tokens: &Tokens<B>, cached: Option<CachedTokens<B>>) -> Pass<B> {
+        let Tokens { ids, lengths, document_starts, .. } = tokens.clone();
+        let [batch_size, seq_length] = ids.dims();
         let positions = match &cached {
             Some(at) => at.positions().clone(),
             None => {

@@ -37,6 +37,18 @@ impl ModuleVisitor<B> for Sum {
 }
 
 #[test]
+fn blocks_are_trained_with_checkpoints_where_the_embedding_is_not() {
+    let device = Default::default();
+    let mut model: Transformer<B> = TransformerConfig::llama(50, 16, 16, 3, 2).init(1, &device).expect("a model");
+    model.embedding = model.embedding.no_grad();
+    let ids = || Tensor::<B, 2, Int>::from_ints([[1, 2, 3], [4, 5, 6]], &device);
+    let (hidden, checkpoints) = model.forward_with_checkpoints(ids(), 1);
+    let mut parts = 0;
+    model.backward(model.loss(hidden, ids(), HeadLossOptions::new()), checkpoints, || {}, |_| parts += 1);
+    assert_eq!(parts, 3, "of three blocks");
+}
+
+#[test]
 fn checkpoints_take_a_fraction_of_the_memory_and_give_the_same_gradients() {
     let device = Default::default();
     let config = TransformerConfig::llama(50, 256, 64, 12, 4).with_tied_embeddings(true);
@@ -59,7 +71,9 @@ fn checkpoints_take_a_fraction_of_the_memory_and_give_the_same_gradients() {
             add(loss(model.forward(ids(0))).backward());
         } else {
             let (hidden, checkpoints) = model.forward_with_checkpoints(ids(0), every);
-            model.backward(loss(hidden), checkpoints, add);
+            let mut again = 0;
+            model.backward(loss(hidden), checkpoints, || again += 1, add);
+            assert_eq!(again, 12usize.div_ceil(every) - 1, "all but the last blocks");
         }
         (sums, ALLOCATED.peak_usage() - before)
     };

@@ -55,7 +55,6 @@ impl RunArgs {
     }
 }
 
-/// How tokens are drawn, beyond temperature and top-p.
 /// What a model that writes computes in.
 #[derive(Args)]
 pub(super) struct DtypeArgs {
@@ -67,6 +66,7 @@ pub(super) struct DtypeArgs {
     pub(super) cache_dtype: CachePrecision,
 }
 
+/// How tokens are drawn, beyond temperature and top-p.
 #[derive(Args)]
 pub(super) struct DrawArgs {
     /// Draw among this many likeliest tokens

@@ -84,6 +84,10 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     if let Some(peak) = args.peak.filter(|peak| !(peak.is_finite() && *peak > 0.0)) {
         return Err(Failure::usage(format!("--peak {peak} must be above 0")));
     }
+    let decodes = matches!(args.benchmark, Benchmark::Decode | Benchmark::Requests);
+    if args.cache_dtype != CachePrecision::Auto && !decodes {
+        return Err(Failure::usage("--cache-dtype is for bench decode and bench requests: the others have no cache"));
+    }
     let earlier = args.compare.as_deref().map(read_lines).transpose()?.unwrap_or_default();
     let backend = match (args.benchmark, args.run.backend) {
         (Benchmark::Cpu, None | Some(BackendName::Cpu)) => BackendName::Cpu,

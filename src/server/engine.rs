@@ -17,7 +17,7 @@ use crate::embedding::Embedder;
 use crate::failure::Failure;
 use crate::generation::Generator;
 use crate::generation::scheduler::{Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken};
-use crate::precision::Precision;
+use crate::precision::{CachePrecision, Precision};
 use crate::prediction::{Prediction, Predictor};
 use crate::run_folder::LABELS;
 
@@ -83,6 +83,9 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
                 let cache = self.shared.options.limits.cache;
                 let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(cache)?;
                 self.write(generator)
+            }
+            AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
+                Err(Failure::usage("--cache-dtype is for models that write; this one is an encoder"))
             }
             AttentionDirection::Bidirectional => self.encode::<B>(device),
         }

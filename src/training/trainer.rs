@@ -186,7 +186,8 @@ impl<B: Backend> Trainer<B> {
                     }
                 }
             });
-            self.note_memory();
+            let mut peak = self.peak_memory;
+            note_memory::<B>(&mut peak, &self.device);
             let mut take = |taken| {
                 let taken = ParameterGradients::take(&self.model, taken);
                 gradients = Some(match gradients.take() {
@@ -195,9 +196,15 @@ impl<B: Backend> Trainer<B> {
                 });
             };
             match checkpoints {
-                Some(checkpoints) => self.model.backward(part_loss.clone(), checkpoints, take),
+                Some(checkpoints) => self.model.backward(
+                    part_loss.clone(),
+                    checkpoints,
+                    || note_memory::<B>(&mut peak, &self.device),
+                    take,
+                ),
                 None => take(part_loss.backward()),
             }
+            self.peak_memory = peak;
             let part_loss = part_loss.inner();
             loss = Some(match loss {
                 Some(sum) => sum + part_loss,
@@ -206,7 +213,7 @@ impl<B: Backend> Trainer<B> {
         }
         self.model.set_dropout(None);
 
-        self.note_memory();
+        note_memory::<B>(&mut self.peak_memory, &self.device);
         let learning_rate = self.recipe.schedule().learning_rate(self.step);
         let adamw = AdamW {
             learning_rate,
@@ -237,12 +244,6 @@ impl<B: Backend> Trainer<B> {
     /// Bytes in use at the most since [`watch_memory`](Self::watch_memory), where the device tells.
     pub fn peak_memory(&self) -> Option<u64> {
         self.peak_memory.filter(|bytes| *bytes > 0)
-    }
-
-    fn note_memory(&mut self) {
-        if let Some(peak) = &mut self.peak_memory {
-            *peak = B::memory(&self.device).map_or(*peak, |memory| memory.in_use.max(*peak));
-        }
     }
 
     /// How the model does on held-out data: about `tokens` of a language's, all of the utterances.
@@ -282,5 +283,12 @@ impl<B: Backend> Trainer<B> {
             return Ok(None);
         }
         self.task.test(&model.unwrap_or_else(|| self.inference_model()), &self.device)
+    }
+}
+
+/// Notes how much of the device's memory is in use, where somebody asked.
+fn note_memory<B: Backend>(peak: &mut Option<u64>, device: &B::Device) {
+    if let Some(peak) = peak {
+        *peak = B::memory(device).map_or(*peak, |memory| memory.in_use.max(*peak));
     }
 }

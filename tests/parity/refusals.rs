@@ -288,7 +288,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     let bytes = |heads| LayerCache::<B>::new(3, 4, heads, CacheDType::Int8, &make.0);
     refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
     let other = PackedHeads { head_dim: 16, ..heads };
-    refused(op, &["cache [3, 2, 4, 4]"], || {
+    refused(op, &["cache [3, 2, 4, 16]"], || {
         cached_attention(make.float([1, 64]), heads, bare(), &at(&[row(&[0], 1, 4)]), &mut bytes(other))
     });
 });

@@ -462,12 +462,12 @@ where
     Operand::new(tensor.dims(), tensor.dtype())
 }
 
-/// Tells that `op` runs its reference on `device` for want of a kernel, and why: warns on standard error the first
+/// Tells that `op` goes a slower way on `device` for want of a kernel, most often its reference, and why: warns on standard error the first
 /// time, and counts while a recording runs.
 pub fn fell_back(op: &'static str, device: &str, reason: &str) {
     static WARNED: Mutex<Option<HashSet<[String; 3]>>> = Mutex::new(None);
     if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
-        eprintln!("warning: {op} runs its reference on {device}: {reason}");
+        eprintln!("warning: {op} has no kernel for this on {device}: {reason}");
     }
     told(|calls| count_fallback(calls, op, device, reason));
 }

@@ -102,15 +102,20 @@ impl<B: Backend> LayerCache<B> {
     pub(crate) fn check(&self, op: &'static str, heads: [usize; 2], other: &Part<'_, B::Device>) {
         let [pages, n_kv_heads, page_tokens, head_dim] = self.dims();
         let fits = [n_kv_heads, head_dim] == heads;
-        for (name, held) in [("cache", &self.keys), ("cached values", &self.values)] {
+        for (names, held) in
+            [(["cache", "scales of keys"], &self.keys), (["cached values", "scales of values"], &self.values)]
+        {
             match held {
                 Held::Float(floats) => {
-                    part(op, name, floats).float().fits(fits, other).shaped(&self.dims(), other);
+                    part(op, names[0], floats).float().fits(fits, other).shaped(&self.dims(), other);
                 }
                 Held::Int8 { packed, scales } => {
-                    let packed = part(op, name, packed).of(DType::I32).fits(fits, other);
-                    packed.shaped(&[pages, n_kv_heads, page_tokens, head_dim / PACKED], other);
-                    part(op, "scales", scales).of(DType::F32).shaped(&[pages, n_kv_heads, page_tokens], other);
+                    part(op, names[0], packed)
+                        .of(DType::I32)
+                        .unpacked(held.dims())
+                        .fits(fits, other)
+                        .shaped(&self.dims(), other);
+                    part(op, names[1], scales).of(DType::F32).shaped(&[pages, n_kv_heads, page_tokens], other);
                 }
             }
         }

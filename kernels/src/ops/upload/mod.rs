@@ -25,9 +25,8 @@ pub trait UploadOps: Backend {
 /// Bytes that are uploaded together.
 const PIECE: usize = 32 << 20;
 
-/// `size` elements of `dtype` on the device, in one row, that `read` puts where it is told to, a piece after the other, as the
-/// host's processor has them. The device has all of them when this returns, and the host holds no more than a piece of some
-/// megabytes until then.
+/// `size` elements of `dtype` on the device, in one row: `read` fills one piece of bytes after the other, in the processor's order of
+/// bytes. The device has all of them when this returns, and the host holds no more than a piece of some megabytes until then.
 ///
 /// # Errors
 /// What `read` gives, or if the device fails.

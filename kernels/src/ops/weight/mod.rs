@@ -174,11 +174,16 @@ fn int8_to_float<B: WeightOps>(weight: Int8Weight<B>, dtype: FloatDType) -> Tens
     dispatch!(B: WeightOps::int8_to_float(Checked::new(Int8ToFloat { weight, dtype })))
 }
 
-/// The nearest bytes to a row, in `words`: its scale.
+/// The nearest bytes to a row, in `words`: its scale. Where there is a number that is none, the scale is none, and so all of the row.
 #[inline(always)]
 pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
-    let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
-    let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
+    let (largest, sum) =
+        row.iter().fold((0.0f32, 0.0), |(largest, sum), value| (largest.max(value.abs()), sum + value.abs()));
+    let scale = match largest {
+        _ if sum.is_nan() => f32::NAN,
+        0.0 => 1.0,
+        _ => largest / 127.0,
+    };
     let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
     for (four, word) in row.chunks_exact(PACKED).zip(words) {
         *word = i32::from_le_bytes([0, 1, 2, 3].map(|i| byte(four[i]) as u8));

@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 
 use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
 use crate::checked::Checked;
-use crate::cubecl::reduce::{RowUnits, lanes_max};
+use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, optional, scratch, vector_width};
 use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
@@ -56,7 +56,11 @@ where
             window: at.window,
             qkv,
         };
-        let runs = runs(&at.rows, !cached[0].is_int8() || planes::take_int8(&all));
+        let together = !cached[0].is_int8() || planes::take_int8(&all);
+        if !together {
+            fell_back("cached_attention", &Self::name(&at.pages.device()), "a cache of INT8 is read row by row");
+        }
+        let runs = runs(&at.rows, together);
         if let [run] = &runs[..] {
             return match run.single {
                 true => {
@@ -127,7 +131,11 @@ impl<R: CubeRuntime> CubeHeld<R> {
         match held {
             Held::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
             Held::Int8 { packed, scales } => {
-                Self { stored: packed.clone().into_primitive(), scales: Some(primitive(scales.clone())) }
+                let stored = packed.clone().into_primitive();
+                // Eight bytes of them are read together.
+                let aligned = stored.handle.offset_start.unwrap_or(0).is_multiple_of(8);
+                assert!(aligned, "cached_attention: a cache of bytes that begins between two words");
+                Self { stored, scales: Some(primitive(scales.clone())) }
             }
         }
     }
@@ -336,7 +344,7 @@ fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&Cub
     let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
     let out = [(); 2].map(|()| empty(&pass.qkv, [1, n_kv_heads, run.keys, head_dim], pass.qkv.dtype));
     let mut read = vec![&out[0], &out[1]];
-    // Words of bytes begin where words do.
+    // Words of bytes are aligned for two of them.
     read.extend([keys, values].into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
     let vector = vector_width(&read, &[head_dim]);
     // Bytes come in words, of which a vector is not a part.
@@ -567,20 +575,27 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     // Numbers of a head that are written as one: a word of bytes has four.
     let each = comptime!(if variant.int8 { PACKED as u32 } else { 1 });
     let words = head_dim / each;
-    let mut largest = SharedMemory::<f32>::new(comptime!(if variant.int8 { 2 * UNITS as usize } else { 2 }));
+    // The largest and the sum of each head's keys, and then of its values, from each of its units.
+    let mut magnitudes = SharedMemory::<f32>::new(comptime!(if variant.int8 { 4 * UNITS as usize } else { 4 }));
     if comptime!(variant.int8) {
         let own = UNIT_POS / SUMMERS;
-        let mut key = 0.0f32;
-        let mut value = 0.0f32;
+        let mut key = Magnitude { largest: 0.0f32, sum: 0.0f32 };
+        let mut value = Magnitude { largest: 0.0f32, sum: 0.0f32 };
         if own < end - middle {
             let value_at = row + (placed_heads + middle - sizes.n_heads + own) * head_dim;
             for column in range_stepped(UNIT_POS % SUMMERS, head_dim, SUMMERS) {
-                key = max(key, placed[((queries + own) * head_dim + column) as usize].abs());
-                value = max(value, f32::cast_from(qkv[(value_at + column) as usize]).abs());
+                let one = placed[((queries + own) * head_dim + column) as usize].abs();
+                key.largest = max(key.largest, one);
+                key.sum += one;
+                let one = f32::cast_from(qkv[(value_at + column) as usize]).abs();
+                value.largest = max(value.largest, one);
+                value.sum += one;
             }
         }
-        largest[UNIT_POS as usize] = key;
-        largest[(UNITS + UNIT_POS) as usize] = value;
+        magnitudes[UNIT_POS as usize] = key.largest;
+        magnitudes[(UNITS + UNIT_POS) as usize] = key.sum;
+        magnitudes[(2 * UNITS + UNIT_POS) as usize] = value.largest;
+        magnitudes[(3 * UNITS + UNIT_POS) as usize] = value.sum;
         sync_cube();
     }
     for i in range_stepped(UNIT_POS, (end - middle) * words, UNITS) {
@@ -592,15 +607,18 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
         let key_at = (queries + own) * head_dim + word * each;
         let value_at = row + (placed_heads + head) * head_dim + word * each;
         if comptime!(variant.int8) {
-            let mut highest = 0.0f32;
-            let mut highest_value = 0.0f32;
+            let mut of_key = Magnitude { largest: 0.0f32, sum: 0.0f32 };
+            let mut of_value = Magnitude { largest: 0.0f32, sum: 0.0f32 };
             #[unroll]
             for part in 0..SUMMERS {
-                highest = max(highest, largest[(own * SUMMERS + part) as usize]);
-                highest_value = max(highest_value, largest[(UNITS + own * SUMMERS + part) as usize]);
+                let at = own * SUMMERS + part;
+                of_key.largest = max(of_key.largest, magnitudes[at as usize]);
+                of_key.sum += magnitudes[(UNITS + at) as usize];
+                of_value.largest = max(of_value.largest, magnitudes[(2 * UNITS + at) as usize]);
+                of_value.sum += magnitudes[(3 * UNITS + at) as usize];
             }
-            let key_scale = scale_of(highest);
-            let value_scale = scale_of(highest_value);
+            let key_scale = scale_of(of_key);
+            let value_scale = scale_of(of_value);
             let mut key = Vector::<f32, Const<4>>::new(0.0);
             let mut value = Vector::<f32, Const<4>>::new(0.0);
             #[unroll]
@@ -621,16 +639,18 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     }
 }
 
-/// The scale of bytes whose largest magnitude is to stand for `largest`.
-#[cube]
-fn scale_of(largest: f32) -> f32 {
-    select(largest > 0.0f32, largest / 127.0f32, 1.0f32)
+/// The largest magnitude of some numbers, and the sum of all, which is no number where one of them is none.
+#[derive(CubeType, Clone, Copy)]
+struct Magnitude {
+    largest: f32,
+    sum: f32,
 }
 
-/// The largest magnitude in a vector.
+/// The scale of bytes for such numbers. It is none that can be counted with where one of them is none, or all together are too large.
 #[cube]
-fn magnitude<N: Size>(vector: Vector<f32, N>) -> f32 {
-    lanes_max::<N>(vector.abs())
+fn scale_of(of: Magnitude) -> f32 {
+    let scale = select(of.largest > 0.0f32, of.largest / 127.0f32, 1.0f32);
+    select(of.sum < f32::MAX, scale, of.sum)
 }
 
 /// Numbers as a cache stores them: floats, or the nearest bytes by their scale, four in a word.

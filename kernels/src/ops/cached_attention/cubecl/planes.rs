@@ -17,10 +17,10 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, magnitude, numbers, scale_of,
+    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers, scale_of,
     sizes, stored,
 };
-use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum, row_vector};
+use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum, row_vector};
 use crate::cubecl::{array, clamp_index, grid, launch, optional};
 use crate::masked::MASKED;
 use crate::ops::weight::PACKED;
@@ -104,6 +104,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let floats = [&keys.stored, &values.stored];
     let vector = vector(&bound, pass, if keys.is_int8() { &[] } else { &floats });
+    assert!(!keys.is_int8() || vector.is_multiple_of(PACKED), "cached_attention: vectors of whole words");
     let reads = if cubes <= busy { RUN } else { SHORT_RUN };
     let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, reads);
     let rounds = run.keys.div_ceil(lanes.round());
@@ -113,7 +114,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
+    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its own row and piece, and its row's new key and value, which the others
     // do not use; positions are held within table and cache. What stands in for statistics is not written.
     unsafe {
         launch!(
@@ -402,10 +403,14 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
                 if int8 {
                     factor *= scales[comptime!(lanes.run + j)];
                 }
-                #[unroll]
-                for e in 0..each {
-                    results[comptime!(i * each + e)] +=
-                        numbers::<K, M, N>(value[comptime!(j * each + e)], int8) * Vector::<f32, N>::new(factor);
+                // What lies behind the row's end, another row may have left there, and it may be no number.
+                let at = start + slot + comptime!(j as u32 * slots);
+                if at < end {
+                    #[unroll]
+                    for e in 0..each {
+                        results[comptime!(i * each + e)] +=
+                            numbers::<K, M, N>(value[comptime!(j * each + e)], int8) * Vector::<f32, N>::new(factor);
+                    }
                 }
             }
         }
@@ -538,16 +543,19 @@ fn read<K: Numeric, I: Int, M: Size>(
 /// The scale of a head of which each of its lanes has some vectors.
 #[cube]
 fn lanes_scale<F: Float, N: Size>(own: &Array<Vector<F, N>>, #[comptime] lanes: Lanes) -> f32 {
-    let mut largest = 0.0f32;
+    let mut of = Magnitude { largest: 0.0f32, sum: 0.0f32 };
     #[unroll]
     for e in 0..lanes.each {
-        largest = max(largest, magnitude::<N>(Vector::cast_from(own[e])));
+        let magnitudes = Vector::<f32, N>::cast_from(own[e]).abs();
+        of.largest = max(of.largest, lanes_max::<N>(magnitudes));
+        of.sum += lanes_sum::<N>(magnitudes);
     }
     #[unroll]
     for step in 0..comptime!(lanes.across.trailing_zeros()) {
-        largest = max(largest, plane_shuffle_xor(largest, 1u32 << step));
+        of.largest = max(of.largest, plane_shuffle_xor(of.largest, 1u32 << step));
+        of.sum += plane_shuffle_xor(of.sum, 1u32 << step);
     }
-    scale_of(largest)
+    scale_of(of)
 }
 
 /// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head

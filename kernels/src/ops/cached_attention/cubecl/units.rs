@@ -24,6 +24,7 @@ pub(super) fn attend<R: CubeRuntime>(
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;
+    assert!(!keys.is_int8(), "cached_attention: a kernel for floats");
     let batch_size = run.tokens;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let group = n_heads / n_kv_heads;
