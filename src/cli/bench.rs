@@ -48,7 +48,7 @@ pub(super) struct BenchArgs {
     /// Dtype, in place of the size's own
     #[arg(long)]
     precision: Option<Precision>,
-    /// What the cache keeps keys and values as
+    /// What the cache keeps keys and values as, to decode and for requests
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     cache_dtype: CachePrecision,
     /// How often each case is measured
