@@ -140,39 +140,16 @@ impl TensorFiles {
         out: &mut [T],
         progress: &mut dyn FnMut(u64),
     ) -> Result<(), WeightsError> {
-        match tensor.dtype {
-            Dtype::F32 => self.read_as::<f32, T>(tensor, transposed, out, progress),
-            Dtype::F16 => self.read_as::<f16, T>(tensor, transposed, out, progress),
-            Dtype::BF16 => self.read_as::<bf16, T>(tensor, transposed, out, progress),
-            other => Err(self.unsupported(tensor, other)),
-        }
-    }
-
-    fn unsupported(&self, tensor: &StoredTensor, dtype: Dtype) -> WeightsError {
-        let reason = format!("dtype {dtype:?} is not supported");
-        WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason }
-    }
-
-    fn read_as<S: Stored, T: Stored>(
-        &self,
-        tensor: &StoredTensor,
-        transposed: bool,
-        out: &mut [T],
-        progress: &mut dyn FnMut(u64),
-    ) -> Result<(), WeightsError> {
-        let (path, file) = &self.files[tensor.file];
-        let io = |error| WeightsError::Io { path: path.clone(), error };
         let columns = if transposed { tensor.shape[1] } else { 1 };
         let rows = out.len() / columns.max(1);
-        let mut file = file;
-        file.seek(SeekFrom::Start(tensor.start)).map_err(io)?;
-        let mut bytes = vec![0; PIECE.min(out.len() * S::SIZE)];
+        let mut row = TensorRow::new(self, std::iter::once(tensor));
+        let mut bytes = vec![0; PIECE.min(out.len() * T::SIZE)];
         let mut done = 0;
         while done < out.len() {
-            let count = (bytes.len() / S::SIZE).min(out.len() - done);
-            let piece = &mut bytes[..count * S::SIZE];
-            file.read_exact(piece).map_err(io)?;
-            let values = piece.chunks_exact(S::SIZE).map(|value| T::of(S::load(value)));
+            let count = (bytes.len() / T::SIZE).min(out.len() - done);
+            let piece = &mut bytes[..count * T::SIZE];
+            row.read::<T>(piece, progress)?;
+            let values = piece.chunks_exact(T::SIZE).map(T::fetch);
             if transposed {
                 for (at, value) in (done..).zip(values) {
                     out[at % columns * rows + at / columns] = value;
@@ -181,9 +158,13 @@ impl TensorFiles {
                 out[done..done + count].iter_mut().zip(values).for_each(|(out, value)| *out = value);
             }
             done += count;
-            progress(piece.len() as u64);
         }
         Ok(())
+    }
+
+    fn unsupported(&self, tensor: &StoredTensor, dtype: Dtype) -> WeightsError {
+        let reason = format!("dtype {dtype:?} is not supported");
+        WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason }
     }
 }
 
@@ -291,6 +272,9 @@ pub(crate) trait Stored: Copy {
 
     /// Its bytes in the processor's order.
     fn store(self, bytes: &mut [u8]);
+
+    /// From its bytes in the processor's order.
+    fn fetch(bytes: &[u8]) -> Self;
 }
 
 impl Stored for f32 {
@@ -310,6 +294,11 @@ impl Stored for f32 {
     #[inline(always)]
     fn store(self, bytes: &mut [u8]) {
         bytes.copy_from_slice(&self.to_ne_bytes());
+    }
+
+    #[inline(always)]
+    fn fetch(bytes: &[u8]) -> Self {
+        Self::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
     }
 }
 
@@ -332,6 +321,11 @@ macro_rules! stored_half {
             #[inline(always)]
             fn store(self, bytes: &mut [u8]) {
                 bytes.copy_from_slice(&self.to_ne_bytes());
+            }
+
+            #[inline(always)]
+            fn fetch(bytes: &[u8]) -> Self {
+                Self::from_ne_bytes([bytes[0], bytes[1]])
             }
         }
     };
