@@ -21,6 +21,9 @@ const TIMED: usize = 128;
 const READ_STEPS: usize = 16;
 /// Tokens of the prompt whose reading is timed.
 const PROMPT: usize = 2048;
+/// Prompts that are read together, and the tokens of each: on a device of its own, and on the CPU.
+const PROMPTS: [usize; 2] = [32, 512];
+const CPU_PROMPTS: [usize; 2] = [8, 64];
 
 /// Decoding with some sizes, each case told to `show` as soon as it is measured.
 pub struct DecodeBench<S> {
@@ -60,15 +63,16 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
                     (self.show)(measured.of(share, "a copy's speed, by the weights alone"))?;
                 }
             }
-            let tokens = self.options.length.unwrap_or(PROMPT).min(config.context_length - 1);
-            let seconds = prefill(&model, tokens, self.options.repeats, &device)?;
-            let values = seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
-            (self.show)(Measurement::new(
-                format!("prefill {name} {dtype}"),
-                format!("{tokens} tokens"),
-                "tokens/s",
-                values,
-            ))?;
+            let alone = [1, self.options.length.unwrap_or(PROMPT).min(config.context_length - 1)];
+            for [prompts, tokens] in [alone, if cpu { CPU_PROMPTS } else { PROMPTS }] {
+                let seconds = prefill(&model, prompts, tokens, self.options.repeats, &device)?;
+                let values = seconds.iter().map(|seconds| (prompts * tokens) as f64 / seconds).collect();
+                let case = match prompts {
+                    1 => format!("{tokens} tokens"),
+                    _ => format!("{prompts} prompts of {tokens} tokens"),
+                };
+                (self.show)(Measurement::new(format!("prefill {name} {dtype}"), case, "tokens/s", values))?;
+            }
         }
         Ok(())
     }
@@ -179,23 +183,25 @@ fn decode<B: Backend>(
     Ok(seconds)
 }
 
-/// Seconds to read a prompt and draw the token after it.
+/// Seconds to read prompts together and draw the token after each.
 fn prefill<B: Backend>(
     model: &Transformer<B>,
+    prompts: usize,
     tokens: usize,
     repeats: usize,
     device: &B::Device,
 ) -> Result<Vec<f64>, Failure> {
     let vocabulary = model.config().vocab_size as u32;
-    let prompt: Vec<u32> = (0..tokens as u32).map(|at| at.wrapping_mul(7919) % vocabulary).collect();
+    let all: Vec<u32> = (0..(prompts * tokens) as u32).map(|at| at.wrapping_mul(7919) % vocabulary).collect();
     let mut seconds = Vec::new();
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(tokens + 1);
-        let row = cache.add_row();
-        let sampled = SampledRows::new(&[Sampling::greedy().into()], device);
+        let mut cache = model.cache(prompts * (tokens + 1).next_multiple_of(PAGE_TOKENS));
+        let read_together: Vec<(RowId, &[u32])> =
+            all.chunks_exact(tokens).map(|prompt| (cache.add_row(), prompt)).collect();
+        let sampled = SampledRows::new(&vec![Sampling::greedy().into(); prompts], device);
         B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
         let begun = Instant::now();
-        let hidden = model.prefill(&[(row, &prompt)], &mut cache);
+        let hidden = model.prefill(&read_together, &mut cache);
         read(&mut vec![model.sample(hidden, &sampled, None, &cache)])?;
         seconds.push(begun.elapsed().as_secs_f64());
     }
