@@ -25,6 +25,7 @@ struct Info {
     u64 scale;
 };
 
+template <class Info>
 __device__ __forceinline__ float scale_of(const Info& info) {
     return __uint_as_float(static_cast<u32>(info.scale));
 }
@@ -196,9 +197,13 @@ __device__ __forceinline__ void pack_sums(u32 (&packed)[N / 16][4], const float 
     }
 }
 
-// Writes a warpgroup's 64 rows of a head, each multiplied by a factor, by way of `place` in shared memory.
-__device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4], float2 factors, u32 place,
-                                           const TensorMap& map, int row, int head, int batch, int barrier) {
+// Where 16 bytes of a row lie that was put into `place`.
+__device__ __forceinline__ u32 staged_chunk(u32 place, int line, int chunk) {
+    return place + chunk / 8 * 64 * ROW_BYTES + line * ROW_BYTES + ((chunk % 8 ^ line % 8) << 4);
+}
+
+// Puts a warpgroup's 64 rows of a head into `place` in shared memory, each multiplied by a factor.
+__device__ __forceinline__ void stage_rows(const float (&sums)[HEAD_DIM / 8][4], float2 factors, u32 place, int barrier) {
     int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
         tma_store_wait_read();
@@ -214,11 +219,17 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
             matrices[2 * side] = pack(sums[i + side][0] * factors.x, sums[i + side][1] * factors.x);
             matrices[2 * side + 1] = pack(sums[i + side][2] * factors.y, sums[i + side][3] * factors.y);
         }
-        matrices_store(place + chunk / 8 * 64 * ROW_BYTES + line * ROW_BYTES + ((chunk % 8 ^ line % 8) << 4), matrices);
+        matrices_store(staged_chunk(place, line, chunk), matrices);
     }
+}
+
+// Writes them, by way of `place`.
+__device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4], float2 factors, u32 place,
+                                           const TensorMap& map, int row, int head, int batch, int barrier) {
+    stage_rows(sums, factors, place, barrier);
     async_proxy_fence();
     named_barrier(barrier, WARPGROUP);
-    if (thread == 0) {
+    if (threadIdx.x % WARPGROUP == 0) {
         #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; block++) {
             tma_store(map, place + block * 64 * ROW_BYTES, block * 64, row, head, batch);

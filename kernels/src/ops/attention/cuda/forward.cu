@@ -1,216 +1,46 @@
-// Attention, forward (Dao et al., 2022; Shah et al., 2024): tiles of queries stay, keys and values come by, the last ones first.
-//
-// While the values of one block are multiplied, so are the queries by the keys of the next, and one warpgroup's softmax
-// runs beside the other's products.
+// Attention, forward, of rows of one length: see forward.cuh.
 
-constexpr int KEYS = 128;
-constexpr int Q_BYTES = KEPT * HEAD_DIM * 2;
-constexpr int KV_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int OUT_BYTES = 64 * HEAD_DIM * 2;
+struct Batch {
+    using Tile = ::Tile;
+    using Tiles = ::Tiles;
 
-struct Shared {
-    u32 base = shared_base();
+    const Info& info;
+    float* log_sum_exp;
 
-    __device__ u32 q() const { return base; }
-    __device__ u32 out(int consumer) const { return base + Q_BYTES + consumer * OUT_BYTES; }
-    __device__ u32 k(int stage) const { return out(CONSUMERS) + stage * KV_BYTES; }
-    __device__ u32 v(int stage) const { return k(STAGES + stage); }
-    __device__ u32 barrier(int index) const { return v(STAGES) + 8 * index; }
-    __device__ u32 q_full() const { return barrier(0); }
-    __device__ u32 q_empty() const { return barrier(1); }
-    __device__ u32 k_full(int stage) const { return barrier(2 + stage); }
-    __device__ u32 k_empty(int stage) const { return barrier(2 + STAGES + stage); }
-    __device__ u32 v_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
-    __device__ u32 v_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
-};
+    __device__ Tiles tiles() const { return Tiles(info.queries, info.heads, info.batch); }
 
-__device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const Info& info,
-                        const Shared& shared) {
-    Tiles tiles(info.queries, info.heads, info.batch);
-    Ring<STAGES> k, v;
-    u32 q_parity = 1;
-    int group = static_cast<int>(info.heads / info.kv_heads);
-    for (Tile tile; tiles.next(tile);) {
-        barrier_wait(shared.q_empty(), q_parity);
-        q_parity ^= 1;
-        barrier_expect(shared.q_full(), Q_BYTES);
-        bring<KEPT>(shared.q(), q_map, tile.first, tile.head, tile.batch, shared.q_full());
-        Range range = seen_keys<KEYS>(info, tile.first, KEPT);
-        int head = tile.head / group;
-        // Keys are needed a block before the values.
-        for (int block = range.end - 1; block >= range.begin - 1; block--) {
-            if (block >= range.begin) {
-                barrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-                barrier_expect(shared.k_full(k.stage), KV_BYTES);
-                bring<KEYS>(shared.k(k.stage), k_map, block * KEYS, head, tile.batch, shared.k_full(k.stage));
-                k.advance();
-            }
-            if (block < range.end - 1) {
-                barrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-                barrier_expect(shared.v_full(v.stage), KV_BYTES);
-                bring<KEYS>(shared.v(v.stage), v_map, (block + 1) * KEYS, head, tile.batch, shared.v_full(v.stage));
-                v.advance();
-            }
+    __device__ Range seen(const Tile& tile) const { return seen_keys<KEYS>(info, tile.first, KEPT); }
+
+    __device__ Span keys_of(const Tile& tile, int row) const { return ::keys_of(info, tile.first + row); }
+
+    __device__ void bring_queries(u32 to, const TensorMap& map, const Tile& tile, u32 barrier) const {
+        bring<KEPT>(to, map, tile.first, tile.head, tile.batch, barrier);
+    }
+
+    __device__ void bring_keys(u32 to, const TensorMap& map, const Tile& tile, int block, int head, u32 barrier) const {
+        bring<KEYS>(to, map, block * KEYS, head, tile.batch, barrier);
+    }
+
+    // Behind the last key are zeros.
+    __device__ void clear_unseen(u32, const Tile&, int, int) const {}
+
+    __device__ void keep(const Tile& tile, int row, float maximum, float sum) const {
+        row += tile.first;
+        if (row < info.queries) {
+            u64 place = (static_cast<u64>(tile.batch) * info.heads + tile.head) * info.queries + row;
+            log_sum_exp[place] = maximum + __logf(sum);
         }
     }
-}
 
-using Scores = float[KEYS / 8][4];
-
-// Scores become probabilities, relative to the maximum so far; what older sums have to be multiplied by.
-struct Softmax {
-    float maximum[2] = {-INFINITE, -INFINITE};
-    float sum[2] = {0.0f, 0.0f};
-    float correction[2];
-
-    __device__ __forceinline__ void apply(Scores& scores, float scale_log2) {
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float most = maximum[half];
-            #pragma unroll
-            for (int i = 0; i < KEYS / 8; i++) {
-                most = fmaxf(most, fmaxf(scores[i][2 * half], scores[i][2 * half + 1]));
-            }
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            // A row that has seen nothing yet.
-            float base = most == -INFINITE ? 0.0f : most * scale_log2;
-            correction[half] = power_of_2(maximum[half] * scale_log2 - base);
-            maximum[half] = most;
-            float added = 0.0f;
-            #pragma unroll
-            for (int i = 0; i < KEYS / 8; i++) {
-                #pragma unroll
-                for (int value = 2 * half; value < 2 * half + 2; value++) {
-                    scores[i][value] = power_of_2(fmaf(scores[i][value], scale_log2, -base));
-                    added += scores[i][value];
-                }
-            }
-            sum[half] = sum[half] * correction[half] + added;
-        }
+    __device__ void write(const float (&out)[HEAD_DIM / 8][4], float2 factors, u32 place, const TensorMap& map,
+                          const Tile& tile, int row, int barrier) const {
+        write_rows(out, factors, place, map, tile.first + row, tile.head, tile.batch, barrier);
     }
 };
-
-__device__ __forceinline__ void mask_scores(Scores& scores, const Info& info, int query, int key) {
-    if (!spans(keys_of(info, query), keys_of(info, query + 63), key, KEYS)) {
-        mask_sums<KEYS>(scores, -INFINITE, key, [&](int row) { return keys_of(info, query + row); });
-    }
-}
-
-__device__ void consume(const TensorMap& out_map, float* log_sum_exp, const Info& info, const Shared& shared, int consumer) {
-    Tiles tiles(info.queries, info.heads, info.batch);
-    Ring<STAGES> k, v;
-    u32 q_parity = 0;
-    int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-    float scale = scale_of(info), scale_log2 = scale * LOG2_E;
-    u32 q = shared.q() + consumer * 64 * ROW_BYTES;
-    Turns turns(consumer);
-    for (Tile tile; tiles.next(tile);) {
-        int query = tile.first + consumer * 64;
-        Range range = seen_keys<KEYS>(info, tile.first, KEPT);
-        Scores scores;
-        u32 probabilities[KEYS / 16][4];
-        float out[HEAD_DIM / 8][4];
-        Softmax softmax;
-
-        barrier_wait(shared.q_full(), q_parity);
-        q_parity ^= 1;
-        barrier_wait(shared.k_full(k.stage), k.parity);
-        wgmma_fence();
-        rows_by_rows<KEPT, KEYS>(scores, q, shared.k(k.stage));
-        wgmma_commit();
-        wgmma_wait<0>();
-        release(shared.k_empty(k.stage));
-        k.advance();
-        mask_scores(scores, info, query, (range.end - 1) * KEYS);
-        softmax.apply(scores, scale_log2);
-        pack_sums<KEYS>(probabilities, scores);
-        bool add = false;
-        for (int block = range.end - 2; block >= range.begin; block--) {
-            barrier_wait(shared.k_full(k.stage), k.parity);
-            barrier_wait(shared.v_full(v.stage), v.parity);
-            turns.begin();
-            wgmma_fence();
-            rows_by_rows<KEPT, KEYS>(scores, q, shared.k(k.stage));
-            wgmma_commit();
-            sums_by_columns<KEYS>(out, probabilities, shared.v(v.stage), add);
-            wgmma_commit();
-            turns.end();
-            add = true;
-            wgmma_wait<1>();
-            release(shared.k_empty(k.stage));
-            k.advance();
-            mask_scores(scores, info, query, block * KEYS);
-            softmax.apply(scores, scale_log2);
-            wgmma_wait<0>();
-            release(shared.v_empty(v.stage));
-            v.advance();
-            // Maxima change often at first, and rarely then.
-            if (__any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f)) {
-                #pragma unroll
-                for (int i = 0; i < HEAD_DIM / 8; i++) {
-                    #pragma unroll
-                    for (int value = 0; value < 4; value++) {
-                        out[i][value] *= softmax.correction[value / 2];
-                    }
-                }
-            }
-            pack_sums<KEYS>(probabilities, scores);
-        }
-        release(shared.q_empty());
-        barrier_wait(shared.v_full(v.stage), v.parity);
-        wgmma_fence();
-        sums_by_columns<KEYS>(out, probabilities, shared.v(v.stage), add);
-        wgmma_commit();
-        float factors[2];
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = softmax.sum[half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            factors[half] = 1.0f / sum;
-            int row = query + warp * 16 + half * 8 + lane / 4;
-            if (lane % 4 == 0 && row < info.queries) {
-                u64 place = (static_cast<u64>(tile.batch) * info.heads + tile.head) * info.queries + row;
-                log_sum_exp[place] = softmax.maximum[half] * scale + __logf(sum);
-            }
-        }
-        wgmma_wait<0>();
-        release(shared.v_empty(v.stage));
-        v.advance();
-        write_rows(out, make_float2(factors[0], factors[1]), shared.out(consumer), out_map, query, tile.head, tile.batch,
-                   1 + consumer);
-    }
-    if (thread == 0) {
-        tma_store_wait();
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward_hopper(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map, const void*,
                              const void*, const void*, void*, float* log_sum_exp, const __grid_constant__ Info info) {
-    Shared shared;
-    if (threadIdx.x == 0) {
-        barrier_init(shared.q_full(), 1);
-        barrier_init(shared.q_empty(), RELEASES);
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(shared.k_full(stage), 1);
-            barrier_init(shared.v_full(stage), 1);
-            barrier_init(shared.k_empty(stage), RELEASES);
-            barrier_init(shared.v_empty(stage), RELEASES);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    int warpgroup = threadIdx.x / WARPGROUP;
-    if (warpgroup == 0) {
-        registers_lower<40>();
-        if (threadIdx.x == 0) {
-            produce(q_map, k_map, v_map, info, shared);
-        }
-    } else {
-        registers_raise<232>();
-        consume(out_map, log_sum_exp, info, shared, warpgroup - 1);
-    }
+    attend(q_map, k_map, v_map, out_map, Batch{info, log_sum_exp});
 }

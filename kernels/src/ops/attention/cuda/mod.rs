@@ -84,7 +84,7 @@ impl CudaKernel for AttentionHopper {
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let shared = include_str!("attention.cuh");
         let pass = match pass {
-            Pass::Forward => include_str!("forward.cu"),
+            Pass::Forward => concat!(include_str!("forward.cuh"), include_str!("forward.cu")),
             Pass::BackwardQ => include_str!("backward_q.cu"),
             Pass::BackwardKv => include_str!("backward_kv.cu"),
         };
