@@ -280,6 +280,66 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
     }
 });
 
+backend_test!(rows_of_several_new_tokens_are_read_together::<B>(device) {
+    let shapes = [
+        PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 128 },
+        PackedHeads { n_heads: 6, n_kv_heads: 2, head_dim: 64 },
+        PackedHeads { n_heads: 3, n_kv_heads: 3, head_dim: 64 },
+        PackedHeads { n_heads: 1, n_kv_heads: 1, head_dim: 128 },
+    ];
+    // Short rows and long ones, whole tiles and parts; chunks behind what is there, beside rows of one token; and at last few tokens.
+    let steps: [&[(usize, usize)]; 4] = [
+        &[(0, 130), (1, 2), (2, 64), (3, 257), (4, 1), (5, 37), (6, 128)],
+        &[(1, 1), (2, 1), (0, 61), (3, 129), (4, 3), (5, 1), (6, 200)],
+        &[(4, 300), (6, 1), (0, 1), (1, 65)],
+        &[(3, 5), (5, 2), (1, 7)],
+    ];
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for heads in shapes {
+            let head_dim = heads.head_dim;
+            let frequencies: Vec<f64> = (0..head_dim / 2).map(|at| 0.7f64.powi(at as i32)).collect();
+            let placement = Placement {
+                query_norm: Some(Norm::rms(random::<B, 1>(1, [head_dim], &device) + 1.5, 1e-6)),
+                key_norm: Some(Norm::rms(random::<B, 1>(2, [head_dim], &device) + 1.5, 1e-6)),
+                rotary: Some(RotaryTable::new(700, &frequencies, 1.0, &device)),
+            };
+            for window in [None, Some(1), Some(100)] {
+                let page_tokens = 64;
+                let pages = 33;
+                let mut ours = LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(dtype), &device);
+                let mut theirs =
+                    LayerCache::<B>::new(pages, page_tokens, heads, CacheDType::Float(FloatDType::F32), &device);
+                // What another text has left in every page is no number, whatever is there of a row's own.
+                for page in 0..pages as u32 {
+                    let row = CachedRow { pages: [page].into(), tokens: page_tokens, keys: page_tokens };
+                    let at = CachedTokens::new(vec![row], None, &device);
+                    let nothing = || Tensor::<B, 2>::full([page_tokens, heads.width()], f32::NAN, &device);
+                    let bare = Placement { query_norm: None, key_norm: None, rotary: None };
+                    cached_attention(nothing().cast(dtype), heads, bare.clone(), &at, &mut ours);
+                    plain::cached_attention(nothing(), heads, bare, &at, &mut theirs);
+                }
+                let mut rows = Growing::new(7, page_tokens, pages);
+                for (step, which) in steps.iter().enumerate() {
+                    let at = CachedTokens::new(rows.grown(which), window, &device);
+                    let tokens: usize = which.iter().map(|(_, tokens)| tokens).sum();
+                    let qkv = random::<B, 2>(20 + step as u64, [tokens, heads.width()], &device).cast(dtype);
+                    let a = cached_attention(qkv.clone(), heads, placement.clone(), &at, &mut ours).cast(DType::F32);
+                    let b = plain::cached_attention(qkv.cast(DType::F32), heads, placement.clone(), &at, &mut theirs);
+                    let b = b.reshape([tokens, heads.n_heads * head_dim]);
+                    // Each row by itself: a small one would be lost among the others.
+                    let mut first = 0;
+                    for (row, tokens) in *which {
+                        let of_row = |x: &Tensor<B, 2>| x.clone().narrow(0, first, *tokens);
+                        let what = format!("{heads:?} {dtype:?}, window {window:?}, step {step}, row {row}");
+                        assert_close(&what, &of_row(&a), &of_row(&b), tolerance);
+                        first += tokens;
+                    }
+                }
+            }
+        }
+    }
+});
+
 backend_test!(cached_attention_gives_the_same_bits_whatever_the_pages::<B>(device) {
     let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 16 };
     let bare = || Placement { query_norm: None, key_norm: None, rotary: None };

@@ -16,6 +16,8 @@ mod cache;
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
+#[cfg(feature = "cubecl")]
+mod lists;
 pub(crate) mod reference;
 
 use std::sync::Arc;
@@ -64,9 +66,18 @@ pub struct CachedTokens<B: Backend> {
     /// The pages of each row, `[rows, most]`; behind those that a row has, the first page.
     pub(crate) pages: Tensor<B, 2, Int>,
     pub(crate) window: Option<usize>,
+    #[cfg(feature = "cubecl")]
+    lists: lists::Lists<B>,
 }
 
 impl<B: Backend> CachedTokens<B> {
+    fn of(rows: Vec<CachedRow>, positions: Tensor<B, 2, Int>, pages: Tensor<B, 2, Int>, window: Option<usize>) -> Self {
+        #[cfg(feature = "cubecl")]
+        return Self { rows, positions, pages, window, lists: lists::Lists::default() };
+        #[cfg(not(feature = "cubecl"))]
+        Self { rows, positions, pages, window }
+    }
+
     /// Of these rows, each token of which sees `window` keys at the most, its own included. Positions and pages go to the device.
     ///
     /// # Panics
@@ -78,7 +89,7 @@ impl<B: Backend> CachedTokens<B> {
         let shape = [1, places.len()];
         let positions = Tensor::from_data(TensorData::new(places, shape), device);
         let pages = page_table(&rows, device);
-        Self { rows, positions, pages, window }
+        Self::of(rows, positions, pages, window)
     }
 
     /// The same rows with one more token each. Where their pages are the same, nothing goes to the device.
@@ -96,7 +107,7 @@ impl<B: Backend> CachedTokens<B> {
         let same = self.rows.iter().zip(&rows).all(|(old, new)| old.pages == new.pages);
         let pages = if same { self.pages.clone() } else { page_table(&rows, &self.pages.device()) };
         let positions = next_positions(self.positions.clone(), i32::MAX as usize);
-        Self { rows, positions, pages, window: self.window }
+        Self::of(rows, positions, pages, self.window)
     }
 
     /// The last token of each row, alone: what [`next`](Self::next) goes on from.
@@ -108,7 +119,7 @@ impl<B: Backend> CachedTokens<B> {
         let positions: Vec<i32> = rows.iter().map(|row| row.keys as i32 - 1).collect();
         let shape = [1, rows.len()];
         let positions = Tensor::from_data(TensorData::new(positions, shape), &self.positions.device());
-        Self { rows, positions, pages: self.pages.clone(), window: self.window }
+        Self::of(rows, positions, self.pages.clone(), self.window)
     }
 
     /// The rows.
@@ -185,7 +196,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
             table.check(op, &qkv, head_dim);
         }
 
-        let CachedTokens { rows, positions, pages: table, window } = self.at;
+        let CachedTokens { rows, positions, pages: table, window, .. } = self.at;
         let positions = part(op, "positions", positions).integer().shaped(&[1, tokens], &qkv);
         part(op, "pages", table).fits(table.dims()[0] == rows.len(), &qkv).alike(&positions);
         for row in rows {

@@ -1,5 +1,6 @@
 //! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces; for
-//! more, a kernel that places and appends and one that puts a row's pages side by side, before that of attention.
+//! more, a kernel that places and appends, for all rows together, and then, row by row, one that puts a row's pages side by side, before that
+//! of attention.
 
 mod planes;
 mod units;
@@ -61,22 +62,25 @@ where
             fell_back("cached_attention", &Self::name(&at.pages.device()), "a cache of INT8 is read row by row");
         }
         let runs = runs(&at.rows, together);
+        let cached = cached.each_ref();
+        if let [run] = &runs[..]
+            && run.single
+        {
+            let out = scratch(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype);
+            decode(&all, run, cached, &out);
+            return float(out);
+        }
+        let longer = longer(&runs);
+        let query = rotary_append(&all, &longer, contiguous(at.row_of_each().clone().into_primitive()), cached);
         if let [run] = &runs[..] {
-            return match run.single {
-                true => {
-                    let out = scratch(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype);
-                    decode(&all, run, cached.each_ref(), &out);
-                    float(out)
-                }
-                false => float::<Self, 4>(prefill(&all, run, cached.each_ref())).squeeze_dim(0),
-            };
+            return float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
         }
         let mut out = float::<Self, 3>(empty(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype));
         for run in &runs {
             if run.single {
-                decode(&all, run, cached.each_ref(), &primitive(out.clone()));
+                decode(&all, run, cached, &primitive(out.clone()));
             } else {
-                let part = float::<Self, 4>(prefill(&all, run, cached.each_ref())).squeeze_dim(0);
+                let part = float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
                 let place = [run.first_token..run.first_token + run.tokens, 0..heads.n_heads, 0..head_dim];
                 out.inplace(|out| out.slice_assign(place, part));
             }
@@ -113,6 +117,17 @@ fn runs(rows: &[CachedRow], together: bool) -> Vec<Run> {
         first_token += row.tokens;
     }
     runs
+}
+
+/// All from the first run of several new tokens to the last one. Single tokens between them are appended with them, and once more where
+/// they are attended to.
+fn longer(runs: &[Run]) -> Run {
+    let several = |run: &&Run| !run.single;
+    let first = runs.iter().find(several).expect("a run that is none of single tokens");
+    let last = runs.iter().rfind(several).unwrap_or(first);
+    let (first_row, first_token) = (first.first_row, first.first_token);
+    let keys = runs.iter().map(|run| run.keys).max().unwrap_or(1);
+    Run { first_row, first_token, tokens: last.first_token + last.tokens - first_token, single: false, keys }
 }
 
 /// Keys, or values, on the device.
@@ -290,26 +305,35 @@ fn sizes<R: CubeRuntime>(
     )
 }
 
-/// Places and appends the tokens of one row, and attends to its keys: `[1, tokens, n_heads, head_dim]`.
-fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2]) -> CubeTensor<R> {
+/// Attends to the keys of one row, whose tokens are appended: `[1, tokens, n_heads, head_dim]`.
+fn prefill<R: CubeRuntime>(pass: &Pass<R>, run: &Run, query: &CubeTensor<R>, held: [&CubeHeld<R>; 2]) -> CubeTensor<R> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
-    let query = rotary_append(pass, run, held);
     let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
+    let query = Heads {
+        tensor: query.clone(),
+        offset: run.first_token * n_heads * head_dim,
+        strides: [0, head_dim, n_heads * head_dim],
+    };
     let [keys, values] = side_by_side(pass, run, held).map(Heads::from_tensor);
-    let inputs = [&Heads::from_rows(query), &keys, &values];
     let mask = CubeMask::Causal { window: pass.window };
-    attention_forward(inputs, dims, &mask, AttentionOptions::new(head_dim)).0
+    attention_forward([&query, &keys, &values], dims, &mask, AttentionOptions::new(head_dim)).0
 }
 
-/// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[1, tokens, n_heads,
-/// head_dim]`.
-fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeHeld<R>; 2]) -> CubeTensor<R> {
+/// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[tokens, n_heads, head_dim]`, in
+/// their places among all of the pass. `rows` has the row of each token.
+fn rotary_append<R: CubeRuntime>(
+    pass: &Pass<R>,
+    run: &Run,
+    rows: CubeTensor<R>,
+    [keys, values]: [&CubeHeld<R>; 2],
+) -> CubeTensor<R> {
     let Pass { qkv, heads, positions, table, .. } = pass;
     let bound = bind(pass, MOST_HEADS, keys.is_int8());
-    let query = empty(qkv, [1, run.tokens, heads.n_heads, heads.head_dim], qkv.dtype);
+    let query = empty(qkv, [qkv.meta.shape()[0], heads.n_heads, heads.head_dim], qkv.dtype);
+    assert_eq!(rows.dtype, positions.dtype, "cached_attention: integers of one dtype");
     let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
-    // SAFETY: each cube places heads of its own token, below all heads; positions are held within the rotary table, pages
-    // within the cache.
+    // SAFETY: each cube places heads of its own token, below all heads; rows are those of the tokens, positions are held within the rotary
+    // table, pages within the cache.
     unsafe {
         append_kernel::launch_unchecked(
             &qkv.client,
@@ -321,6 +345,7 @@ fn rotary_append<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&Cu
             array(&bound.table[0]),
             array(&bound.table[1]),
             array(positions),
+            array(&rows),
             array(table),
             array(&query),
             array(&keys.stored),
@@ -537,6 +562,7 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     cos: &Array<T>,
     sin: &Array<T>,
     positions: &Array<I>,
+    rows: &Array<I>,
     table: &Array<I>,
     query: &mut Array<F>,
     keys: &mut Array<K>,
@@ -553,13 +579,15 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
 ) {
     let head_dim = comptime!(variant.head_dim as u32);
     let most = comptime!(variant.heads as u32);
-    let token = CUBE_POS as u32 / sizes.pieces;
+    let mut token = CUBE_POS as u32 / sizes.pieces;
     if token >= sizes.tokens {
         terminate!();
     }
-    let position = clamp_index::<I>(positions[(sizes.first_token + token) as usize], sizes.keys - 1);
+    token += sizes.first_token;
+    let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
+    let table_row = u32::cast_from(rows[token as usize]);
     let placed_heads = sizes.n_heads + sizes.n_kv_heads;
-    let row = (sizes.first_token + token) * (placed_heads + sizes.n_kv_heads) * head_dim;
+    let row = token * (placed_heads + sizes.n_kv_heads) * head_dim;
     let first = CUBE_POS as u32 % sizes.pieces * most;
     // Heads of both kinds may be among them: queries first, then keys, which lie behind them.
     let end = min(first + most, placed_heads);
@@ -602,7 +630,7 @@ fn append_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
         let own = i / words;
         let head = middle - sizes.n_heads + own;
         let word = i % words;
-        let line = cell::<I>(table, sizes.first_row, head, position, sizes);
+        let line = cell::<I>(table, table_row, head, position, sizes);
         let to = (line * words + word) as usize;
         let key_at = (queries + own) * head_dim + word * each;
         let value_at = row + (placed_heads + head) * head_dim + word * each;
