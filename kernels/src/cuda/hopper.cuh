@@ -362,6 +362,22 @@ __device__ __forceinline__ float widen(unsigned short half) {
     return value;
 }
 
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 shared_load(u32 address) {
+    uint4 bytes;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
+                 : "r"(address)
+                 : "memory");
+    return bytes;
+}
+
+__device__ __forceinline__ void shared_store(u32 address, uint4 bytes) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(bytes.x), "r"(bytes.y), "r"(bytes.z),
+                 "r"(bytes.w)
+                 : "memory");
+}
+
 // Four 8 by 8 matrices between registers and shared memory: lane l gives the address of row l % 8 of matrix l / 8, and has
 // two elements of row l / 4 of each.
 __device__ __forceinline__ void matrices_store(u32 address, const u32 (&matrices)[4]) {

@@ -35,6 +35,10 @@ use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
+/// New tokens of a row that a kernel takes together.
+#[cfg(feature = "cuda")]
+pub(crate) const TILE: usize = 128;
+
 /// What happens to queries and keys before they meet.
 #[derive(Clone, Debug)]
 pub struct Placement<B: Backend> {

@@ -3,7 +3,8 @@
 // While the values of one block are multiplied, so are the queries by the keys of the next, and one warpgroup's softmax
 // runs beside the other's products.
 //
-// Which tiles there are, where their queries, keys and values lie and which keys they see is said by `Rows`.
+// Which tiles there are, where their queries, keys and values lie and which keys they see is said by `Rows`: rows of one
+// length (forward.cu), or of any length over pages (paged.cu).
 
 constexpr int KEYS = 128;
 constexpr int Q_BYTES = KEPT * HEAD_DIM * 2;

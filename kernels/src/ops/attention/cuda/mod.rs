@@ -1,11 +1,14 @@
 //! Attention for Hopper, in CUDA C++: 16-bit heads of 64 or 128, all keys seen or causal, without dropout.
 
+mod paged;
+
 use std::sync::Mutex;
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
+pub(crate) use self::paged::PagedHopper;
 use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
 use crate::cubecl::{empty, multiprocessors};
@@ -16,12 +19,16 @@ const KEPT: usize = 128;
 const ROWS: usize = 64;
 /// Bytes of shared memory of a block.
 const SHARED_BYTES: usize = 227 << 10;
+/// More than there are tokens, and still below 2^31 when added to one's place.
+const MOST_WINDOW: usize = 1 << 30;
 /// With fewer queries not even one consumer's rows are full.
 const FEWEST_QUERIES: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Pass {
     Forward,
+    /// Forward over pages.
+    Paged,
     BackwardQ,
     BackwardKv,
 }
@@ -40,7 +47,7 @@ impl AttentionHopper {
     /// Rows of the tiles that come by.
     fn brought(&self) -> usize {
         match self.pass {
-            Pass::Forward => 128,
+            Pass::Forward | Pass::Paged => 128,
             Pass::BackwardQ if self.head_dim == 64 => 128,
             Pass::BackwardQ | Pass::BackwardKv => 64,
         }
@@ -48,7 +55,7 @@ impl AttentionHopper {
 
     /// Bytes beside the stages: what is kept, the result on its way out, and barriers.
     fn other_bytes(&self) -> usize {
-        let tiles = if self.pass == Pass::Forward { 1 } else { 2 };
+        let tiles = if matches!(self.pass, Pass::Forward | Pass::Paged) { 1 } else { 2 };
         (tiles + 1) * KEPT * self.head_dim * 2 + 256
     }
 
@@ -72,6 +79,7 @@ impl CudaKernel for AttentionHopper {
     fn entry(&self) -> &'static str {
         match self.pass {
             Pass::Forward => "attention_forward_hopper",
+            Pass::Paged => "attention_paged_hopper",
             Pass::BackwardQ => "attention_backward_q_hopper",
             Pass::BackwardKv => "attention_backward_kv_hopper",
         }
@@ -85,6 +93,7 @@ impl CudaKernel for AttentionHopper {
         let shared = include_str!("attention.cuh");
         let pass = match pass {
             Pass::Forward => concat!(include_str!("forward.cuh"), include_str!("forward.cu")),
+            Pass::Paged => concat!(include_str!("forward.cuh"), include_str!("paged.cu")),
             Pass::BackwardQ => include_str!("backward_q.cu"),
             Pass::BackwardKv => include_str!("backward_kv.cu"),
         };
@@ -111,7 +120,8 @@ pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
             causal,
         })
     };
-    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels)
+    let paged = [64, 128].map(|head_dim| AttentionHopper { pass: Pass::Paged, half: "bf16", head_dim, causal: true });
+    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels).chain(paged)
 }
 
 /// An attention that these kernels take.
@@ -156,10 +166,8 @@ impl Hopper {
                 && heads.strides.iter().all(|stride| stride % 8 == 0)
                 && !expanded
         };
-        // More than there are tokens, and still below 2^31 when added to one's place.
-        let most = 1 << 30;
         let taken = sizes && numbers && heads.iter().all(reads) && cuda::on_hopper(x);
-        let window = window.unwrap_or(most).min(most);
+        let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
         taken.then_some(Self { half, dims, causal, window, scale })
     }
 
@@ -178,6 +186,7 @@ impl Hopper {
                 let [q, k, v, grad, out, other] = [(); 6].map(|()| heads());
                 let rows = empty(x, [1, 1, ROWS, 2], DType::F32);
                 match pass {
+                    Pass::Paged => unreachable!("tried where it is used"),
                     Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
                     Pass::BackwardQ => small.launch_backward_q([&q, &k, &v, &grad], &rows, &out),
                     Pass::BackwardKv => small.launch_backward_kv([&q, &k, &v, &grad], &rows, [&out, &other]),

@@ -1,6 +1,6 @@
 //! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces; for
-//! more, a kernel that places and appends, for all rows together, and then, row by row, one that puts a row's pages side by side, before that
-//! of attention.
+//! more, a kernel that places and appends, for all rows together, and then one that attends over pages, where there is one. Elsewhere a
+//! row's pages are put side by side before attention, row by row.
 
 mod planes;
 mod units;
@@ -12,12 +12,14 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, CachedTokens, Held, Placement, reference};
 use crate::checked::Checked;
 use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, optional, scratch, vector_width};
 use crate::masked::MASKED;
 use crate::ops::attention::AttentionOptions;
+#[cfg(feature = "cuda")]
+use crate::ops::attention::PagedHopper;
 use crate::ops::attention::cubecl::{CubeMask, Dims, Heads, attention_forward};
 use crate::ops::weight::PACKED;
 use crate::ops::weight::cubecl::bytes;
@@ -72,14 +74,17 @@ where
         }
         let longer = longer(&runs);
         let query = rotary_append(&all, &longer, contiguous(at.row_of_each().clone().into_primitive()), cached);
-        if let [run] = &runs[..] {
+        let paged = over_pages(&all, at, &longer, &query, cached);
+        if let ([run], None) = (&runs[..], &paged) {
             return float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
         }
-        let mut out = float::<Self, 3>(empty(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype));
+        let row_by_row = paged.is_none();
+        let out = paged.unwrap_or_else(|| empty(&all.qkv, [tokens, heads.n_heads, head_dim], all.qkv.dtype));
+        let mut out = float::<Self, 3>(out);
         for run in &runs {
             if run.single {
                 decode(&all, run, cached, &primitive(out.clone()));
-            } else {
+            } else if row_by_row {
                 let part = float::<Self, 4>(prefill(&all, run, &query, cached)).squeeze_dim(0);
                 let place = [run.first_token..run.first_token + run.tokens, 0..heads.n_heads, 0..head_dim];
                 out.inplace(|out| out.slice_assign(place, part));
@@ -303,6 +308,38 @@ fn sizes<R: CubeRuntime>(
         bound.epsilon as f32,
         last as u32,
     )
+}
+
+/// Attends to the keys of all rows of several new tokens in one launch, where there is a kernel that reads pages: `[tokens, n_heads,
+/// head_dim]`, in which rows of one new token are left out.
+#[cfg(feature = "cuda")]
+fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(
+    pass: &Pass<R>,
+    at: &CachedTokens<B>,
+    longer: &Run,
+    query: &CubeTensor<R>,
+    [keys, values]: [&CubeHeld<R>; 2],
+) -> Option<CubeTensor<R>> {
+    if keys.is_int8() {
+        return None;
+    }
+    let cached = [&keys.stored, &values.stored];
+    let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, pass.window)?;
+    let out = empty(query, [query.meta.shape()[0], pass.heads.n_heads, pass.heads.head_dim], query.dtype);
+    // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and keys that the row's pages have room for.
+    unsafe { paged.forward(query, cached, &pass.table, &contiguous(at.tiles().clone().into_primitive()), &out) };
+    Some(out)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(
+    _: &Pass<R>,
+    _: &CachedTokens<B>,
+    _: &Run,
+    _: &CubeTensor<R>,
+    _: [&CubeHeld<R>; 2],
+) -> Option<CubeTensor<R>> {
+    None
 }
 
 /// Attends to the keys of one row, whose tokens are appended: `[1, tokens, n_heads, head_dim]`.
