@@ -10,6 +10,7 @@ typedef unsigned long long address;
 #define DOES_NOTHING(name) int name(void) { return 0; }
 DOES_NOTHING(cuInit)
 DOES_NOTHING(cuCtxSetCurrent)
+DOES_NOTHING(cuDevicePrimaryCtxRelease_v2)
 DOES_NOTHING(cuEventRecord)
 DOES_NOTHING(cuEventSynchronize)
 DOES_NOTHING(cuEventDestroy_v2)
@@ -21,6 +22,7 @@ DOES_NOTHING(cuLaunchKernelEx)
 DOES_NOTHING(cuMemFree_v2)
 DOES_NOTHING(cuMemFreeAsync)
 DOES_NOTHING(cuMemcpyHtoDAsync_v2)
+DOES_NOTHING(cuDriverGetVersion)
 DOES_NOTHING(cuModuleUnload)
 DOES_NOTHING(cuTensorMapEncodeTiled)
 
@@ -31,6 +33,7 @@ int cuGetProcAddress_v2(void) { return 500; }
 /* Handles need only not be null. */
 static int handle(void **out) { *out = (void *)16; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; return handle(context); }
+int cuCtxGetCurrent(void **context) { return handle(context); }
 int cuStreamCreate(void **stream, unsigned flags) { (void)flags; return handle(stream); }
 int cuEventCreate(void **event, unsigned flags) { (void)flags; return handle(event); }
 int cuModuleLoadData(void **module, const void *image) { (void)image; return handle(module); }

@@ -55,7 +55,9 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 pub fn cuda_sources() -> Vec<(String, String)> {
     let gemms = crate::ops::linear::hopper_kernels();
     let attentions = crate::ops::attention::hopper_kernels();
-    gemms.map(|kernel| named(&kernel)).chain(attentions.map(|kernel| named(&kernel))).collect()
+    let steps = crate::ops::decode_step::hopper_kernels();
+    let steps = steps.map(|kernel| named(&kernel));
+    gemms.map(|kernel| named(&kernel)).chain(attentions.map(|kernel| named(&kernel))).chain(steps).collect()
 }
 
 /// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
@@ -174,6 +176,69 @@ impl Arguments {
         self.words.push(word as u64);
         self
     }
+}
+
+/// What `work` gives while the primary context of the device of `x`, which is CubeCL's, is this thread's: parts of the driver ask for one.
+///
+/// # Errors
+/// If the driver does not let it be that.
+pub(crate) fn in_context<R: CubeRuntime, T>(
+    x: &CubeTensor<R>,
+    work: impl FnOnce() -> T,
+) -> Result<T, cudarc::driver::DriverError> {
+    let device: &dyn Any = &x.device;
+    let Some(CudaDevice { index }) = device.downcast_ref::<CudaDevice>() else {
+        unreachable!("only CUDA devices have contexts");
+    };
+    let device = driver::device::get(*index as i32)?;
+    let before = driver::ctx::get_current()?;
+    // SAFETY: the device was just given out by the driver. Its primary context is there until it is released, which is after another has taken its
+    // place; the one that was this thread's before is somebody else's to keep.
+    unsafe {
+        let context = driver::primary_ctx::retain(device)?;
+        driver::ctx::set_current(context)?;
+        let result = work();
+        driver::ctx::set_current(before.unwrap_or(std::ptr::null_mut()))?;
+        driver::primary_ctx::release(device)?;
+        Ok(result)
+    }
+}
+
+/// A tensor map that kernels read from memory: of a bf16 matrix `[rows, columns]` at an address, without gaps, seen as groups of 64
+/// columns, `[columns / 64, rows, 64]`, and read in boxes of `[groups, rows, 64]` with the 128-byte swizzle. It is made [in the device's
+/// context](in_context).
+///
+/// # Errors
+/// If the driver takes no such matrix.
+pub(crate) fn grouped_map(
+    address: u64,
+    [rows, columns]: [usize; 2],
+    [groups, box_rows]: [usize; 2],
+) -> Result<[u64; 16], String> {
+    use cudarc::driver::sys::*;
+    let shape = [64, rows as u64, columns as u64 / 64];
+    let strides = [columns as u64 * 2, 128];
+    let tile = [64, box_rows as u32, groups as u32];
+    let mut map = CUtensorMap { opaque: [0; 16] };
+    // SAFETY: the driver reads three sizes, two strides and three times three more numbers, and writes one map. It does not read what is at
+    // the address.
+    let result = unsafe {
+        cuTensorMapEncodeTiled(
+            &mut map,
+            CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            3,
+            address as *mut std::ffi::c_void,
+            shape.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            [1u32; 3].as_ptr(),
+            CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    if result == CUresult::CUDA_SUCCESS { Ok(map.opaque) } else { Err(format!("{result:?}")) }
 }
 
 /// Launches `blocks` blocks of a kernel on the device of `x`, which is CUDA's.

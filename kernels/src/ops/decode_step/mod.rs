@@ -9,12 +9,15 @@ mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 #[cfg(feature = "cuda")]
-pub(crate) mod cuda;
+mod cuda;
 
 use std::any::Any;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::hopper_kernels;
 
 use super::cached_attention::{CachedAttentionOps, CachedTokens, LayerCache, Placement};
 use super::norm::Norm;
@@ -105,7 +108,7 @@ impl<B: DecodeStepOps> DecodePlan<B> {
 }
 
 /// The most rows of a step.
-pub(crate) const MOST_ROWS: usize = 8;
+pub(crate) const MOST_ROWS: usize = 64;
 
 /// What a plan is made of.
 #[derive(Debug)]

@@ -1,7 +1,10 @@
-//! A whole decode step for Hopper in one launch, in CUDA C++: weights in bf16, a block on each multiprocessor.
+//! Whole decode steps for Hopper, in CUDA C++: weights in bf16; one launch for up to 32 rows, two for up to 64.
+
+mod kernels;
 
 use std::any::Any;
-use std::sync::Mutex;
+use std::ops::Range;
+use std::sync::Once;
 
 use burn::cubecl::cuda::CudaRuntime;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -10,105 +13,44 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::client::ComputeClient;
 
-use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep, MOST_ROWS};
+pub(crate) use kernels::hopper_kernels;
+use kernels::{
+    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MANY_ROWS, PAGE_TOKENS, SLICE, Sizes,
+};
+
+use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep};
 use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, grouped_map};
 use crate::ops::cached_attention::Held;
 use crate::ops::norm::NormKind;
 use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
 use crate::tensor::{float, primitive};
 
-/// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
-const SLICE: usize = 1024;
-const HEAD_DIM: usize = 128;
-const PAGE_TOKENS: usize = 64;
-/// Keys and values of a step's rows are shared out among this many blocks at the least.
-const FEWEST_BLOCKS: usize = 128;
-/// Warps that multiply.
-const WARPS: usize = 16;
 /// Addresses of a block in the table.
 const POINTERS: usize = 10;
 
-/// What the kernel is compiled for.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct DecodeStepHopper {
-    rows: usize,
-    n_layers: usize,
-    d_model: usize,
-    n_heads: usize,
-    n_kv_heads: usize,
-    d_ff: usize,
-    /// The bits of an f32.
-    epsilon: u32,
-}
-
-impl DecodeStepHopper {
-    fn finishers(&self) -> usize {
-        if self.rows < 4 { self.rows } else { 2 }
-    }
-}
-
-impl CudaKernel for DecodeStepHopper {
-    fn threads(&self) -> u32 {
-        32 * (WARPS + self.finishers() + 1) as u32
-    }
-
-    fn entry(&self) -> &'static str {
-        "decode_step_hopper"
-    }
-
-    fn source(&self) -> String {
-        let Self { rows, n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
-        let defined = [
-            ("BATCH", rows),
-            ("N_LAYERS", n_layers),
-            ("D_MODEL", d_model),
-            ("N_HEADS", n_heads),
-            ("N_KV_HEADS", n_kv_heads),
-            ("D_FF", d_ff),
-        ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
-        let epsilon = f32::from_bits(epsilon);
-        format!("{defined}#define EPSILON {epsilon:e}f\n{}", include_str!("decode_step.cu"))
-    }
-
-    fn shared_bytes(&self) -> usize {
-        227 << 10
-    }
-
-    fn tried() -> &'static Tried<Self> {
-        static TRIED: Tried<DecodeStepHopper> = Mutex::new(None);
-        &TRIED
-    }
-}
-
 /// What is ready for a model and a cache.
 struct Body<R: CubeRuntime> {
-    kernel: DecodeStepHopper,
+    sizes: Sizes,
+    /// Of the kernel for few rows.
     blocks: u32,
     /// Addresses of each block's tensors.
     table: CubeTensor<R>,
+    /// How the kernel for many rows reads them by TMA.
+    maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
     final_norm: CubeTensor<R>,
     cos: CubeTensor<R>,
     sin: CubeTensor<R>,
-    /// The epoch of the exchange, and whether a wait was too long.
+    /// How far the exchange is, and whether a wait was too long.
     state: CubeTensor<R>,
-    /// Words that blocks exchange.
-    scratch: CubeTensor<R>,
+    /// Words that blocks exchange: of few rows, and of each number of many.
+    few: CubeTensor<R>,
+    many: [CubeTensor<R>; MANY.len()],
     /// Keeps the memory at these addresses.
     _held: Vec<Box<dyn Any + Send>>,
-}
-
-/// The numbers of a kernel's exchange, as its source has them.
-fn scratch_words(kernel: &DecodeStepHopper) -> usize {
-    let DecodeStepHopper { rows, d_model, n_heads, n_kv_heads, d_ff, .. } = *kernel;
-    let (copies, splits) = (2, 16 / rows);
-    let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2;
-    let qkv = (n_heads + 2 * n_kv_heads) * HEAD_DIM;
-    rows * (copies * exchanged + qkv + n_heads * splits * (HEAD_DIM + 1))
 }
 
 fn half<R, F, I, BT>(weight: &Weight<CubeBackend<R, F, I, BT>>, name: &str) -> Result<CubeTensor<R>, Declined>
@@ -153,16 +95,21 @@ where
     BT: BoolElement,
 {
     let planned = planned.into_inner();
-    let embedding = half(&planned.model.embedding, "the embedding")?;
-    if !cuda::on_hopper(&embedding) {
+    let on_device = primitive(planned.model.final_norm.gamma.clone());
+    if !cuda::on_hopper(&on_device) {
         return Err(Declined::new("the device is none of compute capability 9.0"));
     }
-    made(planned, embedding)
+    let made = cuda::in_context(&on_device, || made(planned));
+    let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
+    if let Err(reason) = &made {
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| eprintln!("note: decoding runs operation by operation, not in one launch a step: {reason}"));
+    }
+    made
 }
 
 fn made<R, F, I, BT>(
     DecodePlanned { model, caches }: DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
-    embedding: CubeTensor<R>,
 ) -> Result<Box<dyn Any + Send>, Declined>
 where
     R: CubeRuntime,
@@ -170,7 +117,8 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeModel { blocks, final_norm, heads, .. } = model;
+    let DecodeModel { blocks, final_norm, heads, embedding } = model;
+    let embedding = half(embedding, "the embedding")?;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let d_model = embedding.meta.shape()[1];
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
@@ -180,6 +128,7 @@ where
         ("d_model", d_model == SLICE),
         ("head_dim", head_dim == HEAD_DIM),
         ("n_heads", (n_heads * HEAD_DIM).is_multiple_of(SLICE) && n_heads == 2 * n_kv_heads && n_kv_heads <= 8),
+        // As many of each as the kernels have registers for.
         ("d_ff", d_ff.is_multiple_of(SLICE) && d_ff <= 3 * SLICE),
         ("the cache's pages", page_tokens == PAGE_TOKENS),
         ("the widths of the blocks", blocks.iter().all(|block| block.up.dims()[0] == 2 * d_ff)),
@@ -188,16 +137,23 @@ where
         return Err(Declined::new(format!("the kernel was not written for {name}")));
     }
     let multiprocessors = multiprocessors(&embedding);
-    if (multiprocessors as usize) < FEWEST_BLOCKS {
-        return Err(Declined::new(format!("the device has {multiprocessors} multiprocessors, of {FEWEST_BLOCKS}")));
+    if multiprocessors < BLOCKS {
+        return Err(Declined::new(format!("the device has {multiprocessors} multiprocessors, of {BLOCKS}")));
     }
     let epsilon = final_norm.epsilon;
     let mut addresses: Vec<u64> = Vec::new();
+    let mut maps: Vec<u64> = Vec::new();
     let mut held = Vec::new();
     let mut hold = |x: CubeTensor<R>, name: &str| {
         let (address, kept) = address(&packed(x, name)?)?;
         addresses.push(address);
         held.push(kept);
+        Ok::<u64, Declined>(address)
+    };
+    let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
+        maps.extend(
+            grouped_map(address, shape, tile).map_err(|error| Declined::new(format!("no tensor map: {error}")))?,
+        );
         Ok::<(), Declined>(())
     };
     let gamma = |norm: &crate::ops::norm::Norm<CubeBackend<R, F, I, BT>>| {
@@ -211,16 +167,22 @@ where
     {
         let norms = placement.query_norm.as_ref().zip(placement.key_norm.as_ref());
         let (query_norm, key_norm) = norms.ok_or_else(|| Declined::new("queries and keys have no norms"))?;
-        hold(half(qkv, "qkv")?, "qkv")?;
-        hold(half(output, "output")?, "output")?;
-        hold(half(up, "up")?, "up")?;
-        hold(half(down, "down")?, "down")?;
+        for (weight, name) in [(qkv, "qkv"), (output, "output"), (up, "up"), (down, "down")] {
+            let [rows, columns] = weight.dims();
+            // Gate and up are read apart from each other.
+            let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
+            map(hold(half(weight, name)?, name)?, [rows, columns], tile)?;
+        }
         for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
-            hold(gamma(norm)?, "gamma")?;
+            let _ = hold(gamma(norm)?, "gamma")?;
         }
         for cached in [&cache.keys, &cache.values] {
             match cached {
-                Held::Float(floats) if floats.dtype() == DType::BF16 => hold(primitive(floats.clone()), "the cache")?,
+                Held::Float(floats) if floats.dtype() == DType::BF16 => {
+                    let address = hold(primitive(floats.clone()), "the cache")?;
+                    let rows = floats.dims()[..3].iter().product();
+                    map(address, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
+                }
                 _ => return Err(Declined::new("the cache is not bf16")),
             }
         }
@@ -231,35 +193,37 @@ where
     if cos.dtype != DType::F32 {
         return Err(Declined::new("the rotary table is not f32"));
     }
-    let kernel = DecodeStepHopper {
-        rows: 1,
-        n_layers: blocks.len(),
-        d_model,
-        n_heads,
-        n_kv_heads,
-        d_ff,
-        epsilon: (epsilon as f32).to_bits(),
-    };
-    let words = [1, 2, 4, MOST_ROWS].map(|rows| scratch_words(&DecodeStepHopper { rows, ..kernel.clone() }));
-    let words = words.into_iter().max().unwrap_or(0);
-    let words: Vec<i32> = vec![0; 2 * words];
+    let sizes =
+        Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
+    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, sizes: sizes.clone() }.words());
+    let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
+    // All bits of a word that is not there yet are ones.
+    let many = MANY.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
     let device = final_norm.gamma.device();
     let integers = |values: Vec<i32>| {
         let count = values.len();
         let data = TensorData::new(values, [count]);
         Tensor::<CubeBackend<R, F, I, BT>, 1, Int>::from_data(data, (&device, DType::I32)).into_primitive()
     };
-    let halves = addresses.iter().flat_map(|address| [*address as u32 as i32, (*address >> 32) as u32 as i32]);
+    let halves = |words: Vec<u64>| {
+        integers(words.into_iter().flat_map(|word| [word as u32 as i32, (word >> 32) as u32 as i32]).collect())
+    };
+    let maps = halves(maps);
+    if !address(&maps)?.0.is_multiple_of(64) {
+        return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
+    }
     Ok(Box::new(Body::<R> {
-        kernel,
+        sizes,
         blocks: multiprocessors.min(256),
-        table: integers(halves.collect()),
+        table: halves(addresses),
+        maps,
         embedding,
         final_norm: packed(gamma(final_norm)?, "gamma")?,
         cos: packed(cos, "cosines")?,
         sin: packed(sin, "sines")?,
         state: integers(vec![0; 64]),
-        scratch: integers(words),
+        few: integers(few),
+        many: many.map(integers),
         _held: held,
     }))
 }
@@ -277,36 +241,48 @@ where
     let DecodeStep { body, tokens, at, .. } = operands.into_inner();
     let Some(body) = body.downcast_ref::<Body<R>>() else { unreachable!("a plan of another backend") };
     let rows = at.rows.len();
-    let kernel = DecodeStepHopper { rows: rows.next_power_of_two(), ..body.kernel.clone() };
-    let hidden = empty(&body.embedding, [rows, kernel.d_model], DType::BF16);
+    let hidden = empty(&body.embedding, [rows, body.sizes.d_model], DType::BF16);
     let tokens = contiguous(tokens.into_primitive());
     let positions = contiguous(at.positions.clone().into_primitive());
     let pages = contiguous(at.pages.clone().into_primitive());
-    let width = pages.meta.shape()[1];
-    let launch = || {
-        let arguments = Arguments::default()
-            .pointer(&body.table)
-            .pointer(&body.embedding)
-            .pointer(&body.final_norm)
-            .pointer(&body.cos)
-            .pointer(&body.sin)
-            .pointer(&body.state)
-            .pointer(&body.scratch)
-            .pointer(&tokens)
-            .pointer(&positions)
-            .pointer(&pages)
-            .pointer(&hidden)
-            .word(rows)
-            .word(width)
-            .word(body.embedding.meta.shape()[0]);
-        // SAFETY: the plan checked that weights, gammas and caches are bf16 matrices without gaps of the sizes that the kernel is
-        // compiled for, and holds the memory at the addresses in its table. Tokens are clamped to the vocabulary, positions and
-        // pages were checked by the operands. A block is resident on each multiprocessor: shared memory has room for one.
-        unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments) };
+    let model = [&body.embedding, &body.final_norm, &body.cos, &body.sin, &body.state];
+    let step = [&tokens, &positions, &pages, &hidden];
+    let vocab_size = body.embedding.meta.shape()[0];
+    let all = |arguments, words, rows: Range<usize>| {
+        let pointers = model.into_iter().chain([words]).chain(step);
+        let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
+        arguments.word(rows.start).word(rows.len()).word(pages.meta.shape()[1]).word(vocab_size)
     };
-    // The first step of its kind is the one that tells whether it runs: what it writes is what the next one would.
+    let sizes = body.sizes.clone();
+    // SAFETY, of all launches: the plan checked that weights, gammas and caches are bf16 matrices without gaps of the sizes that the kernels
+    // are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary, positions and
+    // pages were checked by the operands. A block is resident on each multiprocessor: shared memory has room for one.
+    if rows <= FEW_ROWS {
+        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), sizes };
+        let arguments = || all(Arguments::default().pointer(&body.table), &body.few, 0..rows);
+        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
+        return Ok(float(hidden));
+    }
+    let each = rows.div_ceil(rows.div_ceil(MANY_ROWS));
+    for first in (0..rows).step_by(each) {
+        let part = first..rows.min(first + each);
+        let variant = MANY.iter().position(|most| part.len() <= *most).unwrap_or(MANY.len() - 1);
+        let kernel = DecodeStepManyRows { rows: MANY[variant], sizes: sizes.clone() };
+        let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
+        let arguments = || all(tables(), &body.many[variant], part.clone());
+        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    }
+    Ok(float(hidden))
+}
+
+/// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would.
+fn launch_tried<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    kernel: &impl CudaKernel,
+    launch: impl Fn(),
+) -> Result<(), Declined> {
     let mut first = false;
-    let works = cuda::works(&hidden, &kernel, "decoding runs operation by operation", || {
+    let works = cuda::works(x, kernel, "decoding runs operation by operation", || {
         first = true;
         launch();
     });
@@ -316,5 +292,5 @@ where
     if !first {
         launch();
     }
-    Ok(float(hidden))
+    Ok(())
 }

@@ -1,4 +1,4 @@
-// The tokens' way through all blocks of a transformer in one launch: a block of threads on each multiprocessor, all resident.
+// A decode step of up to four rows: a block of threads on each multiprocessor, all resident.
 //
 // A block owns some output rows of every matrix. One thread (the producer) streams these rows, and the keys and values that
 // the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
@@ -13,8 +13,7 @@
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
-// The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, D_FF, EPSILON. At least 128 multiprocessors.
-#define LIMIT_NS 1000000000u
+// At least 128 multiprocessors; heads of 128.
 // What all blocks read lies there twice, so that not all poll the same lines.
 #define COPIES 2
 // Stages on their way at once: more would only make what is exchanged wait behind them.
@@ -26,30 +25,16 @@
 // Up to so many pages of keys, one block attends for a kv head.
 #define ONE_SPLIT 4
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-constexpr int HEAD_DIM = 128, PAGE_TOKENS = 64, GROUP = N_HEADS / N_KV_HEADS;
-constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM;
 constexpr int WARPS = 16, SLICE = 64 * WARPS;
 constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
 constexpr int THREADS = 32 * (WARPS + FINISHERS + 1), SUMMING = 32 * (WARPS + FINISHERS);
-constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : BATCH == 4 ? 10 : 8;
+constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
 constexpr int SPLITS = 16 / BATCH;
-constexpr bool PAIRED = BATCH <= 4;                    // two columns of the product for each row of the batch
 constexpr int SUM_ROWS = 48, SUMS = WARPS * BATCH * SUM_ROWS;
 constexpr int INPUTS = BATCH <= 2 ? 3 : 1;                // slices of a warp's input that shared memory holds
 constexpr int OUT_T = HEADS_WIDTH / SLICE, DOWN_T = D_FF / SLICE;
-static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2, "sizes");
+static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2 && HEAD_DIM == 128 && BATCH <= 4, "sizes");
 
-struct Layer {
-    const u16 *qkv, *out, *up, *down, *attention_norm, *feed_forward_norm, *query_norm, *key_norm;
-    u16 *keys, *values;                                // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
-};
-struct State {
-    u32 epoch, error;
-};
 struct Step {
     const Layer* layers;
     const u16 *embedding, *final_norm;
@@ -76,23 +61,10 @@ constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
 constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
-constexpr int AT_SQUARES = AT_IDS + 48, AT_WATCH = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, SHARED = AT_BARRIERS + STAGES * 16;
-static_assert(SHARED <= 232448 && AT_INPUT % 128 == 0, "shared memory");
-extern __shared__ __align__(1024) unsigned char memory[];
+constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, SHARED = AT_BARRIERS + STAGES * 16;
+static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
+using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
-    return v;
-}
-__device__ __forceinline__ float exp_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float log_2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -154,58 +126,6 @@ __device__ __forceinline__ float sum_lanes(float v) {
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
     return v;
 }
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// No wait is for ever: past the limit all waits are over at once, and the error stands in the state.
-struct Watch {
-    static __device__ __forceinline__ u32 ticks() {
-        u32 t;
-        asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
-        return t;
-    }
-    static __device__ __forceinline__ void begin() {
-        *reinterpret_cast<volatile u32*>(memory + AT_WATCH) = ticks();
-        *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4) = 0;
-    }
-    static __device__ __forceinline__ bool dead() { return *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4); }
-    static __device__ __forceinline__ bool late() {
-        const bool late = ticks() - *reinterpret_cast<volatile u32*>(memory + AT_WATCH) > LIMIT_NS;
-        if (late) *reinterpret_cast<volatile u32*>(memory + AT_WATCH + 4) = 1;
-        return late;
-    }
-    __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-        #pragma unroll 1
-        do {
-            u32 done;
-            asm volatile(
-                "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
-                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-            if (done) return;
-        } while (!late());
-    }
-};
-
-struct Ring {
-    u32 base, slot = 0, parity = 0;
-
-    __device__ __forceinline__ u32 stage() const { return base + slot * STAGE; }
-    __device__ __forceinline__ u32 full() const { return base + AT_BARRIERS + slot * 16; }
-    __device__ __forceinline__ u32 empty() const { return full() + 8; }
-    __device__ __forceinline__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-    // Gives the stage back once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
-    // its own account. `nil` is a zero that the compiler does not know.
-    __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
-        advance();
-    }
-};
-
 // ---- which keys a block attends to
 
 struct Share {
@@ -244,7 +164,7 @@ struct Producer {
             arriving.advance();
         }
         if (filled < STAGES) filled++;
-        if (leads) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ring.full()), "r"(bytes) : "memory");
+        if (leads) barrier_expect(ring.full(), bytes);
     }
     __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes) {
         asm volatile(
@@ -281,42 +201,39 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
     const int f0 = 2 * part(D_FF / 2, b), fn = 2 * part(D_FF / 2, b + 1) - f0;
     const Share begin(b, positions);
     if (begin.some && begin.splits == 1) p.limit = min(IN_FLIGHT_MORE, STAGES);
-    {
-        // Keys and values of the token before may have been written by others in this launch.
-        asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
-        const Share share(b, positions);
-        const int position = share.position;
-        const int* table = step.pages + step.row(share.row) * step.pages_a_row;
-        Layer layer = step.layers[0];
-        for (int l = 0; l < N_LAYERS; l++) {
-            const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
+    // Keys and values of the token before may have been written by others in this launch.
+    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+    const Share share(b, positions);
+    const int position = share.position;
+    const int* table = step.pages + step.row(share.row) * step.pages_a_row;
+    Layer layer = step.layers[0];
+    for (int l = 0; l < N_LAYERS; l++) {
+        const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
+        #pragma unroll 1
+        for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
+        if (share.some) {
+            // A few: all keys, then all values. Many: in turns.
+            const bool few = share.splits == 1;
+            const int stages = share.last - share.first;
             #pragma unroll 1
-            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
-            if (share.some) {
-                // A few: all keys, then all values. Many: in turns.
-                const bool few = share.splits == 1;
-                const int stages = share.last - share.first;
-                #pragma unroll 1
-                for (int k = 0; k < 2 * stages; k++) {
-                    const bool values = few ? k >= stages : k & 1;
-                    const int s = share.first + (few ? k - (values ? stages : 0) : k / 2);
-                    const u64 at = (static_cast<u64>(table[s]) * N_KV_HEADS + share.kv_head) * (PAGE_TOKENS * HEAD_DIM);
-                    p.keys((values ? layer.values : layer.keys) + at, min(PAGE_TOKENS, position - s * PAGE_TOKENS));
-                }
+            for (int k = 0; k < 2 * stages; k++) {
+                const bool values = few ? k >= stages : k & 1;
+                const int s = share.first + (few ? k - (values ? stages : 0) : k / 2);
+                const u64 at = (static_cast<u64>(table[s]) * N_KV_HEADS + share.kv_head) * (PAGE_TOKENS * HEAD_DIM);
+                p.keys((values ? layer.values : layer.keys) + at, min(PAGE_TOKENS, position - s * PAGE_TOKENS));
             }
-            #pragma unroll 1
-            for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
-            #pragma unroll 1
-            for (int r = 0; r < 24; r += 8) {
-                p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));
-                p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, max(0, min(8, fn - r)));
-            }
-            #pragma unroll 1
-            for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
-            layer = next;
         }
+        #pragma unroll 1
+        for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
+        #pragma unroll 1
+        for (int r = 0; r < 24; r += 8) {
+            p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));
+            p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, max(0, min(8, fn - r)));
+        }
+        #pragma unroll 1
+        for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
+        layer = next;
     }
-
 }
 
 // ---- consumers
@@ -337,12 +254,12 @@ struct Consumer {
         u32 thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp = thread / 32, lane = thread % 32;
-        const int g = lane / 4, q = lane % 4, row = min(PAIRED ? g / 2 : g, BATCH - 1);
+        const int g = lane / 4, q = lane % 4, row = min(g / 2, BATCH - 1);
         // Rows of a stage begin in the same bank: every second one takes the other half of its columns first.
-        half = PAIRED ? g & 1 : 0;
+        half = g & 1;
         first = g * SLICE * 2 + warp * 128 + q * 16 + half * 64;
         staged = ring.base + AT_INPUT + warp * BATCH * 128 + lane * 4;
-        sum = ring.base + AT_SUMS + ((warp * BATCH + (PAIRED ? q : 2 * q)) * SUM_ROWS + g) * 4;
+        sum = ring.base + AT_SUMS + ((warp * BATCH + q) * SUM_ROWS + g) * 4;
         operand = staged - lane * 4 + row * 128 + half * 64 + q * 16;
     }
     __device__ __forceinline__ u32 nil() const { return static_cast<u32>(step.rows) >> 31; }
@@ -389,7 +306,7 @@ struct Consumer {
     __device__ __forceinline__ void await(Words<T>& w, u32 epoch) {
         constexpr int WIDTH = T * SLICE / 2;
         #pragma unroll 1
-    for (;;) {
+        for (;;) {
             u32 wrong = 0;
             #pragma unroll
             for (int t = 0; t < T; t++) {
@@ -484,12 +401,8 @@ struct Consumer {
     // This warp's part of the sums of eight rows.
     __device__ __forceinline__ void put(int buffer, int at, float c0, float c1) {
         const u32 to = sum + (buffer * SUMS + at) * 4;
-        if (PAIRED) {
-            const float v = half ? c1 : c0;
-            if (lane % 4 < BATCH) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-        } else {
-            asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0 + %3], %2;" ::"r"(to), "f"(c0), "f"(c1), "n"(SUM_ROWS * 4) : "memory");
-        }
+        const float v = half ? c1 : c0;
+        if (lane % 4 < BATCH) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
     }
 };
 
@@ -558,7 +471,6 @@ struct Attention {
 
 constexpr int MOST_SCORES = ONE_SPLIT * PAGE_TOKENS + 32; // of a head, where one block attends to all keys
 static_assert(ONE_SPLIT <= 4 && GROUP * MOST_SCORES * 4 <= INPUTS * WARPS * BATCH * 128, "scores");
-constexpr float NOTHING = -1e30f;
 
 // Where a block has all keys of a row, and they are few: scores of 16 keys a warp on tensor cores, all at once; then the
 // values, of which a group of eight lanes takes one at a time.
@@ -660,7 +572,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         const u64* from = step.scratch + Q + share.row * QKV_ROWS + head * HEAD_DIM + 2 * lane;
         u32 x[4], e[4];
         #pragma unroll 1
-    for (;;) {
+        for (;;) {
             words(from, x[0], e[0], x[1], e[1]);
             words(from + 64, x[2], e[2], x[3], e[3]);
             bool ready = e[0] == epoch && e[1] == epoch && e[2] == epoch && e[3] == epoch;
@@ -832,7 +744,7 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
         constexpr int N = SPLITS < 8 ? SPLITS : 8;
         u32 x[N][2], y[N][2];
         #pragma unroll 1
-    for (;;) {
+        for (;;) {
             u32 wrong = 0;
             #pragma unroll
             for (int s = 0; s < N; s++) {
@@ -861,135 +773,133 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
         c.square[r] = low(v) * low(v) + high(v) * high(v);
         return pack(low(v) * low(gamma), high(v) * high(gamma));
     };
-    {
-        const bool attends = Share(b, positions).some;
-        const int joins_row = b / N_HEADS;
-        bool joins = false;
-        #pragma unroll
-        for (int r = 0; r < BATCH; r++) joins = joins || (r == joins_row && Share::splits_of(positions[r]) > 1);
-        joins = joins && (c.warp == 14 || c.warp == 15);
-        u32 gamma = reinterpret_cast<const u32*>(step.layers[0].attention_norm)[threadIdx.x];
-        #pragma unroll 1
-        for (int l = 0; l < N_LAYERS; l++, epoch++) {
-            const Layer& layer = step.layers[l];
-            // What follows from these is computed again in each layer: kept, it would not fit the registers.
-            int block, copy;
-            asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-            copy = block % COPIES * (BATCH * SLICE / 2);
-            c.place();
-            const u32 gamma_next = reinterpret_cast<const u32*>(layer.feed_forward_norm)[threadIdx.x];
-            {
-                u32 a[4][8], in[1][8];
-                Consumer::Words<1> w;
-                const Ring taken = c.load(a);
-                if (l > 0) c.ask(w, X + copy);
-                c.give_back(taken, a);
-                if (l == 0) {
-                    #pragma unroll
-                    for (int r = 0; r < BATCH; r++) {
-                        w.v[0][r] = reinterpret_cast<const u32*>(step.embedding)[static_cast<u64>(step.id(r)) * (D_MODEL / 2) + threadIdx.x];
-                    }
-                } else {
-                    c.await(w, epoch - 1);
-                }
-                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
-                c.put_squares(squares);
+    const bool attends = Share(b, positions).some;
+    const int joins_row = b / N_HEADS;
+    bool joins = false;
+    #pragma unroll
+    for (int r = 0; r < BATCH; r++) joins = joins || (r == joins_row && Share::splits_of(positions[r]) > 1);
+    joins = joins && (c.warp == 14 || c.warp == 15);
+    u32 gamma = reinterpret_cast<const u32*>(step.layers[0].attention_norm)[threadIdx.x];
+    #pragma unroll 1
+    for (int l = 0; l < N_LAYERS; l++, epoch++) {
+        const Layer& layer = step.layers[l];
+        // What follows from these is computed again in each layer: kept, it would not fit the registers.
+        int block, copy;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        copy = block % COPIES * (BATCH * SLICE / 2);
+        c.place();
+        const u32 gamma_next = reinterpret_cast<const u32*>(layer.feed_forward_norm)[threadIdx.x];
+        {
+            u32 a[4][8], in[1][8];
+            Consumer::Words<1> w;
+            const Ring taken = c.load(a);
+            if (l > 0) c.ask(w, X + copy);
+            c.give_back(taken, a);
+            if (l == 0) {
                 #pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    float acc[4];
-                    c.tile(acc, a[2 * t], a[2 * t + 1], in[0]);
-                    c.put(0, 16 * t, acc[0], acc[1]);
-                    c.put(0, 16 * t + 8, acc[2], acc[3]);
+                for (int r = 0; r < BATCH; r++) {
+                    w.v[0][r] = reinterpret_cast<const u32*>(step.embedding)[static_cast<u64>(step.id(r)) * (D_MODEL / 2) + threadIdx.x];
                 }
-                barrier_arrive(1, SUMMING);
+            } else {
+                c.await(w, epoch - 1);
             }
-            if (attends) attend(c, step, layer, block, positions, epoch);
-            if (joins) combine(c, step, block / N_HEADS, block % N_HEADS, epoch);
-            c.place();
-            // While `out` waits for its input, some of the next weights go to registers.
-            u32 up[6][8];
-            {
-                u32 a[OUT_T][8], in[OUT_T][8];
-                Consumer::Words<OUT_T> w;
+            c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+            c.put_squares(squares);
+            #pragma unroll
+            for (int t = 0; t < 2; t++) {
+                float acc[4];
+                c.tile(acc, a[2 * t], a[2 * t + 1], in[0]);
+                c.put(0, 16 * t, acc[0], acc[1]);
+                c.put(0, 16 * t + 8, acc[2], acc[3]);
+            }
+            barrier_arrive(1, SUMMING);
+        }
+        if (attends) attend(c, step, layer, block, positions, epoch);
+        if (joins) combine(c, step, block / N_HEADS, block % N_HEADS, epoch);
+        c.place();
+        // While `out` waits for its input, some of the next weights go to registers.
+        u32 up[6][8];
+        {
+            u32 a[OUT_T][8], in[OUT_T][8];
+            Consumer::Words<OUT_T> w;
+            const Ring taken = c.load(a);
+            c.ask(w, O + OUT_T * copy);
+            c.give_back(taken, a);
+            gamma = gamma_next;
+            if constexpr (UP_EARLY > 0) {
+                const Ring ups = c.load<0, UP_EARLY>(up);
+                c.give_back<0, UP_EARLY>(ups, up);
+            }
+            c.await(w, epoch);
+            c.give(in, w.v, plain);
+            float acc[4];
+            c.rows(acc, a, in);
+            c.put(1, 0, acc[0], acc[1]);
+            barrier_arrive(2, SUMMING);
+        }
+        const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
+        {
+            u32 in[1][8];
+            Consumer::Words<1> w;
+            const Ring taken = c.load<UP_EARLY, 6>(up);
+            c.ask(w, Y + copy);
+            c.give_back<UP_EARLY, 6>(taken, up);
+            c.await(w, epoch);
+            c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+            c.put_squares(squares);
+            #pragma unroll
+            for (int t = 0; t < 3; t++) {
+                float acc[4];
+                c.tile(acc, up[2 * t], up[2 * t + 1], in[0]);
+                c.put(0, 8 * t, acc[0], acc[1]);
+                c.put(0, 24 + 8 * t, acc[2], acc[3]);
+            }
+            barrier_arrive(1, SUMMING);
+        }
+        {
+            Consumer::Words<DOWN_T> w;
+            float acc[4];
+            if constexpr (BATCH < 4) {
+                u32 a[DOWN_T][8], in[DOWN_T][8];
                 const Ring taken = c.load(a);
-                c.ask(w, O + OUT_T * copy);
+                c.ask(w, H + DOWN_T * copy);
                 c.give_back(taken, a);
-                gamma = gamma_next;
-                if constexpr (UP_EARLY > 0) {
-                    const Ring ups = c.load<0, UP_EARLY>(up);
-                    c.give_back<0, UP_EARLY>(ups, up);
-                }
+                gamma = norm_next[threadIdx.x];
                 c.await(w, epoch);
                 c.give(in, w.v, plain);
-                float acc[4];
                 c.rows(acc, a, in);
-                c.put(1, 0, acc[0], acc[1]);
-                barrier_arrive(2, SUMMING);
-            }
-            const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
-            {
-                u32 in[1][8];
-                Consumer::Words<1> w;
-                const Ring taken = c.load<UP_EARLY, 6>(up);
-                c.ask(w, Y + copy);
-                c.give_back<UP_EARLY, 6>(taken, up);
+            } else {
+                c.ask(w, H + DOWN_T * copy);
+                gamma = norm_next[threadIdx.x];
                 c.await(w, epoch);
-                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
-                c.put_squares(squares);
-                #pragma unroll
-                for (int t = 0; t < 3; t++) {
-                    float acc[4];
-                    c.tile(acc, up[2 * t], up[2 * t + 1], in[0]);
-                    c.put(0, 8 * t, acc[0], acc[1]);
-                    c.put(0, 24 + 8 * t, acc[2], acc[3]);
-                }
-                barrier_arrive(1, SUMMING);
+                c.slices(acc, w, plain);
             }
-            {
-                Consumer::Words<DOWN_T> w;
-                float acc[4];
-                if constexpr (BATCH < 4) {
-                    u32 a[DOWN_T][8], in[DOWN_T][8];
-                    const Ring taken = c.load(a);
-                    c.ask(w, H + DOWN_T * copy);
-                    c.give_back(taken, a);
-                    gamma = norm_next[threadIdx.x];
-                    c.await(w, epoch);
-                    c.give(in, w.v, plain);
-                    c.rows(acc, a, in);
-                } else {
-                    c.ask(w, H + DOWN_T * copy);
-                    gamma = norm_next[threadIdx.x];
-                    c.await(w, epoch);
-                    c.slices(acc, w, plain);
-                }
-                c.put(1, 0, acc[0], acc[1]);
-                barrier_arrive(2, SUMMING);
-            }
+            c.put(1, 0, acc[0], acc[1]);
+            barrier_arrive(2, SUMMING);
         }
-        // The first block tells of the result: all of its warps know a part of it.
-        if (b > 0) return;
-        u32 result[BATCH];
-        {
-            Consumer::Words<1> w;
-            c.ask(w, X + b % COPIES * (BATCH * SLICE / 2));
-            c.await(w, epoch - 1);
-            #pragma unroll
-            for (int r = 0; r < BATCH; r++) result[r] = w.v[0][r], normed(r, w.v[0][r], gamma);
-        }
-        c.put_squares(squares);
-        barrier_sync(3, WARPS * 32);
+    }
+    // The first block tells of the result: all of its warps know a part of it.
+    if (b > 0) return;
+    u32 result[BATCH];
+    {
+        Consumer::Words<1> w;
+        c.ask(w, X + b % COPIES * (BATCH * SLICE / 2));
+        c.await(w, epoch - 1);
         #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            if (r >= step.rows) break;
-            float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
-            #pragma unroll
-            for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-            const float factor = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
-            const u32 v = result[r];
-            reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
-                pack(low(v) * low(gamma) * factor, high(v) * high(gamma) * factor);
-        }
+        for (int r = 0; r < BATCH; r++) result[r] = w.v[0][r], normed(r, w.v[0][r], gamma);
+    }
+    c.put_squares(squares);
+    barrier_sync(3, WARPS * 32);
+    #pragma unroll
+    for (int r = 0; r < BATCH; r++) {
+        if (r >= step.rows) break;
+        float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
+        #pragma unroll
+        for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+        const float factor = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
+        const u32 v = result[r];
+        reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
+            pack(low(v) * low(gamma) * factor, high(v) * high(gamma) * factor);
     }
 }
 
@@ -1033,91 +943,71 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
     int ids[ROWS_EACH];
     #pragma unroll
     for (int i = 0; i < ROWS_EACH; i++) ids[i] = step.id(first_row + i * FINISHERS);
-    {
-        float x[ROWS_EACH][2];
+    float x[ROWS_EACH][2];
+    #pragma unroll
+    for (int i = 0; i < ROWS_EACH; i++) {
+        const u32* from = reinterpret_cast<const u32*>(step.embedding + static_cast<u64>(ids[i]) * D_MODEL);
+        const u32 v = from[d0 + min(lane % 4, dn - 1)];
+        x[i][0] = low(v), x[i][1] = high(v);
+    }
+    #pragma unroll 1
+    for (int l = 0; l < N_LAYERS; l++, epoch++) {
+        barrier_sync(1, SUMMING);
         #pragma unroll
         for (int i = 0; i < ROWS_EACH; i++) {
-            const u32* from = reinterpret_cast<const u32*>(step.embedding + static_cast<u64>(ids[i]) * D_MODEL);
-            const u32 v = from[d0 + min(lane % 4, dn - 1)];
-            x[i][0] = low(v), x[i][1] = high(v);
+            const int row = first_row + i * FINISHERS;
+            const float scale = f.factor(row);
+            const float2 s = f.sum(sums[0], row, 2 * pair);
+            if (leads && pair < qn) {
+                publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(s.x * scale), __float_as_uint(s.y * scale), epoch);
+            }
         }
-        #pragma unroll 1
-        for (int l = 0; l < N_LAYERS; l++, epoch++) {
-            barrier_sync(1, SUMMING);
+        auto residual = [&](u64* to) {
+            barrier_sync(2, SUMMING);
             #pragma unroll
             for (int i = 0; i < ROWS_EACH; i++) {
                 const int row = first_row + i * FINISHERS;
-                const float scale = f.factor(row);
-                const float2 s = f.sum(sums[0], row, 2 * pair);
-                if (leads && pair < qn) {
-                    publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(s.x * scale), __float_as_uint(s.y * scale), epoch);
-                }
+                const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
+                x[i][0] += s.x, x[i][1] += s.y;
+                const u32 v = pack(x[i][0], x[i][1]);
+                // Four lanes a copy.
+                if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
             }
-            auto residual = [&](u64* to) {
-                barrier_sync(2, SUMMING);
+        };
+        residual(scratch + Y);
+        barrier_sync(1, SUMMING);
+        #pragma unroll
+        for (int i = 0; i < ROWS_EACH; i++) {
+            const int row = first_row + i * FINISHERS;
+            float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
+            const float scale = f.factor(row);
+            gate.x *= scale, gate.y *= scale, up.x *= scale, up.y *= scale;
+            const float h0 = gated(gate.x, up.x), h1 = gated(gate.y, up.y);
+            if (pair < fn) {
                 #pragma unroll
-                for (int i = 0; i < ROWS_EACH; i++) {
-                    const int row = first_row + i * FINISHERS;
-                    const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
-                    x[i][0] += s.x, x[i][1] += s.y;
-                    const u32 v = pack(x[i][0], x[i][1]);
-                    // Four lanes a copy.
-                    if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
-                }
-            };
-            residual(scratch + Y);
-            barrier_sync(1, SUMMING);
-            #pragma unroll
-            for (int i = 0; i < ROWS_EACH; i++) {
-                const int row = first_row + i * FINISHERS;
-                float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
-                const float scale = f.factor(row);
-                gate.x *= scale, gate.y *= scale, up.x *= scale, up.y *= scale;
-                const float h0 = gate.x / (1 + exp_2(-1.4426950408889634f * gate.x)) * up.x;
-                const float h1 = gate.y / (1 + exp_2(-1.4426950408889634f * gate.y)) * up.y;
-                if (pair < fn) {
-                    #pragma unroll
-                    for (int k = 0; k < COPIES; k += 2) {
-                        if (k + f.part < COPIES) publish(scratch + H + ((k + f.part) * BATCH + row) * (D_FF / 2) + f0 + pair, pack(h0, h1), epoch);
-                    }
+                for (int k = 0; k < COPIES; k += 2) {
+                    if (k + f.part < COPIES) publish(scratch + H + ((k + f.part) * BATCH + row) * (D_FF / 2) + f0 + pair, pack(h0, h1), epoch);
                 }
             }
-            residual(scratch + X);
         }
+        residual(scratch + X);
     }
     if (b == 0 && first_row == 0 && lane == 0) step.state->epoch = epoch;
-
 }
 
-struct Numbers {
-    u64 rows, pages_a_row, vocabulary;
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_hopper(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     const Layer* layers, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
         static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
-    // After a step whose waits were too long, none is right: the result is no number.
-    if (reinterpret_cast<volatile State*>(state)->error) {
-        if (blockIdx.x == 0) {
-            for (int i = threadIdx.x; i < step.rows * D_MODEL; i += THREADS) hidden[i] = 0x7fc0;
-        }
-        return;
-    }
+    if (failed(state, hidden, step.rows)) return;
     Ring ring{shared_address(memory)};
-    if (threadIdx.x == 0) Watch::begin();
+    if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;
     int at[BATCH];
     #pragma unroll
     for (int r = 0; r < BATCH; r++) at[r] = __shfl_sync(~0u, step.position(r), 0);
-    if (threadIdx.x < STAGES) {
-        const u32 barrier = ring.base + AT_BARRIERS + threadIdx.x * 16;
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier + 8), "n"(WARPS));
-        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-    }
     __syncthreads();
     const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(at[0]) == 1};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);

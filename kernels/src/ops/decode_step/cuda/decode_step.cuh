@@ -1,0 +1,118 @@
+// What both kernels of whole decode steps share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON.
+#define LIMIT_NS 1000000000u
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int PAGE_TOKENS = 64, GROUP = N_HEADS / N_KV_HEADS;
+constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM;
+constexpr float NOTHING = -1e30f;                      // the score of a key that is none
+
+struct Layer {
+    const u16 *qkv, *out, *up, *down, *attention_norm, *feed_forward_norm, *query_norm, *key_norm;
+    u16 *keys, *values;                                // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
+};
+struct State {
+    u32 epoch, error;                                  // of few rows; of all
+    u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
+};
+struct Numbers {
+    u64 first, rows, pages_a_row, vocabulary;          // the first of the rows
+};
+
+// Shared memory: the last bytes are the watch's.
+constexpr int SHARED_BYTES = 232448, AT_WATCH = SHARED_BYTES - 16;
+extern __shared__ __align__(1024) unsigned char memory[];
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
+    return v;
+}
+__device__ __forceinline__ float exp_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float gated(float gate, float up) { return gate / (1 + exp_2(-1.4426950408889634f * gate)) * up; }
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// No wait is for ever: past the limit all waits are over at once, and the error stands in the state.
+struct Watch {
+    static __device__ __forceinline__ volatile u32* at(int i) { return reinterpret_cast<volatile u32*>(memory + AT_WATCH) + i; }
+    static __device__ __forceinline__ u32 ticks() {
+        u32 t;
+        asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+        return t;
+    }
+    static __device__ __forceinline__ void begin() { *at(0) = ticks(), *at(1) = 0; }
+    static __device__ __forceinline__ bool dead() { return *at(1); }
+    static __device__ __forceinline__ bool late() {
+        const bool late = ticks() - *at(0) > LIMIT_NS;
+        if (late) *at(1) = 1;
+        return late;
+    }
+    static __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+        #pragma unroll 1
+        do {
+            u32 done;
+            asm volatile(
+                "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
+                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+            if (done) return;
+        } while (!late());
+    }
+};
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// The stages that the producer fills and the consumers read, with two barriers each: full, empty.
+template <int STAGE, int STAGES, int AT_BARRIERS>
+struct RingOf {
+    u32 base, slot = 0, parity = 0;
+
+    __device__ __forceinline__ u32 stage() const { return base + slot * STAGE; }
+    __device__ __forceinline__ u32 full() const { return base + AT_BARRIERS + slot * 16; }
+    __device__ __forceinline__ u32 empty() const { return full() + 8; }
+    __device__ __forceinline__ void await() const { Watch::wait(full(), parity); }
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    // Gives the stage back once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
+    // its own account. `nil` is a zero that the compiler does not know.
+    __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
+        advance();
+    }
+    // By one thread, before all others begin.
+    __device__ __forceinline__ void init(int consumers) const {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(base + AT_BARRIERS + s * 16, 1);
+            barrier_init(base + AT_BARRIERS + s * 16 + 8, consumers);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    }
+};
+
+// After a step whose waits were too long, none is right: the result is no number.
+__device__ __forceinline__ bool failed(State* state, u16* hidden, int rows) {
+    if (!reinterpret_cast<volatile State*>(state)->error) return false;
+    if (blockIdx.x == 0) {
+        for (int i = threadIdx.x; i < rows * D_MODEL; i += blockDim.x) hidden[i] = 0x7fc0;
+    }
+    return true;
+}
+

@@ -1,0 +1,161 @@
+//! The kernels of whole decode steps: one for few rows, of which each warp multiplies a slice of all weights of its block, and one for
+//! many, by clusters of two blocks.
+
+use std::sync::Mutex;
+
+use crate::cuda::{CudaKernel, Tried};
+
+/// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
+pub(super) const SLICE: usize = 1024;
+pub(super) const HEAD_DIM: usize = 128;
+pub(super) const PAGE_TOKENS: usize = 64;
+/// The most rows of the kernel for few.
+pub(super) const FEW_ROWS: usize = 4;
+/// The most rows of a launch.
+pub(super) const MANY_ROWS: usize = 32;
+/// The rows that the kernel for many is compiled for.
+pub(super) const MANY: [usize; 3] = [8, 16, MANY_ROWS];
+/// Blocks of the kernel for many rows, and the clusters that they make.
+pub(super) const BLOCKS: u32 = 128;
+const CLUSTERS: usize = 64;
+/// Bytes of a stage, and of a row of 64 columns.
+const STAGE: usize = 16 << 10;
+const GROUP_BYTES: usize = 128;
+
+/// The sizes of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Sizes {
+    pub(super) n_layers: usize,
+    pub(super) d_model: usize,
+    pub(super) n_heads: usize,
+    pub(super) n_kv_heads: usize,
+    pub(super) d_ff: usize,
+    /// The bits of an f32.
+    pub(super) epsilon: u32,
+}
+
+impl Sizes {
+    /// Of queries, keys and values together.
+    pub(super) fn qkv_rows(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
+    }
+
+    fn source(&self, rows: usize, body: &str) -> String {
+        let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
+        let defined = [
+            ("BATCH", rows),
+            ("N_LAYERS", n_layers),
+            ("D_MODEL", d_model),
+            ("N_HEADS", n_heads),
+            ("N_KV_HEADS", n_kv_heads),
+            ("HEAD_DIM", HEAD_DIM),
+            ("D_FF", d_ff),
+        ];
+        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let epsilon = f32::from_bits(epsilon);
+        format!("{defined}#define EPSILON {epsilon:e}f\n{}{body}", include_str!("decode_step.cuh"))
+    }
+}
+
+/// For up to [`FEW_ROWS`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DecodeStepFewRows {
+    pub(super) rows: usize,
+    pub(super) sizes: Sizes,
+}
+
+impl DecodeStepFewRows {
+    /// Warps that multiply, add up, and bring.
+    fn warps(&self) -> usize {
+        16 + self.rows.min(2) + 1
+    }
+
+    /// Eight-byte words that blocks exchange, as the source counts them.
+    pub(super) fn words(&self) -> usize {
+        let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
+        let (copies, splits) = (2, 16 / self.rows);
+        let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2;
+        self.rows * (copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1))
+    }
+}
+
+impl CudaKernel for DecodeStepFewRows {
+    fn threads(&self) -> u32 {
+        32 * self.warps() as u32
+    }
+
+    fn entry(&self) -> &'static str {
+        "decode_step_few_rows"
+    }
+
+    fn source(&self) -> String {
+        self.sizes.source(self.rows, include_str!("few_rows.cu"))
+    }
+
+    fn shared_bytes(&self) -> usize {
+        227 << 10
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<DecodeStepFewRows> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// For up to [`MANY_ROWS`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DecodeStepManyRows {
+    pub(super) rows: usize,
+    pub(super) sizes: Sizes,
+}
+
+impl DecodeStepManyRows {
+    /// Four-byte words that blocks exchange, as the source counts them: three sets.
+    pub(super) fn words(&self) -> usize {
+        let Sizes { d_model, n_heads, n_kv_heads, d_ff, .. } = self.sizes;
+        let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2 + self.sizes.qkv_rows() / 2;
+        let pieces = BLOCKS as usize * n_heads / n_kv_heads * (HEAD_DIM + 2);
+        3 * (self.rows * exchanged + pieces).next_multiple_of(512)
+    }
+
+    /// What is read at a time of a weight of `rows`: groups of 64 columns, and rows of each.
+    pub(super) fn weight_box(rows: usize) -> [usize; 2] {
+        let own = rows / CLUSTERS;
+        [STAGE / (own * GROUP_BYTES), own]
+    }
+
+    /// The same of keys and values.
+    pub(super) fn cache_box() -> [usize; 2] {
+        [HEAD_DIM / 64, 16]
+    }
+}
+
+impl CudaKernel for DecodeStepManyRows {
+    fn threads(&self) -> u32 {
+        32 * 9
+    }
+
+    fn entry(&self) -> &'static str {
+        "decode_step_many_rows"
+    }
+
+    fn source(&self) -> String {
+        self.sizes.source(self.rows, include_str!("many_rows.cu"))
+    }
+
+    fn shared_bytes(&self) -> usize {
+        227 << 10
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<DecodeStepManyRows> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// The kernels for many rows in the sizes of Qwen3-0.6B.
+pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+    let sizes =
+        Sizes { n_layers: 28, d_model: 1024, n_heads: 16, n_kv_heads: 8, d_ff: 3072, epsilon: 1e-6f32.to_bits() };
+    MANY.into_iter().map(move |rows| DecodeStepManyRows { rows, sizes: sizes.clone() })
+}

@@ -1,0 +1,873 @@
+// A decode step of up to 32 rows: blocks of threads on 128 multiprocessors, all resident, in clusters of two.
+//
+// A cluster owns some output rows of every matrix, and each of its blocks half of their columns. One thread (the producer) streams these, and
+// the keys and values that the block attends to, by TMA through a ring in shared memory, in the order of their use, and never waits
+// for results. The warps (the consumers) poll for their block's half of the input, multiply on tensor cores, and add up: within the block
+// by shared memory, within the cluster by writing into the owner's. What the owner of a row then has, it publishes for all.
+//
+//                   qkv          attention        output        gate, up         down
+//   input    x ------------> q, k, v --------> o --------> x' ---------> h ----------> x     words of two bf16
+//   cluster  1/64 of rows        .            1/64         1/64          1/64
+//   block    half of columns     pages        half         half          half
+//
+//   weight [rows, columns]       block 0   block 1
+//                              +---------+---------+
+//   cluster's rows, 16 a tile  | warps   | warps   |   sums of both meet at the owner of a row: the upper
+//                              |         |         |   half of the rows is block 0's, the lower block 1's
+//                              +---------+---------+
+//
+// Before a norm the receiver multiplies by gamma, and the owner by the norm's factor: so a norm costs no step of its own. Pages of all
+// kv heads of all rows are shared out evenly; where a head's pages are several blocks', the first of these puts it together.
+constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
+constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
+constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
+constexpr int STAGE = 16384;
+// Stages on their way at once: more would only make what is exchanged wait behind them.
+constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 4;
+// Up to so many pages a head, or a block, heads are not cut.
+constexpr int WHOLE_HEADS = 4;
+
+// A cluster's rows of a weight [N, K], and a block's columns.
+template <int N, int K>
+struct Product {
+    static constexpr int OWN = N / BLOCKS, ALL = N / CLUSTERS, COLUMNS = K / CLUSTER;
+    // Tiles of 16 rows, and warps that share the columns of one.
+    static constexpr int TILES = ALL / 16, PARTS = TILES >= WARPS ? 1 : WARPS / TILES;
+    // 64 columns are a group, of which a stage holds some.
+    static constexpr int PER_STAGE = STAGE / (ALL * 128), GROUPS = COLUMNS / 64, STAGES = (GROUPS + PER_STAGE - 1) / PER_STAGE;
+    static constexpr int PITCH = ALL + 8;              // of sums
+    static_assert(N % (BLOCKS * 8) == 0 && K % (CLUSTER * 256) == 0 && GROUPS % PER_STAGE == 0 && GROUPS % PARTS == 0, "sizes");
+};
+using Qkv = Product<QKV_ROWS, D_MODEL>;
+using Out = Product<D_MODEL, HEADS_WIDTH>;
+using Half = Product<D_FF, D_MODEL>;                     // gate, or up
+using Down = Product<D_MODEL, D_FF>;
+// Warps that share a tile of gate or up.
+constexpr int UP_PARTS = WARPS / (2 * Half::TILES), SQUARES = D_MODEL / 256;
+static_assert(Qkv::TILES <= WARPS && Out::TILES <= WARPS && 2 * Half::TILES <= WARPS && Half::GROUPS % UP_PARTS == 0, "tiles");
+static_assert(GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0 && BATCH % 8 == 0, "heads");
+
+__device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+struct alignas(64) Map {
+    u64 words[16];
+};
+// Of a layer.
+enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, MAPS };
+struct Step {
+    const Map* maps;
+    const Layer* layers;
+    const u16 *embedding, *final_norm;
+    const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
+    State* state;
+    u32* scratch;
+    const int *ids, *positions;                        // [rows]
+    const int* pages;                                  // [rows, pages_a_row]
+    u16* hidden;                                       // [rows, D_MODEL]
+    int rows, pages_a_row, vocabulary;
+
+    __device__ __forceinline__ const u32* embedded(int row) const {
+        return reinterpret_cast<const u32*>(embedding) + static_cast<u64>(min(max(ids[row], 0), vocabulary - 1)) * (D_MODEL / 2);
+    }
+};
+
+// Words of two bf16 that blocks exchange, of one layer; there are three of these sets, in turns. A word that is not there yet is EMPTY,
+// which no conversion gives.
+constexpr u32 EMPTY = 0xffffffffu;
+constexpr int X = 0, Y = X + BATCH * D_MODEL / 2, O = Y + BATCH * D_MODEL / 2, H = O + BATCH * HEADS_WIDTH / 2;
+constexpr int Q = H + BATCH * D_FF / 2, PIECES = Q + BATCH * QKV_ROWS / 2, PIECE = GROUP * (HEAD_DIM + 2);
+constexpr int SET = (PIECES + BLOCKS * PIECE + 511) / 512 * 512;
+
+// Shared memory.
+constexpr int INPUT = ROWS * max_of(max_of(Qkv::COLUMNS, Out::COLUMNS), Down::COLUMNS) * 2;
+constexpr int SUMS = max_of(max_of(Qkv::PARTS * BATCH * Qkv::PITCH, max_of(Out::PARTS * BATCH * Out::PITCH, Down::PARTS * BATCH * Down::PITCH)) * 4,
+                            WARPS * GROUP * HEAD_DIM * 4);
+constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 2 * Half::OWN) * 4, SLOTS_1 = CLUSTER * BATCH * Out::OWN * 4;
+constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + GROUP * HEAD_DIM * 2 + 2 * HEAD_DIM * 2 +
+    WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
+constexpr int STAGES = (SHARED_BYTES - OTHERS) / STAGE;
+constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
+constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
+constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + 2 * HEAD_DIM * 2;
+constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
+constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, SHARED = AT_BEFORE + (BATCH + 1) * 4;
+static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
+using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
+
+// All threads of a cluster.
+__device__ __forceinline__ void cluster_sync() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ uint4 ask(const u32* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 ask_2(const u32* at) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ bool there(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
+__device__ __forceinline__ bool there(uint2 v) { return v.x != EMPTY && v.y != EMPTY; }
+__device__ __forceinline__ void publish(u32* at, u32 v) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ void publish(u32* at, float a, float b) {
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(at), "r"(__float_as_uint(a)), "r"(__float_as_uint(b)) : "memory");
+}
+__device__ __forceinline__ u32 remote(u32 at, u32 rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
+    return r;
+}
+__device__ __forceinline__ void send(u32 at, float a, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at), "r"(__float_as_uint(a)),
+                 "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void send(u32 at, float a, float b, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(at), "r"(__float_as_uint(a)),
+                 "r"(__float_as_uint(b)), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at), "r"(__float_as_uint(v.x)),
+                 "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void keep(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+struct Four {
+    u32 v[4];
+};
+__device__ __forceinline__ Four matrices(u32 at) {
+    Four f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "r"(at) : "memory");
+    return f;
+}
+__device__ __forceinline__ Four matrices_transposed(u32 at) {
+    Four f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "r"(at) : "memory");
+    return f;
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const Four& a, u32 b0, u32 b1) { multiply(c, a.v[0], a.v[1], a.v[2], a.v[3], b0, b1); }
+// Asks until it is ready.
+template <class F>
+__device__ __forceinline__ void poll(F ready) {
+    #pragma unroll 1
+    for (int i = 0; !ready(); i++) {
+        if (i % 32 == 31 && Watch::late()) return;
+    }
+}
+
+// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part
+
+// Pages `first` to `last` of all that a kv head of a row has.
+struct Segment {
+    int row, head, first, last, pages, position;
+};
+struct Walk {
+    int at, end, row = 0;
+    static __device__ __forceinline__ const int* before() { return reinterpret_cast<const int*>(memory + AT_BEFORE); }
+    static __device__ __forceinline__ const int* positions() { return reinterpret_cast<const int*>(memory + AT_POSITIONS); }
+    static __device__ __forceinline__ int pages(int row) { return positions()[row] / PAGE_TOKENS + 1; }
+    static __device__ __forceinline__ int begin(int block, int rows) {
+        const u32 all = before()[rows];
+        if (all <= WHOLE_HEADS * min(rows * N_KV_HEADS, BLOCKS)) {
+            const int head = rows * N_KV_HEADS * block / BLOCKS, row = head / N_KV_HEADS;
+            return row == rows ? all : before()[row] + head % N_KV_HEADS * pages(row);
+        }
+        return static_cast<int>(static_cast<u64>(all) * block / BLOCKS);
+    }
+    __device__ __forceinline__ Walk(int block, int rows) : at(begin(block, rows)), end(begin(block + 1, rows)) {}
+    __device__ __forceinline__ bool next(Segment& s) {
+        if (at >= end) return false;
+        while (before()[row + 1] <= at) row++;
+        const int off = at - before()[row];
+        s.row = row, s.pages = pages(row), s.position = positions()[row];
+        s.head = off / s.pages, s.first = off % s.pages, s.last = min(s.pages, s.first + end - at);
+        at += s.last - s.first;
+        return true;
+    }
+};
+
+// ---- producer
+
+struct Producer {
+    Ring ring, arriving = ring;
+    u32 filled = 0;
+
+    __device__ __forceinline__ void open(u32 bytes) {
+        if (filled >= STAGES) Watch::wait(ring.empty(), ring.parity ^ 1);
+        if (filled >= IN_FLIGHT) {
+            arriving.await();
+            arriving.advance();
+        }
+        if (filled < STAGES) filled++;
+        barrier_expect(ring.full(), bytes);
+    }
+    __device__ __forceinline__ void box(u32 at, const Map* map, int column, int row) {
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(ring.stage() + at),
+            "l"(map), "r"(0), "r"(row), "r"(column), "r"(ring.full()) : "memory");
+    }
+    template <class S>
+    __device__ __forceinline__ void weight(const Map* map, u32 cluster, u32 rank) {
+        #pragma unroll 1
+        for (int s = 0; s < S::STAGES; s++) {
+            open(S::PER_STAGE * S::ALL * 128);
+            box(0, map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL);
+            ring.advance();
+        }
+    }
+};
+
+__device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster, u32 rank) {
+    Producer p{ring};
+    // Keys and values of the tokens before were not written by TMA.
+    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+    #pragma unroll 1
+    for (int l = 0; l < N_LAYERS; l++) {
+        if (Watch::dead()) return;
+        const Map* maps = step.maps + l * MAPS;
+        if (l + 1 < N_LAYERS) {
+            for (int m = 0; m < MAPS; m++) asm volatile("prefetch.tensormap [%0];" ::"l"(maps + MAPS + m) : "memory");
+        }
+        p.weight<Qkv>(maps + QKV_MAP, cluster, rank);
+        Walk walk(blockIdx.x, step.rows);
+        Segment s;
+        while (walk.next(s)) {
+            const int* table = step.pages + s.row * step.pages_a_row;
+            #pragma unroll 1
+            for (int page = s.first; page < s.last; page++) {
+                const int blocks = page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16;
+                const int row = (table[page] * N_KV_HEADS + s.head) * PAGE_TOKENS;
+                #pragma unroll
+                for (int m = KEYS_MAP; m <= VALUES_MAP; m++) {
+                    p.open(blocks * 32 * HEAD_DIM);
+                    #pragma unroll 1
+                    for (int b = 0; b < blocks; b++) p.box(b * 32 * HEAD_DIM, maps + m, 0, row + 16 * b);
+                    p.ring.advance();
+                }
+            }
+        }
+        p.weight<Out>(maps + OUT_MAP, cluster, rank);
+        #pragma unroll 1
+        for (int s = 0; s < Half::STAGES; s++) {
+            #pragma unroll
+            for (int part = 0; part < 2; part++) {
+                p.open(Half::PER_STAGE * Half::ALL * 128);
+                p.box(0, maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL);
+                p.ring.advance();
+            }
+        }
+        p.weight<Down>(maps + DOWN_MAP, cluster, rank);
+    }
+}
+
+// ---- consumers
+
+struct Consumer {
+    const Step& step;
+    Ring ring;
+    u32 cluster, rank, warp, lane, thread;
+    u32 base;
+    u32 nil;
+    float2 residual;
+    // Of a lane's columns of each row, before a norm.
+    static constexpr int NORM_ACROSS = D_MODEL / CLUSTER / 256, NORM_APART = WARPS / NORM_ACROSS;
+    static constexpr int NORM_TURNS = (BATCH + NORM_APART - 1) / NORM_APART;
+    float squares[NORM_TURNS];
+    u32 at_input, at_weight;                           // where in a tile of [16, 64] a lane reads
+
+    // Where in a tile of [rows, 64] a row's eight columns lie.
+    static __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+    __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
+
+    // The columns of this block, of all rows: into shared memory. With a norm: times gamma, and the squares go to the cluster.
+    template <int COLUMNS, int WIDTH, bool NORMED>
+    __device__ __forceinline__ void load(const u32* from, const u16* gamma, bool embedded) {
+        // A lane has eight columns at a time: warps stand beside each other along the columns, and then along the rows.
+        constexpr int ACROSS = COLUMNS / 256, BESIDE = ACROSS % 3 ? ACROSS : ACROSS / 3, EACH = ACROSS / BESIDE, APART = WARPS / BESIDE;
+        // Of as many rows at once as registers hold.
+        constexpr int TURNS = (BATCH + APART - 1) / APART, ALL = TURNS * EACH, N = ALL <= 12 ? TURNS : ALL <= 24 ? TURNS / 2 : TURNS / 4;
+        static_assert(COLUMNS % 256 == 0 && WARPS % BESIDE == 0 && (!NORMED || EACH == 1 && N == TURNS) && TURNS % N == 0, "columns");
+        const u32 column = warp % BESIDE * EACH, first = warp / BESIDE;
+        uint4 g;
+        if (NORMED) g = *reinterpret_cast<const uint4*>(gamma + rank * COLUMNS + (column * 32 + lane) * 8);
+        const u32 chunk = column * 32 + lane, offset = rank * (COLUMNS / 2) + chunk * 4;
+        const u32 to = base + AT_INPUT + chunk / 8 * (ROWS * 128);
+        #pragma unroll 1
+        for (int turn = 0; turn < TURNS; turn += N) {
+            const u32 begin = first + turn * APART;
+            const u32* at = from + begin * (WIDTH / 2) + offset;
+            uint4 v[N][EACH];
+            #pragma unroll
+            for (int i = 0; i < N; i++) {
+                const u32 row = begin + i * APART;
+                #pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    v[i][j] = make_uint4(0, 0, 0, 0);
+                    if (row >= step.rows) continue;
+                    if (NORMED && embedded) {
+                        v[i][j] = *reinterpret_cast<const uint4*>(step.embedded(row) + offset);
+                    } else {
+                        v[i][j] = ask(at + i * (APART * WIDTH / 2) + j * 128);
+                    }
+                }
+            }
+            if (!NORMED || !embedded) poll([&] {
+                bool all = true;
+                #pragma unroll
+                for (int i = 0; i < N; i++) {
+                    #pragma unroll
+                    for (int j = 0; j < EACH; j++) {
+                        if (!there(v[i][j])) all = false, v[i][j] = ask(at + i * (APART * WIDTH / 2) + j * 128);
+                    }
+                }
+                return all;
+            });
+            __syncwarp();
+            #pragma unroll
+            for (int i = 0; i < N; i++) {
+                const u32 row = begin + i * APART;
+                if (row >= step.rows) break;
+                if (NORMED) {
+                    const u32 gs[4] = {g.x, g.y, g.z, g.w};
+                    u32 ws[4] = {v[i][0].x, v[i][0].y, v[i][0].z, v[i][0].w};
+                    float square = 0;
+                    #pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        const float a = low(ws[k]), b = high(ws[k]);
+                        square = fmaf(a, a, fmaf(b, b, square));
+                        ws[k] = pack(a * low(gs[k]), b * high(gs[k]));
+                    }
+                    v[i][0] = make_uint4(ws[0], ws[1], ws[2], ws[3]);
+                    squares[i] = square;
+                }
+                #pragma unroll
+                for (int j = 0; j < EACH; j++) keep(to + j * 4 * (ROWS * 128) + swizzled(row, chunk % 8), v[i][j]);
+            }
+        }
+        consumers_sync();
+    }
+    // 64 columns of the input from `input` on, by a tile of 16 rows of the weight at `tile`. Two chains of products, which `join` adds.
+    static constexpr int CHAINS = M_TILES == 1 ? 2 : 1;
+    using Sums = float[CHAINS][M_TILES][2][4];
+    __device__ __forceinline__ u32 product(Sums& c, u32 input, u32 tile) {
+        // All loads come first: a product would wait for each.
+        Four a[4][M_TILES], b[4];
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            b[k] = matrices(tile + (at_weight ^ 32 * k));
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) a[k][m] = matrices(input + (at_input ^ 32 * k) + m * 2048);
+        }
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                multiply(c[k % CHAINS][m][0], a[k][m], b[k].v[0], b[k].v[1]);
+                multiply(c[k % CHAINS][m][1], a[k][m], b[k].v[2], b[k].v[3]);
+            }
+        }
+        return b[3].v[3];
+    }
+    static __device__ __forceinline__ void join(Sums& c) {
+        #pragma unroll
+        for (int i = 0; i < 8 * (CHAINS - 1); i++) c[0][0][i / 4][i % 4] += c[CHAINS - 1][0][i / 4][i % 4];
+    }
+    // To all blocks of the cluster.
+    __device__ __forceinline__ void send_squares() {
+        #pragma unroll
+        for (int o = 16; o; o >>= 1) {
+            #pragma unroll
+            for (int i = 0; i < NORM_TURNS; i++) squares[i] += __shfl_xor_sync(~0u, squares[i], o);
+        }
+        const u32 column = warp % NORM_ACROSS, first = warp / NORM_ACROSS;
+        const u32 own = base + AT_SQUARES + ((rank * NORM_ACROSS + column) * BATCH + first) * 4;
+        const u32 to = remote(own, lane % CLUSTER), barrier = remote(slots_barrier(0), lane % CLUSTER);
+        #pragma unroll
+        for (int i = 0; i < NORM_TURNS; i++) {
+            if (lane < CLUSTER && first + i * NORM_APART < step.rows) send(to + i * NORM_APART * 4, squares[i], barrier);
+        }
+    }
+    // Products of this block's columns, summed over its warps, to the blocks of the cluster that own the rows.
+    template <class S, bool NORMED>
+    __device__ __forceinline__ void products(int buffer, u32 slots) {
+        Sums c = {};
+        const u32 tile = warp % S::TILES, part = warp / S::TILES;
+        constexpr int EACH = S::GROUPS / S::PARTS;
+        const int from = part * EACH, to = part < S::PARTS ? from + EACH : 0;
+        #pragma unroll 1
+        for (int s = 0; s < S::STAGES; s++) {
+            ring.await();
+            u32 last = 0;
+            const int begin = s * S::PER_STAGE;
+            #pragma unroll 1
+            for (int k = max(from, begin); k < min(to, begin + S::PER_STAGE); k++)
+                last = product(c, base + AT_INPUT + k * (ROWS * 128), ring.stage() + (k - begin) * (S::ALL * 128) + tile * 2048);
+            __syncwarp();
+            ring.release(lane, last, nil);
+        }
+        join(c);
+        if (NORMED) send_squares();
+        const u32 g = lane / 4, q = lane % 4;
+        float* sums = reinterpret_cast<float*>(memory + AT_SUMS);
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 row = 16 * m + g + 8 * (i & 1), n = tile * 16 + (i >> 1) * 8 + 2 * q;
+                const float* v = &c[0][m][i >> 1][2 * (i & 1)];
+                if (row < step.rows) *reinterpret_cast<float2*>(sums + (part * BATCH + row) * S::PITCH + n) = make_float2(v[0], v[1]);
+            }
+        }
+        consumers_sync();
+        constexpr int QUADS = S::ALL / 4;
+        #pragma unroll 1
+        for (u32 i = thread; i < step.rows * QUADS; i += CONSUMERS) {
+            const u32 row = i / QUADS, quad = i % QUADS, n = quad * 4;
+            float4 v = {0, 0, 0, 0};
+            #pragma unroll
+            for (int p = 0; p < S::PARTS; p++) {
+                const float4 w = *reinterpret_cast<const float4*>(sums + (p * BATCH + row) * S::PITCH + n);
+                v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+            }
+            const u32 owner = n / S::OWN;
+            send(remote(slots + ((rank * BATCH + row) * S::OWN + n % S::OWN) * 4, owner), v, remote(slots_barrier(buffer), owner));
+        }
+    }
+    // Gate and up: a tile a warp.
+    __device__ __forceinline__ void products_up() {
+        using S = Half;
+        Sums c = {};
+        const bool active = warp < 2 * S::TILES * UP_PARTS;
+        const u32 tile = warp % S::TILES, mine = warp / S::TILES % 2, part = warp / (2 * S::TILES);
+        constexpr int EACH = S::GROUPS / UP_PARTS;
+        const int from = part * EACH, to = from + EACH;
+        #pragma unroll 1
+        for (int s = 0; s < 2 * S::STAGES; s++) {
+            ring.await();
+            u32 last = 0;
+            const int begin = s / 2 * S::PER_STAGE;
+            if (active && (s & 1) == mine) {
+                #pragma unroll 1
+                for (int k = max(from, begin); k < min(to, begin + S::PER_STAGE); k++)
+                    last = product(c, base + AT_INPUT + k * (ROWS * 128), ring.stage() + (k - begin) * (S::ALL * 128) + tile * 2048);
+            }
+            __syncwarp();
+            ring.release(lane, last, nil);
+        }
+        send_squares();
+        if (!active) return;
+        join(c);
+        const u32 g = lane / 4, q = lane % 4;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 n = tile * 16 + half * 8, owner = n / S::OWN, at = n % S::OWN + mine * S::OWN + 2 * q;
+            const u32 to = remote(base + AT_SLOTS_0, owner), barrier = remote(slots_barrier(0), owner);
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const u32 row = 16 * m + g + 8 * i, slot = ((rank * UP_PARTS + part) * BATCH + row) * (2 * S::OWN) + at;
+                    if (row < step.rows) send(to + slot * 4, c[0][m][half][2 * i], c[0][m][half][2 * i + 1], barrier);
+                }
+            }
+        }
+    }
+    // Numbers a row that come from the cluster.
+    __device__ __forceinline__ void arm(int buffer, u32 numbers) {
+        if (thread == 0) barrier_expect(slots_barrier(buffer), step.rows * numbers * 4);
+    }
+    // Waits for them: the first, or the second time in a layer.
+    __device__ __forceinline__ void gather(int buffer, int time) const { Watch::wait(slots_barrier(buffer), time); }
+    template <int OWN, int N = CLUSTER>
+    __device__ __forceinline__ float2 total(u32 slots, u32 row, u32 n) const {
+        float2 s = {0, 0};
+        #pragma unroll
+        for (int r = 0; r < N; r++) {
+            const float2 v = *reinterpret_cast<const float2*>(memory + slots + ((r * BATCH + row) * OWN + n) * 4);
+            s.x += v.x, s.y += v.y;
+        }
+        return s;
+    }
+    __device__ __forceinline__ float factor(u32 row) const {
+        float s = 0;
+        #pragma unroll
+        for (int r = 0; r < SQUARES; r++) s += *reinterpret_cast<const float*>(memory + AT_SQUARES + (r * BATCH + row) * 4);
+        return rsqrtf(s / D_MODEL + EPSILON);
+    }
+    // To the residual stream.
+    __device__ __forceinline__ void add(u32* to) {
+        constexpr int PAIRS = Out::OWN / 2;
+        const u32 row = thread / PAIRS, pair = thread % PAIRS;
+        if (row >= step.rows) return;
+        const float2 s = total<Out::OWN>(AT_SLOTS_1, row, 2 * pair);
+        residual.x += s.x, residual.y += s.y;
+        publish(to + row * (D_MODEL / 2) + (cluster * Out::ALL + rank * Out::OWN) / 2 + pair, pack(residual.x, residual.y));
+    }
+};
+static_assert(BATCH * Out::OWN / 2 <= CONSUMERS, "residual");
+
+constexpr int LANES = HEAD_DIM / 8;                    // of a head
+
+// Queries of a kv head, and the new key and value, with their norms and positions: into shared memory.
+__device__ __forceinline__ void place(const Consumer& c, const Step& step, const Layer& layer, const u32* set, const Segment& s) {
+    if (c.thread >= LANES * (GROUP + 2)) return;
+    const u32 head = c.thread / LANES, lane = c.thread % LANES;
+    const bool query = head < GROUP, value = head > GROUP, closes = s.last == s.pages;
+    const u32 from = query ? s.head * GROUP + head : N_HEADS + (value ? N_KV_HEADS : 0) + s.head;
+    const u32* at = set + Q + s.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2) + lane * 4;
+    uint4 v = ask(at);
+    poll([&] {
+        const bool ready = there(v);
+        if (!ready) v = ask(at);
+        return ready;
+    });
+    __syncwarp();
+    if (!value) {
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+        float x[8], square = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) x[2 * i] = low(w[i]), x[2 * i + 1] = high(w[i]);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) square = fmaf(x[i], x[i], square);
+        const u32 mask = __activemask();
+        #pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) square += __shfl_xor_sync(mask, square, o);
+        const float factor = rsqrtf(square / HEAD_DIM + EPSILON);
+        const uint4 g = *reinterpret_cast<const uint4*>((query ? layer.query_norm : layer.key_norm) + lane * 8);
+        const u32 gs[4] = {g.x, g.y, g.z, g.w};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) x[2 * i] *= factor * low(gs[i]), x[2 * i + 1] *= factor * high(gs[i]);
+        const u32 angle = s.position * (HEAD_DIM / 2) + lane % (LANES / 2) * 8;
+        const bool upper = lane >= LANES / 2;
+        u32 out[4];
+        #pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const float4 cos = *reinterpret_cast<const float4*>(step.cos + angle + i), sin = *reinterpret_cast<const float4*>(step.sin + angle + i);
+            const float cs[4] = {cos.x, cos.y, cos.z, cos.w}, sn[4] = {sin.x, sin.y, sin.z, sin.w};
+            float y[4];
+            #pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float other = __shfl_xor_sync(mask, x[i + k], LANES / 2);
+                y[k] = x[i + k] * cs[k] + (upper ? other : -other) * sn[k];
+            }
+            out[i / 2] = pack(y[0], y[1]), out[i / 2 + 1] = pack(y[2], y[3]);
+        }
+        v = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+    unsigned char* to = memory + (query ? AT_QUERIES + head * HEAD_DIM * 2 : AT_NEW + (value ? HEAD_DIM * 2 : 0)) + lane * 16;
+    *reinterpret_cast<uint4*>(to) = v;
+    if (!query && closes) {
+        const int page = step.pages[s.row * step.pages_a_row + s.pages - 1];
+        const u64 token = static_cast<u64>(page * N_KV_HEADS + s.head) * PAGE_TOKENS + s.position % PAGE_TOKENS;
+        *reinterpret_cast<uint4*>((value ? layer.values : layer.keys) + token * HEAD_DIM + lane * 8) = v;
+    }
+}
+
+__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, u32* set) {
+    constexpr int STEPS = HEAD_DIM / 16;
+    const u32 lane = c.lane, g = lane / 4, q = lane % 4;
+    const float scale = rsqrtf(static_cast<float>(HEAD_DIM)) * 1.4426950408889634f;
+    Walk walk(blockIdx.x, step.rows);
+    Segment s;
+    #pragma unroll 1
+    while (walk.next(s)) {
+        place(c, step, layer, set, s);
+        consumers_sync();
+        u32 queries[STEPS][2];
+        #pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const u32* at = reinterpret_cast<const u32*>(memory + AT_QUERIES + (g * HEAD_DIM + k * 16 + 2 * q) * 2);
+            queries[k][0] = g < GROUP ? at[0] : 0, queries[k][1] = g < GROUP ? at[4] : 0;
+        }
+        float out[STEPS][4] = {}, peak[2] = {NOTHING, NOTHING}, sum[2] = {0, 0};
+        #pragma unroll 1
+        for (int page = s.first; page < s.last; page++) {
+            const bool newest = page == s.pages - 1;
+            const int at = s.position % PAGE_TOKENS, mine = c.warp % 4;
+            const bool takes = (page - s.first) % (WARPS / 4) == c.warp / 4 && (!newest || mine <= at / 16);
+            const bool has_new = newest && mine == at / 16;
+            c.ring.await();
+            u32 last = 0;
+            u32 p[2];
+            float correction[2];
+            if (takes) {
+                const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
+                if (has_new) {
+                    const uint4 v = *reinterpret_cast<const uint4*>(memory + AT_NEW + lane % LANES * 16);
+                    if (lane < LANES) keep(tile + lane / 8 * 2048 + Consumer::swizzled(at % 16, lane % 8), v);
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    __syncwarp();
+                }
+                float score[2][4] = {};
+                Four a[STEPS];
+                #pragma unroll
+                for (int k = 0; k < STEPS; k++) a[k] = matrices(tile + k / 4 * 2048 + (c.at_input ^ 32 * (k % 4)));
+                #pragma unroll
+                for (int k = 0; k < STEPS; k++) multiply(score[k & 1], a[k], queries[k][0], queries[k][1]);
+                last = a[STEPS - 1].v[3];
+                float x[4];
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int key = mine * 16 + g + 8 * (i >> 1);
+                    x[i] = newest && key > at ? NOTHING : (score[0][i] + score[1][i]) * scale;
+                }
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float most = fmaxf(x[h], x[h + 2]);
+                    #pragma unroll
+                    for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+                    most = fmaxf(most, peak[h]);
+                    correction[h] = exp_2(peak[h] - most);
+                    peak[h] = most;
+                    x[h] = exp_2(x[h] - most), x[h + 2] = exp_2(x[h + 2] - most);
+                    sum[h] = sum[h] * correction[h] + x[h] + x[h + 2];
+                }
+                // From keys by heads to heads by keys.
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const u32 from = 8 * q + g / 2;
+                    const float a0 = __shfl_sync(~0u, x[2 * i], from), a1 = __shfl_sync(~0u, x[2 * i + 1], from);
+                    const float b0 = __shfl_sync(~0u, x[2 * i], from + 4), b1 = __shfl_sync(~0u, x[2 * i + 1], from + 4);
+                    p[i] = g & 1 ? pack(a1, b1) : pack(a0, b0);
+                }
+            }
+            __syncwarp();
+            c.ring.release(lane, last, c.nil);
+            c.ring.await();
+            last = 0;
+            if (takes) {
+                const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
+                if (has_new) {
+                    // The newest value; none behind it.
+                    const uint4 v = *reinterpret_cast<const uint4*>(memory + AT_NEW + HEAD_DIM * 2 + lane % LANES * 16);
+                    #pragma unroll 1
+                    for (int row = at % 16 + lane / LANES; row < 16; row += 32 / LANES) {
+                        const u32 to = tile + lane % LANES / 8 * 2048 + Consumer::swizzled(row, lane % 8);
+                        keep(to, row > at % 16 ? make_uint4(0, 0, 0, 0) : v);
+                    }
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    __syncwarp();
+                }
+                Four a[STEPS];
+                #pragma unroll
+                for (int m = 0; m < STEPS; m++) a[m] = matrices_transposed(tile + m / 4 * 2048 + (c.at_weight ^ 32 * (m % 4)));
+                #pragma unroll
+                for (int m = 0; m < STEPS; m++) {
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) out[m][i] *= correction[i & 1];
+                    multiply(out[m], a[m], p[0], p[1]);
+                }
+                last = a[STEPS - 1].v[3];
+            }
+            __syncwarp();
+            c.ring.release(lane, last, c.nil);
+        }
+        // All warps' parts together.
+        const int warps = min(WARPS, 4 * (s.last - s.first));
+        float* parts = reinterpret_cast<float*>(memory + AT_SUMS);
+        float2* peaks = reinterpret_cast<float2*>(memory + AT_PEAKS);
+        if (c.warp < warps) {
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                #pragma unroll
+                for (int o = 4; o < 32; o <<= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], o);
+            }
+            if (2 * q < GROUP) {
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float* to = parts + (c.warp * GROUP + 2 * q + h) * HEAD_DIM + g;
+                    #pragma unroll
+                    for (int m = 0; m < STEPS; m++) to[m * 16] = out[m][h], to[m * 16 + 8] = out[m][h + 2];
+                    if (g == 0) peaks[c.warp * GROUP + 2 * q + h] = make_float2(peak[h], sum[h]);
+                }
+            }
+        }
+        consumers_sync();
+        constexpr int PAIRS = HEAD_DIM / 2;
+        if (c.thread < GROUP * PAIRS) {
+            const u32 head = c.thread / PAIRS, pair = c.thread % PAIRS;
+            float best = NOTHING, all = 0;
+            float2 o = {0, 0};
+            #pragma unroll 4
+            for (int w = 0; w < warps; w++) best = fmaxf(best, peaks[w * GROUP + head].x);
+            #pragma unroll 4
+            for (int w = 0; w < warps; w++) {
+                const float2 p = peaks[w * GROUP + head], v = *reinterpret_cast<const float2*>(parts + (w * GROUP + head) * HEAD_DIM + 2 * pair);
+                const float f = exp_2(p.x - best);
+                all = fmaf(p.y, f, all), o.x = fmaf(v.x, f, o.x), o.y = fmaf(v.y, f, o.y);
+            }
+            u32* piece = set + PIECES + head * (HEAD_DIM + 2);
+            if (s.first > 0) {
+                u32* to = piece + blockIdx.x * PIECE;
+                publish(to + 2 * pair, o.x, o.y);
+                if (pair == 0) publish(to + HEAD_DIM, best, all);
+            } else {
+                // What others have of this row's head.
+                int block = blockIdx.x + 1, done = s.last;
+                #pragma unroll 1
+                for (; done < s.pages; block++) {
+                    const u32* from = piece + block * PIECE;
+                    uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
+                    done += Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
+                    poll([&] {
+                        bool ready = true;
+                        if (!there(v)) ready = false, v = ask_2(from + 2 * pair);
+                        if (!there(p)) ready = false, p = ask_2(from + HEAD_DIM);
+                        return ready;
+                    });
+                    const float top = __uint_as_float(p.x), most = fmaxf(best, top), f0 = exp_2(best - most), f1 = exp_2(top - most);
+                    best = most, all = all * f0 + __uint_as_float(p.y) * f1;
+                    o.x = o.x * f0 + __uint_as_float(v.x) * f1, o.y = o.y * f0 + __uint_as_float(v.y) * f1;
+                }
+                publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS + pair, pack(o.x / all, o.y / all));
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster, u32 rank) {
+    Consumer c{step, ring, cluster, rank, threadIdx.x / 32, threadIdx.x % 32, threadIdx.x, ring.base};
+    c.nil = static_cast<u32>(step.rows) >> 31;
+    c.at_input = Consumer::swizzled(c.lane & 15, c.lane >> 4);
+    c.at_weight = Consumer::swizzled((c.lane & 7) + (c.lane >> 4) * 8, c.lane >> 3 & 1);
+    {
+        constexpr int PAIRS = Out::OWN / 2;
+        const u32 row = c.thread / PAIRS, pair = c.thread % PAIRS;
+        c.residual = make_float2(0, 0);
+        if (row < step.rows) {
+            const u32 v = step.embedded(row)[(cluster * Out::ALL + rank * Out::OWN) / 2 + pair];
+            c.residual = make_float2(low(v), high(v));
+        }
+    }
+    const u32 turn = reinterpret_cast<volatile State*>(step.state)->turns[BATCH / 16];
+    u32 *set = step.scratch + turn * SET, *next = step.scratch + (turn + 1) % 3 * SET, *before = step.scratch + (turn + 2) % 3 * SET;
+    #pragma unroll 1
+    for (int l = 0; l < N_LAYERS; l++) {
+        const Layer& layer = step.layers[l];
+        c.arm(0, CLUSTER * Qkv::OWN + SQUARES);
+        c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, layer.attention_norm, l == 0);
+        c.products<Qkv, true>(0, c.base + AT_SLOTS_0);
+        c.gather(0, 0);
+        {
+            constexpr int PAIRS = Qkv::OWN / 2;
+            #pragma unroll 1
+            for (u32 i = c.thread; i < step.rows * PAIRS; i += CONSUMERS) {
+                const u32 row = i / PAIRS, pair = i % PAIRS;
+                const float2 s = c.total<Qkv::OWN>(AT_SLOTS_0, row, 2 * pair);
+                const float f = c.factor(row);
+                publish(set + Q + row * (QKV_ROWS / 2) + (cluster * Qkv::ALL + rank * Qkv::OWN) / 2 + pair, pack(s.x * f, s.y * f));
+            }
+        }
+        c.arm(1, CLUSTER * Out::OWN);
+        // What this block made empty in the layer before is so for all others, before what it publishes lets them go on to read it. One thread,
+        // which would only wait, sees to it for all.
+        if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        attend(c, step, layer, set);
+        c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, nullptr, false);
+        c.products<Out, false>(1, c.base + AT_SLOTS_1);
+        c.gather(1, 0);
+        c.add(set + Y);
+        c.arm(0, CLUSTER * UP_PARTS * 2 * Half::OWN + SQUARES);
+        c.load<Half::COLUMNS, D_MODEL, true>(set + Y, layer.feed_forward_norm, false);
+        c.products_up();
+        c.gather(0, 1);
+        {
+            constexpr int PAIRS = Half::OWN / 2;
+            #pragma unroll 1
+            for (u32 i = c.thread; i < step.rows * PAIRS; i += CONSUMERS) {
+                const u32 row = i / PAIRS, pair = i % PAIRS;
+                auto total = [&](u32 n) { return c.total<2 * Half::OWN, CLUSTER * UP_PARTS>(AT_SLOTS_0, row, n); };
+                const float2 gate = total(2 * pair), up = total(Half::OWN + 2 * pair);
+                const float f = c.factor(row);
+                const u32 v = pack(gated(gate.x * f, up.x * f), gated(gate.y * f, up.y * f));
+                publish(set + H + row * (D_FF / 2) + (cluster * Half::ALL + rank * Half::OWN) / 2 + pair, v);
+            }
+        }
+        c.arm(1, CLUSTER * Down::OWN);
+        c.load<Down::COLUMNS, D_FF, false>(set + H, nullptr, false);
+        c.products<Down, false>(1, c.base + AT_SLOTS_1);
+        // All blocks have read what the layer before exchanged: it is made empty for the one after the next.
+        #pragma unroll 1
+        for (u32 i = blockIdx.x * CONSUMERS + c.thread; i < SET / 4; i += BLOCKS * CONSUMERS) {
+            asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%1,%1,%1};" ::"l"(before + 4 * i), "r"(EMPTY) : "memory");
+        }
+        c.gather(1, 1);
+        c.add(next + X);
+        u32* const last = set;
+        set = next, next = before, before = last;
+    }
+    // A row's last norm.
+    if (blockIdx.x < step.rows && c.warp < D_MODEL / 256) {
+        static_assert(D_MODEL / 256 <= WARPS, "width");
+        const u32 row = blockIdx.x;
+        const u32* at = set + X + row * (D_MODEL / 2) + c.thread * 4;
+        uint4 v = ask(at);
+        poll([&] {
+            const bool ready = there(v);
+            if (!ready) v = ask(at);
+            return ready;
+        });
+        __syncwarp();
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+        float square = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) square = fmaf(low(w[i]), low(w[i]), fmaf(high(w[i]), high(w[i]), square));
+        #pragma unroll
+        for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+        float* squares = reinterpret_cast<float*>(memory + AT_SUMS);
+        if (c.lane == 0) squares[c.warp] = square;
+        asm volatile("bar.sync 2, %0;" ::"n"(D_MODEL / 8) : "memory");
+        float all = 0;
+        for (int i = 0; i < D_MODEL / 256; i++) all += squares[i];
+        const float f = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(all / D_MODEL + EPSILON);
+        const uint4 g = *reinterpret_cast<const uint4*>(step.final_norm + c.thread * 8);
+        const u32 gs[4] = {g.x, g.y, g.z, g.w};
+        u32 r[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) r[i] = pack(low(w[i]) * low(gs[i]) * f, high(w[i]) * high(gs[i]) * f);
+        *reinterpret_cast<uint4*>(step.hidden + row * D_MODEL + c.thread * 8) = make_uint4(r[0], r[1], r[2], r[3]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_many_rows(
+    const Layer* layers, const Map* maps, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
+    u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
+) {
+    const int first = static_cast<int>(numbers.first), width = static_cast<int>(numbers.pages_a_row);
+    const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids + first, positions + first, pages + first * width,
+        hidden + first * D_MODEL, static_cast<int>(numbers.rows), width, static_cast<int>(numbers.vocabulary)};
+    if (failed(state, step.hidden, step.rows)) return;
+    const Ring ring{shared_address(memory)};
+    if (threadIdx.x == 0) {
+        Watch::begin();
+        for (int b = 0; b < 2; b++) barrier_init(ring.base + AT_BARRIERS + STAGES * 16 + 8 * b, 1);
+        ring.init(WARPS);
+        int* at = reinterpret_cast<int*>(memory + AT_POSITIONS);
+        int* before = reinterpret_cast<int*>(memory + AT_BEFORE);
+        int sum = 0;
+        for (int r = 0; r < step.rows; r++) {
+            at[r] = step.positions[r], before[r] = sum;
+            sum += (at[r] / PAGE_TOKENS + 1) * N_KV_HEADS;
+        }
+        for (int r = step.rows; r <= BATCH; r++) before[r] = sum;
+    }
+    // Rows that are none count as zeros.
+    for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
+    cluster_sync();
+    const u32 cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+    if (threadIdx.x < CONSUMERS) {
+        consume(step, ring, cluster, rank);
+        if (blockIdx.x == 0 && threadIdx.x == 0) state->turns[BATCH / 16] = (state->turns[BATCH / 16] + N_LAYERS) % 3;
+        if (Watch::dead()) reinterpret_cast<volatile State*>(state)->error = 1;
+    } else if (threadIdx.x == CONSUMERS) {
+        produce(step, ring, cluster, rank);
+    }
+    // The other block of the cluster may still write here.
+    cluster_sync();
+}
