@@ -1,12 +1,17 @@
 //! Whole decode steps on CubeCL's devices: those of CUDA that the kernel is written for.
 
+#[cfg(feature = "cuda")]
 use std::any::Any;
 
+#[cfg(feature = "cuda")]
 use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use super::{Declined, DecodePlanned, DecodeStep, DecodeStepOps};
+use super::DecodeStepOps;
+#[cfg(feature = "cuda")]
+use super::{Declined, DecodePlanned, DecodeStep};
+#[cfg(feature = "cuda")]
 use crate::checked::Checked;
 
 impl<R, F, I, BT> DecodeStepOps for CubeBackend<R, F, I, BT>
