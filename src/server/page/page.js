@@ -288,7 +288,8 @@ async function answer() {
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
   }
-  const seconds = (performance.now() - first) / 1000;
+  // What came all at once is measured from the question on.
+  const now = performance.now(), seconds = (now - (now > first ? first : begun)) / 1000;
   running = null;
   busy(false);
   shown.text.classList.remove("cursor");
