@@ -277,9 +277,10 @@ impl<B: Backend> Transformer<B> {
         }
         let ids = if ids.len() == 1 { ids.remove(0) } else { Tensor::cat(ids, 0) };
         let [count] = ids.dims();
+        cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
         let at = cache.begin(&rows);
         if prefill.is_empty()
-            && let Some(hidden) = cache.whole_step(&ids, &at, |layers| DecodePlan::new(self.decode_model()?, layers))
+            && let Some(hidden) = cache.whole_step(&ids, &at)
         {
             cache.advance(&rows);
             return hidden;

@@ -191,16 +191,28 @@ pub(crate) fn in_context<R: CubeRuntime, T>(
         unreachable!("only CUDA devices have contexts");
     };
     let device = driver::device::get(*index as i32)?;
-    let before = driver::ctx::get_current()?;
-    // SAFETY: the device was just given out by the driver. Its primary context is there until it is released, which is after another has taken its
-    // place; the one that was this thread's before is somebody else's to keep.
-    unsafe {
-        let context = driver::primary_ctx::retain(device)?;
-        driver::ctx::set_current(context)?;
-        let result = work();
-        driver::ctx::set_current(before.unwrap_or(std::ptr::null_mut()))?;
-        driver::primary_ctx::release(device)?;
-        Ok(result)
+    let before = driver::ctx::get_current()?.unwrap_or(std::ptr::null_mut());
+    // SAFETY: the device was just given out by the driver, and its context is kept until `Retained` is dropped.
+    let context = unsafe { driver::primary_ctx::retain(device) }?;
+    let _retained = Retained { device, before };
+    // SAFETY: as above.
+    unsafe { driver::ctx::set_current(context) }?;
+    Ok(work())
+}
+
+/// A device's primary context, kept until this is dropped; then the one before is the thread's again.
+struct Retained {
+    device: cudarc::driver::sys::CUdevice,
+    before: cudarc::driver::sys::CUcontext,
+}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        // SAFETY: the context before is somebody else's to keep, as it was; the device's was retained once for this.
+        unsafe {
+            let _ = driver::ctx::set_current(self.before);
+            let _ = driver::primary_ctx::release(self.device);
+        }
     }
 }
 

@@ -196,16 +196,17 @@ impl<B: Backend> Cache<B> {
         at
     }
 
-    /// The hidden states of one token more of each row, in one operation, where the backend has one for the model: what it needs
-    /// is made once.
-    pub(crate) fn whole_step(
-        &mut self,
-        tokens: &Tensor<B, 1, Int>,
-        at: &CachedTokens<B>,
-        make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>,
-    ) -> Option<Tensor<B, 2>> {
+    /// Makes ready, once, what [`whole_step`](Self::whole_step) needs, where the backend has such an operation for the model. It is asked for
+    /// before the first pass: what a backend has to say of it does not come between a text's tokens.
+    pub(crate) fn plan(&mut self, make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>) {
         let Self { plan, layers, .. } = self;
-        let made = plan.get_or_insert_with(|| make(layers).ok()).as_ref()?;
+        plan.get_or_insert_with(|| make(layers).ok());
+    }
+
+    /// The hidden states of one token more of each row, in one operation, where there is a plan for it.
+    pub(crate) fn whole_step(&mut self, tokens: &Tensor<B, 1, Int>, at: &CachedTokens<B>) -> Option<Tensor<B, 2>> {
+        let Self { plan, layers, .. } = self;
+        let made = plan.as_ref()?.as_ref()?;
         if at.rows().len() > made.rows() {
             return None;
         }

@@ -219,7 +219,7 @@ pub trait DecodeStepOps: CachedAttentionOps {
 /// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
 ///
 /// # Errors
-/// If it turns out not to run on this device. Nothing was computed then.
+/// If it turns out not to run on this device. The pages may have got keys and values of the token by then, which are the right ones.
 ///
 /// # Panics
 /// If the sizes do not fit each other, or there are more rows than [`rows`](DecodePlan::rows).

@@ -153,9 +153,12 @@ impl CudaKernel for DecodeStepManyRows {
     }
 }
 
-/// The kernels for many rows in the sizes of Qwen3-0.6B.
+/// The kernels for many rows in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes.
 pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
-    let sizes =
-        Sizes { n_layers: 28, d_model: 1024, n_heads: 16, n_kv_heads: 8, d_ff: 3072, epsilon: 1e-6f32.to_bits() };
-    MANY.into_iter().map(move |rows| DecodeStepManyRows { rows, sizes: sizes.clone() })
+    let sizes = |(n_heads, d_ff)| {
+        let epsilon = 1e-6f32.to_bits();
+        Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon }
+    };
+    let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
+    [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels)
 }

@@ -16,13 +16,13 @@
 //                              |         |         |   half of the rows is block 0's, the lower block 1's
 //                              +---------+---------+
 //
-// Before a norm the receiver multiplies by gamma, and the owner by the norm's factor: so a norm costs no step of its own. Pages of all
+// A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no exchange of its own. Pages of all
 // kv heads of all rows are shared out evenly; where a head's pages are several blocks', the first of these puts it together.
 constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
 constexpr int STAGE = 16384;
-// Stages on their way at once: more would only make what is exchanged wait behind them.
+// Stages on their way at once: more would make what few rows exchange wait behind them.
 constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 4;
 // Up to so many pages a head, or a block, heads are not cut.
 constexpr int WHOLE_HEADS = 4;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void poll(F ready) {
     }
 }
 
-// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part
+// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part; or whole heads, where they are short
 
 // Pages `first` to `last` of all that a kv head of a row has.
 struct Segment {
@@ -528,6 +528,7 @@ __device__ __forceinline__ void place(const Consumer& c, const Step& step, const
         return ready;
     });
     __syncwarp();
+    const u32 mask = __ballot_sync(~0u, !value);
     if (!value) {
         const u32 w[4] = {v.x, v.y, v.z, v.w};
         float x[8], square = 0;
@@ -535,7 +536,6 @@ __device__ __forceinline__ void place(const Consumer& c, const Step& step, const
         for (int i = 0; i < 4; i++) x[2 * i] = low(w[i]), x[2 * i + 1] = high(w[i]);
         #pragma unroll
         for (int i = 0; i < 8; i++) square = fmaf(x[i], x[i], square);
-        const u32 mask = __activemask();
         #pragma unroll
         for (int o = LANES / 2; o; o >>= 1) square += __shfl_xor_sync(mask, square, o);
         const float factor = rsqrtf(square / HEAD_DIM + EPSILON);
@@ -712,9 +712,12 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
                 int block = blockIdx.x + 1, done = s.last;
                 #pragma unroll 1
                 for (; done < s.pages; block++) {
+                    // A block that has no pages says nothing.
+                    const int its = Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
+                    if (its == 0) continue;
+                    done += its;
                     const u32* from = piece + block * PIECE;
                     uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
-                    done += Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
                     poll([&] {
                         bool ready = true;
                         if (!there(v)) ready = false, v = ask_2(from + 2 * pair);
@@ -765,8 +768,9 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
             }
         }
         c.arm(1, CLUSTER * Out::OWN);
-        // What this block made empty in the layer before is so for all others, before what it publishes lets them go on to read it. One thread,
-        // which would only wait, sees to it for all.
+        // Releases the block's stores of EMPTY of the layer before, ahead of what it publishes from here on, which others need before they
+        // read these words again. By one thread, which would only wait here, for all: a barrier lies between the stores and this. Readers go
+        // to the L2 (relaxed, of GPU scope), and need no fence of their own.
         if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
         attend(c, step, layer, set);
         c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, nullptr, false);
@@ -798,6 +802,8 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
             asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%1,%1,%1};" ::"l"(before + 4 * i), "r"(EMPTY) : "memory");
         }
         c.gather(1, 1);
+        // What was computed behind a wait that was too long is no number.
+        if (l == N_LAYERS - 1 && Watch::dead()) c.residual.x = c.residual.y = __int_as_float(0x7fc00000);
         c.add(next + X);
         u32* const last = set;
         set = next, next = before, before = last;
@@ -820,7 +826,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
         for (int i = 0; i < 4; i++) square = fmaf(low(w[i]), low(w[i]), fmaf(high(w[i]), high(w[i]), square));
         #pragma unroll
         for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
-        float* squares = reinterpret_cast<float*>(memory + AT_SUMS);
+        float* squares = reinterpret_cast<float*>(memory + AT_PEAKS);
         if (c.lane == 0) squares[c.warp] = square;
         asm volatile("bar.sync 2, %0;" ::"n"(D_MODEL / 8) : "memory");
         float all = 0;
@@ -857,7 +863,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         }
         for (int r = step.rows; r <= BATCH; r++) before[r] = sum;
     }
-    // Rows that are none count as zeros.
+    // Rows past the last one are zeros.
     for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
     cluster_sync();
     const u32 cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;

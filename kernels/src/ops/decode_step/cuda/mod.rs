@@ -138,7 +138,9 @@ where
     }
     let multiprocessors = multiprocessors(&embedding);
     if multiprocessors < BLOCKS {
-        return Err(Declined::new(format!("the device has {multiprocessors} multiprocessors, of {BLOCKS}")));
+        return Err(Declined::new(format!(
+            "the device has {multiprocessors} multiprocessors, and the kernel needs {BLOCKS}"
+        )));
     }
     let epsilon = final_norm.epsilon;
     let mut addresses: Vec<u64> = Vec::new();
@@ -256,7 +258,8 @@ where
     let sizes = body.sizes.clone();
     // SAFETY, of all launches: the plan checked that weights, gammas and caches are bf16 matrices without gaps of the sizes that the kernels
     // are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary, positions and
-    // pages were checked by the operands. A block is resident on each multiprocessor: shared memory has room for one.
+    // pages were checked by the operands. All blocks are resident at once: one on each multiprocessor, for which there is
+    // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), sizes };
         let arguments = || all(Arguments::default().pointer(&body.table), &body.few, 0..rows);
