@@ -574,10 +574,16 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
         let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
         if let ([prompt], [prepared]) = (&self.prompts[..], &prepared[..]) {
-            (self.show)(GenerationEvent::Begun(prompt));
-            let generated =
-                generator.generate(prepared, &self.options, |text| (self.show)(GenerationEvent::Text(text)))?;
-            (self.show)(GenerationEvent::Done(&generated));
+            // The prompt is shown with the first piece of its text, behind what may be said on the way there.
+            let (mut show, mut begun) = (self.show, false);
+            let mut tell = |event: GenerationEvent<'_>| {
+                if !std::mem::replace(&mut begun, true) {
+                    show(GenerationEvent::Begun(prompt));
+                }
+                show(event);
+            };
+            let generated = generator.generate(prepared, &self.options, |text| tell(GenerationEvent::Text(text)))?;
+            tell(GenerationEvent::Done(&generated));
             return Ok(());
         }
         // Several are shown when they are complete, in their order: side by side, nobody could read them.
