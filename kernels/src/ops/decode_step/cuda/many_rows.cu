@@ -161,6 +161,18 @@ __device__ __forceinline__ void poll(F ready) {
     }
 }
 
+// 16 bytes, once they are there; by all lanes of a warp that are to have some.
+__device__ __forceinline__ uint4 receive(const u32* at) {
+    uint4 v = ask(at);
+    poll([&] {
+        const bool ready = there(v);
+        if (!ready) v = ask(at);
+        return ready;
+    });
+    __syncwarp();
+    return v;
+}
+
 // ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part; or whole heads, where they are short
 
 // Pages `first` to `last` of all that a kv head of a row has.
@@ -521,13 +533,7 @@ __device__ __forceinline__ void place(const Consumer& c, const Step& step, const
     const bool query = head < GROUP, value = head > GROUP, closes = s.last == s.pages;
     const u32 from = query ? s.head * GROUP + head : N_HEADS + (value ? N_KV_HEADS : 0) + s.head;
     const u32* at = set + Q + s.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2) + lane * 4;
-    uint4 v = ask(at);
-    poll([&] {
-        const bool ready = there(v);
-        if (!ready) v = ask(at);
-        return ready;
-    });
-    __syncwarp();
+    uint4 v = receive(at);
     const u32 mask = __ballot_sync(~0u, !value);
     if (!value) {
         const u32 w[4] = {v.x, v.y, v.z, v.w};
@@ -813,13 +819,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
         static_assert(D_MODEL / 256 <= WARPS, "width");
         const u32 row = blockIdx.x;
         const u32* at = set + X + row * (D_MODEL / 2) + c.thread * 4;
-        uint4 v = ask(at);
-        poll([&] {
-            const bool ready = there(v);
-            if (!ready) v = ask(at);
-            return ready;
-        });
-        __syncwarp();
+        const uint4 v = receive(at);
         const u32 w[4] = {v.x, v.y, v.z, v.w};
         float square = 0;
         #pragma unroll
