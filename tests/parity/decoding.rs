@@ -26,55 +26,76 @@ fn dtypes<B: Backend>(device: &B::Device) -> Vec<(FloatDType, f64)> {
 
 backend_test!(skinny_projections_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        for [rows, d_input, d_output] in
+        for shape in
             [[1, 1, 2], [1, 64, 130], [2, 3, 4], [3, 264, 66], [8, 1000, 62], [17, 520, 34], [32, 96, 128], [33, 64, 64],
             [2, 72, 6150], [20, 72, 6144]]
         {
-            let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
-            let weight = random::<B, 2>(2, [d_output, d_input], &device).cast(dtype);
-            let bias = random::<B, 1>(3, [d_output], &device).cast(dtype);
-            let residual = random::<B, 2>(4, [rows, d_output], &device).cast(dtype);
-            let gamma = random::<B, 1>(5, [d_input], &device) + 1.5;
-            let norms = [
-                None,
-                Some(Norm::rms(gamma.clone(), 1e-6)),
-                Some(Norm::layer(gamma.clone(), Some(random::<B, 1>(6, [d_input], &device)), 1e-5)),
-            ];
-            // The reference computes in f32, from the same values.
-            let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
-            for norm in norms {
-                for bias in [None, Some(bias.clone())] {
-                    let what = format!("{rows}x{d_input}x{d_output} {dtype:?}, norm {:?}, bias {}",
-                        norm.as_ref().map(|norm| norm.kind), bias.is_some());
-                    let input = match &norm {
-                        Some(norm) => plain::norm(wide(&x), norm),
-                        None => wide(&x),
-                    };
-                    let wide_bias = bias.clone().map(|bias| bias.cast(DType::F32));
-                    let product = plain::linear(input, wide(&weight), wide_bias);
-                    let ours = norm_linear(x.clone(), norm.as_ref(), weight.clone(), bias.clone());
-                    assert_eq!(ours.dtype(), DType::from(dtype), "{what}");
-                    assert_close(&format!("norm_linear {what}"), &ours.cast(DType::F32), &product, tolerance);
-                    if norm.is_none() {
-                        let ours = linear(x.clone(), weight.clone(), bias.clone()).cast(DType::F32);
-                        assert_close(&format!("linear {what}"), &ours, &product, tolerance);
-                        let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
-                        let wanted = product.clone() + wide(&residual);
-                        assert_close(&format!("linear_add {what}"), &ours.cast(DType::F32), &wanted, tolerance);
-                    }
-                    for activation in
-                        [Activation::plain(ActivationKind::GeluTanh), Activation::gated(ActivationKind::Silu)]
-                    {
-                        let ours = norm_gate_up(x.clone(), norm.as_ref(), weight.clone(), bias.clone(), activation);
-                        let wanted = plain::activate(product.clone(), activation);
-                        let what = format!("norm_gate_up {what}, {activation:?}");
-                        assert_close(&what, &ours.cast(DType::F32), &wanted, tolerance);
-                    }
-                }
-            }
+            projections_match_the_reference::<B>(shape, dtype, tolerance, &device);
         }
     }
 });
+
+// Tiles of rows and columns that are not whole, K that is cut among blocks, and its end within a stage.
+backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for shape in
+            [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400]]
+        {
+            projections_match_the_reference::<B>(shape, dtype, tolerance, &device);
+        }
+    }
+});
+
+fn projections_match_the_reference<B: Backend>(
+    [rows, d_input, d_output]: [usize; 3],
+    dtype: FloatDType,
+    tolerance: f64,
+    device: &B::Device,
+) {
+    let x = random::<B, 2>(1, [rows, d_input], device).cast(dtype);
+    let weight = random::<B, 2>(2, [d_output, d_input], device).cast(dtype);
+    let bias = random::<B, 1>(3, [d_output], device).cast(dtype);
+    let residual = random::<B, 2>(4, [rows, d_output], device).cast(dtype);
+    let gamma = random::<B, 1>(5, [d_input], device) + 1.5;
+    let norms = [
+        None,
+        Some(Norm::rms(gamma.clone(), 1e-6)),
+        Some(Norm::layer(gamma.clone(), Some(random::<B, 1>(6, [d_input], device)), 1e-5)),
+    ];
+    // The reference computes in f32, from the same values.
+    let wide = |x: &Tensor<B, 2>| x.clone().cast(DType::F32);
+    for norm in norms {
+        for bias in [None, Some(bias.clone())] {
+            let what = format!(
+                "{rows}x{d_input}x{d_output} {dtype:?}, norm {:?}, bias {}",
+                norm.as_ref().map(|norm| norm.kind),
+                bias.is_some()
+            );
+            let input = match &norm {
+                Some(norm) => plain::norm(wide(&x), norm),
+                None => wide(&x),
+            };
+            let wide_bias = bias.clone().map(|bias| bias.cast(DType::F32));
+            let product = plain::linear(input, wide(&weight), wide_bias);
+            let ours = norm_linear(x.clone(), norm.as_ref(), weight.clone(), bias.clone());
+            assert_eq!(ours.dtype(), DType::from(dtype), "{what}");
+            assert_close(&format!("norm_linear {what}"), &ours.cast(DType::F32), &product, tolerance);
+            if norm.is_none() {
+                let ours = linear(x.clone(), weight.clone(), bias.clone()).cast(DType::F32);
+                assert_close(&format!("linear {what}"), &ours, &product, tolerance);
+                let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
+                let wanted = product.clone() + wide(&residual);
+                assert_close(&format!("linear_add {what}"), &ours.cast(DType::F32), &wanted, tolerance);
+            }
+            for activation in [Activation::plain(ActivationKind::GeluTanh), Activation::gated(ActivationKind::Silu)] {
+                let ours = norm_gate_up(x.clone(), norm.as_ref(), weight.clone(), bias.clone(), activation);
+                let wanted = plain::activate(product.clone(), activation);
+                let what = format!("norm_gate_up {what}, {activation:?}");
+                assert_close(&what, &ours.cast(DType::F32), &wanted, tolerance);
+            }
+        }
+    }
+}
 
 backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<B>(device) {
     let weight = random::<B, 2>(1, [66, 64], &device);
@@ -93,7 +114,7 @@ backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<
 
 backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001]] {
+        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001], [3, 1024, 16_400]] {
             let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device);

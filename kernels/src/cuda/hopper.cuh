@@ -213,6 +213,34 @@ template <int N>
 struct Wgmma;
 
 template <>
+struct Wgmma<16> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[2][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7},\n"
+            "%8, %9, p, 1, 1, %11, %12; }\n"
+            : SUMS(d[0]), SUMS(d[1])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+};
+
+template <>
+struct Wgmma<32> {
+    template <int TRANSPOSE_A, int TRANSPOSE_B>
+    static __device__ __forceinline__ void multiply(float (&d)[4][4], u64 a, u64 b, int add) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32." HALF "." HALF "\n"
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},\n"
+            "%16, %17, p, 1, 1, %19, %20; }\n"
+            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3])
+            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+    }
+};
+
+template <>
 struct Wgmma<64> {
     template <int TRANSPOSE_A, int TRANSPOSE_B>
     static __device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, int add) {

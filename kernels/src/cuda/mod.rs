@@ -57,11 +57,11 @@ pub fn cuda_sources() -> Vec<(String, String)> {
     let attentions = crate::ops::attention::hopper_kernels();
     let steps = crate::ops::decode_step::hopper_kernels();
     let steps = steps.map(|kernel| named(&kernel));
-    gemms.map(|kernel| named(&kernel)).chain(attentions.map(|kernel| named(&kernel))).chain(steps).collect()
+    gemms.chain(attentions.map(|kernel| named(&kernel))).chain(steps).collect()
 }
 
 /// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
-fn named<K: CudaKernel>(kernel: &K) -> (String, String) {
+pub(crate) fn named<K: CudaKernel>(kernel: &K) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
     (format!("{}-{}", kernel.entry(), values.skip(1).collect::<Vec<_>>().join("-")), kernel.source())

@@ -18,7 +18,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Tensor};
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::hopper_kernels;
+pub(crate) use self::cuda::{few_rows_product, hopper_kernels};
 use super::activation::{Activation, ActivationOps};
 use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};

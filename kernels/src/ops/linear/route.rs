@@ -1,6 +1,7 @@
 //! Which GEMM runs on CUDA and WGPU, by shape, dtype and device: the one place that decides.
 //!
 //! ```text
+//! rows <= 256, 16-bit, Hopper, aligned; above eight rows, or of a weight as large as a head's ---> few rows, in CUDA C++ (../cuda/few_rows)
 //! rows <= SKINNY_ROWS ---> skinny (one pass over the weight; norm, bias, activation and residual in the same launch)
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
@@ -31,6 +32,15 @@ use crate::cuda::on_hopper;
 /// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the
 /// weight in a GEMM is worth more.
 pub(crate) const SKINNY_ROWS: usize = 32;
+
+/// Rows of the skinniest products, a tile of `mma`; elements of a weight that is large, as a head's is; and the fewest that more rows are worth
+/// a GEMM for.
+#[cfg(feature = "cuda")]
+const SKINNIEST: usize = 8;
+#[cfg(feature = "cuda")]
+const LARGE_WEIGHT: usize = 1 << 24;
+#[cfg(feature = "cuda")]
+const FEW_ROWS_WEIGHT: usize = 1 << 18;
 
 /// Edge of the tile that a cube computes in `cubek`'s kernels without TMA.
 const TILE: usize = 128;
@@ -84,6 +94,16 @@ pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, 
 #[cfg(not(feature = "cuda"))]
 fn on_hopper<R: CubeRuntime>(_: &CubeTensor<R>) -> bool {
     false
+}
+
+/// Whether a product `[m, n, k]` of 16-bit `x` is for the GEMM for few rows on Hopper, as far as its size goes. Up to eight rows the skinny
+/// kernels wait less; only where the weight is large, this one reads it faster.
+#[cfg(feature = "cuda")]
+pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> bool {
+    let worth = if m <= SKINNIEST { n * k >= LARGE_WEIGHT } else { n >= TILE && n * k >= FEW_ROWS_WEIGHT };
+    // Each tile of rows reads the whole weight.
+    let once = m <= TILE || m <= 2 * TILE && n * k < LARGE_WEIGHT;
+    x.dtype.size() == 2 && worth && once && k.is_multiple_of(8) && on_hopper(x)
 }
 
 /// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m, n]`.

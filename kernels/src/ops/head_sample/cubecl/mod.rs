@@ -31,9 +31,14 @@ use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
 use crate::masked::MASKED;
 use crate::ops::linear::cubecl::cube_weight;
+#[cfg(not(feature = "cuda"))]
+use crate::ops::linear::cubecl::few_rows_product;
 use crate::ops::linear::cubecl::gemm::{product, transposed};
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
+#[cfg(feature = "cuda")]
+use crate::ops::linear::few_rows_product;
 use crate::ops::linear::route::SKINNY_ROWS;
+use crate::ops::weight::Weight;
 use crate::random::RANGE;
 use crate::random::cubecl::{Rounds, column_bits, row_bits};
 use crate::tensor::{float, primitive};
@@ -154,6 +159,12 @@ where
 {
     fn logits(operands: Checked<Logits<Self>>) -> Tensor<Self, 2> {
         let Logits { hidden, weight } = operands.into_inner();
+        if let Weight::Float(weight) = &weight {
+            let [hidden, weight] = [&hidden, weight].map(|x| primitive(x.clone()));
+            if let Some(logits) = few_rows_product(&hidden, None, &weight, &Epilogue::none(DType::F32)) {
+                return float(logits);
+            }
+        }
         if hidden.dims()[0] <= SKINNY_ROWS {
             return float(project_skinny(primitive(hidden), cube_weight(weight), Epilogue::none(DType::F32)));
         }

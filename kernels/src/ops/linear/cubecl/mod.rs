@@ -22,6 +22,10 @@ use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
 use crate::ops::activation::cubecl::{activate, activate_backward};
 use crate::ops::dropout::cubecl::kept;
 use crate::ops::dropout::{Dropout, dropout_rows};
+#[cfg(feature = "cuda")]
+use crate::ops::linear::few_rows_product;
+#[cfg(not(feature = "cuda"))]
+use crate::ops::norm::cubecl::CubeNorm;
 use crate::ops::norm::cubecl::cube_norm;
 use crate::ops::norm::norm_rows;
 use crate::ops::weight::Weight;
@@ -42,10 +46,18 @@ where
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
         let operands = operands.into_inner();
         let plain = !operands.keeps || operands.activation.is_none();
+        if let Some(output) = few_rows_linear(&operands) {
+            return LinearOutput { output, saved: None };
+        }
         if operands.x.dims()[0] <= SKINNY_ROWS && operands.dropout.is_none() && plain {
             return LinearOutput { output: skinny_linear(operands), saved: None };
         }
-        let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = normed(operands);
+        let had_norm = operands.norm.is_some();
+        let operands = normed(operands);
+        if had_norm && let Some(output) = few_rows_linear(&operands) {
+            return LinearOutput { output, saved: None };
+        }
+        let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = operands;
         let weight = primitive(float_weight(weight, &x));
         let (x, bias) = (primitive(x), bias.map(primitive));
         if let Some(activation) = activation {
@@ -72,6 +84,41 @@ where
         let (x, weight) = project_backward(grad, primitive(x), primitive(weight));
         LinearGradients { x: float(x), weight: float(weight), bias }
     }
+}
+
+/// A projection of few rows in one launch on Hopper, two where the norm is none for that. None where another kernel is for it.
+fn few_rows_linear<R, F, I, BT>(
+    operands: &LinearForward<CubeBackend<R, F, I, BT>>,
+) -> Option<Tensor<CubeBackend<R, F, I, BT>, 2>>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let LinearForward { x, norm, weight: Weight::Float(weight), bias, activation, dropout, residual, keeps } = operands
+    else {
+        return None;
+    };
+    if dropout.is_some() || *keeps && activation.is_some() {
+        return None;
+    }
+    let x = primitive(x.clone());
+    let norm = norm.clone().map(cube_norm);
+    let [bias, residual] = [bias.clone().map(primitive), residual.clone().map(primitive)];
+    let epilogue = Epilogue { bias, activation: *activation, residual, dtype: x.dtype };
+    few_rows_product(&x, norm.as_ref(), &primitive(weight.clone()), &epilogue).map(float)
+}
+
+/// There is no GEMM for few rows without CUDA.
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn few_rows_product<R: CubeRuntime>(
+    _: &CubeTensor<R>,
+    _: Option<&CubeNorm<R>>,
+    _: &CubeTensor<R>,
+    _: &Epilogue<R>,
+) -> Option<CubeTensor<R>> {
+    None
 }
 
 /// A skinny projection, in one launch where the norm before it can be part of it.

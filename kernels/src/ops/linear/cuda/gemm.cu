@@ -17,7 +17,11 @@
 // lower numbers do first.
 //
 // Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
-// contiguous), OUT_F32 (1: f32 sums, to which nothing is added), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU).
+// contiguous), OUT_F32 (1: f32 sums, to which nothing is added), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the
+// activation gates; `b` has all gates first, and lies with K contiguous).
+//
+// Of a gated activation a tile has half its columns from the gates, which block 0 brings, and half from what they gate, which block 1
+// does: both of a pair are in the same thread's sums.
 
 constexpr int BLOCK_ROWS = 128;
 constexpr int DEPTH = 64;
@@ -30,11 +34,14 @@ constexpr int GROUP = 8;
 constexpr int A_BYTES = BLOCK_ROWS * DEPTH * 2;
 constexpr int B_BYTES = COLUMNS * DEPTH * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+// Columns of the result that a tile has.
+constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
 // Where a consumer puts its 64 rows of the result: blocks of 64 columns.
-constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * COLUMNS * 2;
+constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * OUT_COLUMNS * 2;
 constexpr int OUT_BLOCK = 64 * ROW_BYTES;
 
 struct Info {
+    // n: columns of the result.
     u64 m, n, k;
     // Tiles that each cluster computes as a whole.
     u64 whole_rounds;
@@ -68,7 +75,7 @@ struct Schedule {
 
     __device__ Schedule(const Info& info) {
         rows = (static_cast<int>(info.m) + BLOCKS * BLOCK_ROWS - 1) / (BLOCKS * BLOCK_ROWS);
-        columns = (static_cast<int>(info.n) + COLUMNS - 1) / COLUMNS;
+        columns = (static_cast<int>(info.n) + OUT_COLUMNS - 1) / OUT_COLUMNS;
         stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH;
         clusters = gridDim.x / BLOCKS;
         cluster = blockIdx.x / BLOCKS;
@@ -90,7 +97,7 @@ struct Schedule {
         int group = tile / (GROUP * columns), in_group = tile % (GROUP * columns);
         int height = min(GROUP, rows - group * GROUP);
         work.row = (group * GROUP + in_group % height) * BLOCKS * BLOCK_ROWS;
-        work.column = in_group / height * COLUMNS;
+        work.column = in_group / height * OUT_COLUMNS;
     }
 
     __device__ bool next(Work& work) {
@@ -157,7 +164,7 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
                 }
             } else {
                 constexpr int HALF_COLUMNS = COLUMNS / 2;
-                int column = work.column + rank * HALF_COLUMNS;
+                int column = work.column + rank * (GATED ? static_cast<int>(info.n) : HALF_COLUMNS);
                 tma_load_multicast(b + rank * HALF_COLUMNS * ROW_BYTES, b_map, k, column, full);
             }
             at.advance();
@@ -230,9 +237,10 @@ __device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int 
 __device__ __forceinline__ void bring_bias(const Buffers& buffers, const Info& info, u32 place, int column) {
     for (int i = threadIdx.x % WARPGROUP; i < COLUMNS; i += WARPGROUP) {
         float bias = 0.0f;
-        if (column + i < info.n) {
-            bias = info.bias == 1 ? static_cast<const float*>(buffers.bias)[column + i]
-                                  : widen(static_cast<const unsigned short*>(buffers.bias)[column + i]);
+        if (column + i % OUT_COLUMNS < info.n) {
+            u64 at = column + i % OUT_COLUMNS + i / OUT_COLUMNS * info.n;
+            bias = info.bias == 1 ? static_cast<const float*>(buffers.bias)[at]
+                                  : widen(static_cast<const unsigned short*>(buffers.bias)[at]);
         }
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + 4 * i), "f"(bias) : "memory");
     }
@@ -268,21 +276,16 @@ __device__ __forceinline__ float activate(float x) {
     return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
 }
 
-// Into shared memory, where the residual may be already, in the order that TMA stores: the product alone, or all.
-template <bool ALONE>
-__device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u32 out, u32 bias_place) {
-    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    int row = warp * 16 + lane % 16;
-    #pragma unroll
-    for (int i = 0; i < COLUMNS / 8; i += 2) {
-        int chunk = i + lane / 16;
-        u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
-        float values[2][4];
+// A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if there is one.
+struct Runs {
+    float values[2][4];
+
+    __device__ __forceinline__ Runs(const Sums& sums, int i, bool biased, u32 bias_place) {
         #pragma unroll
         for (int side = 0; side < 2; side++) {
             float2 bias = make_float2(0.0f, 0.0f);
-            if (!ALONE && info.bias) {
-                u32 place = bias_place + 4 * ((i + side) * 8 + lane % 4 * 2);
+            if (biased) {
+                u32 place = bias_place + 4 * ((i + side) * 8 + threadIdx.x % 4 * 2);
                 asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(bias.x), "=f"(bias.y) : "r"(place));
             }
             #pragma unroll
@@ -290,21 +293,47 @@ __device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u3
                 values[side][value] = sums[i + side][value] + (value % 2 ? bias.y : bias.x);
             }
         }
+    }
+};
+
+// Into shared memory, where the residual may be already, in the order that TMA stores: all, or the product alone; of a gated activation
+// one half of it, 0 for the gates.
+template <bool ALONE>
+__device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u32 out, u32 bias_place, int half) {
+    constexpr int OUT_RUNS = OUT_COLUMNS / 8;
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int row = warp * 16 + lane % 16;
+    #pragma unroll
+    for (int i = 0; i < OUT_RUNS; i += 2) {
+        int chunk = i + lane / 16;
+        u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
+        Runs runs(sums, i + half * OUT_RUNS, !ALONE && info.bias, bias_place);
         u32 matrices[4];
         if (!ALONE && info.adds_residual) {
             matrices_load(matrices, place);
             #pragma unroll
             for (int matrix = 0; matrix < 4; matrix++) {
                 float2 more = unpack(matrices[matrix]);
-                values[matrix / 2][matrix % 2 * 2] += more.x;
-                values[matrix / 2][matrix % 2 * 2 + 1] += more.y;
+                runs.values[matrix / 2][matrix % 2 * 2] += more.x;
+                runs.values[matrix / 2][matrix % 2 * 2 + 1] += more.y;
+            }
+        }
+        if (!ALONE && ACTIVATION) {
+            #pragma unroll
+            for (int value = 0; value < 8; value++) {
+                runs.values[value / 4][value % 4] = activate(runs.values[value / 4][value % 4]);
+            }
+        }
+        if (!ALONE && GATED) {
+            Runs gated(sums, i + OUT_RUNS, info.bias, bias_place);
+            #pragma unroll
+            for (int value = 0; value < 8; value++) {
+                runs.values[value / 4][value % 4] *= gated.values[value / 4][value % 4];
             }
         }
         #pragma unroll
         for (int matrix = 0; matrix < 4; matrix++) {
-            float low = values[matrix / 2][matrix % 2 * 2], high = values[matrix / 2][matrix % 2 * 2 + 1];
-            bool activates = !ALONE && ACTIVATION;
-            matrices[matrix] = activates ? pack(activate(low), activate(high)) : pack(low, high);
+            matrices[matrix] = pack(runs.values[matrix / 2][matrix % 2 * 2], runs.values[matrix / 2][matrix % 2 * 2 + 1]);
         }
         matrices_store(place, matrices);
     }
@@ -315,7 +344,7 @@ __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int
     async_proxy_fence();
     named_barrier(barrier, WARPGROUP);
     if (threadIdx.x % WARPGROUP == 0) {
-        for (int block = 0; block < COLUMNS / 64; block++) {
+        for (int block = 0; block < OUT_COLUMNS / 64; block++) {
             tma_store(map, out + block * OUT_BLOCK, column + block * 64, row);
         }
         tma_store_commit();
@@ -388,14 +417,17 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
         }
         named_barrier(barrier, WARPGROUP);
         if (ACTIVATION && info.saves_product) {
-            stage_out<true>(sums, info, out, 0);
-            send(*residual_map, out, row, work.column, barrier);
-            if (thread == 0) {
-                tma_store_wait_read();
+            #pragma unroll
+            for (int half = 0; half <= GATED; half++) {
+                stage_out<true>(sums, info, out, 0, half);
+                send(*residual_map, out, row, work.column + half * static_cast<int>(info.n), barrier);
+                if (thread == 0) {
+                    tma_store_wait_read();
+                }
+                named_barrier(barrier, WARPGROUP);
             }
-            named_barrier(barrier, WARPGROUP);
         }
-        stage_out<false>(sums, info, out, shared.bias(consumer));
+        stage_out<false>(sums, info, out, shared.bias(consumer), 0);
         send(*out_map, out, row, work.column, barrier);
 #endif
     }

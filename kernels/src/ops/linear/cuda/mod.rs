@@ -1,5 +1,7 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products; bias, activation and residual in the same launch.
+//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products; bias, activation and residual in the same launch. That for few
+//! rows is [another](few_rows).
 
+mod few_rows;
 mod tiles;
 
 use std::cell::RefCell;
@@ -12,6 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
+pub(crate) use self::few_rows::few_rows_product;
 use self::tiles::{Tiles, WIDEST, tiles};
 use super::cubecl::gemm_tensor_cores::Added;
 use crate::cubecl::{contiguous, empty, multiprocessors};
@@ -44,12 +47,19 @@ struct GemmHopper {
     out_f32: bool,
     /// The nonlinearity of the result in the source, 0 for none.
     activation: usize,
+    /// Whether that gates: of a tile's columns half are gates.
+    gated: bool,
 }
 
 impl GemmHopper {
+    /// Columns of the result that a tile has.
+    fn out_columns(&self) -> usize {
+        self.columns / (1 + usize::from(self.gated))
+    }
+
     /// Bytes beside the stages: the result on its way out, the bias, and barriers.
     fn other_bytes(&self) -> usize {
-        let out = if self.out_f32 { 0 } else { ROWS * self.columns * 2 };
+        let out = if self.out_f32 { 0 } else { ROWS * self.out_columns() * 2 };
         CONSUMERS * (out + self.columns * 4) + 256
     }
 
@@ -73,7 +83,7 @@ impl CudaKernel for GemmHopper {
     }
 
     fn source(&self) -> String {
-        let Self { half, columns, a_major_m, b_major_n, out_f32, activation } = *self;
+        let Self { half, columns, a_major_m, b_major_n, out_f32, activation, gated } = *self;
         let stages = self.stages();
         let defined = [
             ("COLUMNS", columns),
@@ -82,6 +92,7 @@ impl CudaKernel for GemmHopper {
             ("B_MAJOR_N", b_major_n.into()),
             ("OUT_F32", out_f32.into()),
             ("ACTIVATION", activation),
+            ("GATED", gated.into()),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm.cu"))
@@ -97,19 +108,27 @@ impl CudaKernel for GemmHopper {
     }
 }
 
-/// The kernels of training in bf16.
-pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
-    let variants = [(false, false, false, 0), (false, false, false, 1), (false, true, false, 0), (true, true, true, 0)];
-    let kernel = move |columns| {
-        variants.map(|(a_major_m, b_major_n, out_f32, activation)| GemmHopper {
-            half: "bf16",
-            columns,
-            a_major_m,
-            b_major_n,
-            out_f32,
-            activation,
-        })
-    };
+/// The kernels of training and decoding in bf16: their names and sources.
+pub(crate) fn hopper_kernels() -> impl Iterator<Item = (String, String)> {
+    let few_rows = few_rows::hopper_kernels().map(|kernel| cuda::named(&kernel));
+    training_kernels().map(|kernel| cuda::named(&kernel)).chain(few_rows)
+}
+
+fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
+    let variants = [
+        (false, false, false, 0, false),
+        (false, false, false, 1, false),
+        (false, false, false, 3, true),
+        (false, true, false, 0, false),
+        (true, true, true, 0, false),
+    ];
+    let kernel =
+        move |columns| {
+            let fits = move |(.., gated): &(bool, bool, bool, usize, bool)| !gated || columns % 128 == 0;
+            variants.into_iter().filter(fits).map(move |(a_major_m, b_major_n, out_f32, activation, gated)| {
+                GemmHopper { half: "bf16", columns, a_major_m, b_major_n, out_f32, activation, gated }
+            })
+        };
     [128, 192, WIDEST].into_iter().flat_map(kernel)
 }
 
@@ -118,15 +137,15 @@ pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
 enum Epilogue<R: CubeRuntime> {
     /// A residual `[m, n]` to add, if there is one.
     Residual(Option<CubeTensor<R>>),
-    /// A nonlinearity by its number in the source, and where the product itself goes, `[m, n]`.
-    Activation(usize, Option<CubeTensor<R>>),
+    /// A nonlinearity by its number in the source, whether it gates, and where the product itself goes, `[m, columns of b]`.
+    Activation(usize, bool, Option<CubeTensor<R>>),
 }
 
 impl<R: CubeRuntime> Epilogue<R> {
-    fn activation(&self) -> usize {
+    fn activation(&self) -> (usize, bool) {
         match self {
-            Self::Residual(_) => 0,
-            Self::Activation(kind, _) => *kind,
+            Self::Residual(_) => (0, false),
+            Self::Activation(kind, gated, _) => (*kind, *gated),
         }
     }
 }
@@ -159,17 +178,24 @@ pub(super) fn hopper_activate<R: CubeRuntime>(
     activation: Activation,
     saves: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
-    let kind = match activation {
-        Activation { kind: ActivationKind::GeluTanh, gated: false } => 1,
-        Activation { kind: ActivationKind::Relu, gated: false } => 2,
-        Activation { kind: ActivationKind::Silu, gated: false } => 3,
-        _ => return None,
-    };
-    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Epilogue::Activation(kind, None))?;
-    let result = || empty(a, [a.meta.shape()[0], b.meta.shape()[1]], a.dtype);
-    let (out, saved) = (result(), saves.then(result));
-    kernel.launch(a, b, bias.cloned(), Epilogue::Activation(kind, saved.clone()), whole_rounds, &out);
+    let (kind, gated) = numbered(activation)?;
+    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Epilogue::Activation(kind, gated, None))?;
+    let [m, n] = [a.meta.shape()[0], b.meta.shape()[1]];
+    let out = empty(a, [m, activation.output_width(n)], a.dtype);
+    let saved = saves.then(|| empty(a, [m, n], a.dtype));
+    kernel.launch(a, b, bias.cloned(), Epilogue::Activation(kind, gated, saved.clone()), whole_rounds, &out);
     Some((out, saved))
+}
+
+/// An activation's number in the sources, and whether it gates; none if they lack it.
+fn numbered(activation: Activation) -> Option<(usize, bool)> {
+    let Activation { kind, gated } = activation;
+    match kind {
+        ActivationKind::GeluTanh => Some((1, gated)),
+        ActivationKind::Relu => Some((2, gated)),
+        ActivationKind::Silu => Some((3, gated)),
+        ActivationKind::GeluErf => None,
+    }
 }
 
 /// The kernel for a product, if there is one that works, and how many tiles each cluster computes as a whole.
@@ -185,18 +211,26 @@ fn plan<R: CubeRuntime>(
         return None;
     }
     let out_f32 = dtype == DType::F32;
-    // Rows of the result begin where they can be written.
-    let stores = n.is_multiple_of(if out_f32 { 2 } else { 8 });
+    let (activation, gated) = epilogue.activation();
+    // Rows of the result begin where they can be written; a tile of gates has none of what they gate.
+    let stores = n.is_multiple_of(if gated {
+        128
+    } else if out_f32 {
+        2
+    } else {
+        8
+    });
     assert!(bias.is_none_or(|bias| bias.meta.num_elements() == n), "linear: a bias for {n} columns");
     let adds = bias.is_none_or(|bias| [DType::F32, dtype].contains(&bias.dtype));
     let (a_axis, b_axis) = (tma_axis(a, 1)?, tma_axis(b, 0)?);
-    if !stores || !adds {
+    if !stores || !adds || gated && b_axis == 1 {
         return None;
     }
-    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize);
+    let allowed = |columns: usize| !gated || columns.is_multiple_of(128) && n.is_multiple_of(columns);
+    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed);
     let half = cuda::half_name(a.dtype.into())?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation: epilogue.activation() };
+    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation, gated };
     works(a, kernel).then_some((kernel, whole_rounds))
 }
 
@@ -210,7 +244,7 @@ impl GemmHopper {
         whole_rounds: usize,
         out: &CubeTensor<R>,
     ) {
-        let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+        let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
         let clusters = multiprocessors(a) / BLOCKS;
         let (a_axis, a_box) = if self.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
         let (b_axis, b_box) = if self.b_major_n { (1, DEPTH / 2) } else { (0, self.columns / 2) };
@@ -219,7 +253,7 @@ impl GemmHopper {
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
         let (adds, saves, other) = match epilogue {
             Epilogue::Residual(residual) => (residual.is_some(), false, residual),
-            Epilogue::Activation(_, saved) => (false, saved.is_some(), saved),
+            Epilogue::Activation(.., saved) => (false, saved.is_some(), saved),
         };
         let arguments = match self.out_f32 {
             true => arguments.pointer(out),
@@ -228,7 +262,7 @@ impl GemmHopper {
                 arguments.pointer(bias.as_ref().unwrap_or(out))
             }
         };
-        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(self.columns);
+        let tiles = m.div_ceil(BLOCKS as usize * CONSUMERS * ROWS) * n.div_ceil(self.out_columns());
         let [partial, ready] = match tiles > whole_rounds * clusters as usize {
             true => cut_buffers(a, clusters as usize),
             false => [out.clone(), out.clone()],
@@ -288,11 +322,11 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
         let a = matrix([BLOCKS as usize * CONSUMERS * ROWS, DEPTH], kernel.a_major_m);
         let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
         let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
-        let out = empty(x, [a.meta.shape()[0], kernel.columns], dtype);
+        let out = empty(x, [a.meta.shape()[0], kernel.out_columns()], dtype);
         let epilogue = if kernel.activation == 0 {
             Epilogue::Residual(None)
         } else {
-            Epilogue::Activation(kernel.activation, None)
+            Epilogue::Activation(kernel.activation, kernel.gated, None)
         };
         kernel.launch(&a, &b, None, epilogue, 1, &out);
     })
