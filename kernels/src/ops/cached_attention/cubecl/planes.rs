@@ -37,6 +37,8 @@ const CUBES: usize = 128;
 /// How lanes share a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Lanes {
+    /// Units of a cube, whole planes.
+    units: u32,
     plane: u32,
     /// Lanes of a key, a power of two.
     across: u32,
@@ -47,19 +49,21 @@ struct Lanes {
 }
 
 impl Lanes {
-    fn new(plane: u32, columns: usize, run: usize) -> Self {
+    fn new(units: u32, plane: u32, columns: usize, run: usize) -> Self {
         let across = plane.min(columns.next_power_of_two() as u32);
         let each = columns.div_ceil(across as usize);
-        Self { plane, across, each, run: (run / each).max(1) }
+        // A unit writes a column of the result.
+        let units = units.max(plane).max(columns.next_power_of_two() as u32);
+        Self { units, plane, across, each, run: (run / each).max(1) }
     }
 
     /// Keys of a cube's round.
     fn round(&self) -> usize {
-        (UNITS / self.across) as usize * self.run
+        (self.units / self.across) as usize * self.run
     }
 
     fn planes(&self) -> u32 {
-        UNITS / self.plane
+        self.units / self.plane
     }
 
     /// The units of a plane, on one row.
@@ -105,8 +109,9 @@ pub(super) fn attend<R: CubeRuntime>(
     let floats = [&keys.stored, &values.stored];
     let vector = vector(&bound, pass, if keys.is_int8() { &[] } else { &floats });
     assert!(!keys.is_int8() || vector.is_multiple_of(PACKED), "cached_attention: vectors of whole words");
-    let reads = if cubes <= busy { RUN } else { SHORT_RUN };
-    let lanes = Lanes::new(bound.variant.row_units.plane, head_dim / vector, reads);
+    // Many small cubes run beside each other, where few have a multiprocessor each.
+    let (units, reads) = if cubes <= busy { (UNITS, RUN) } else { (UNITS / 2, SHORT_RUN) };
+    let lanes = Lanes::new(units, bound.variant.row_units.plane, head_dim / vector, reads);
     let rounds = run.keys.div_ceil(lanes.round());
     let most = rounds.div_ceil(ROUNDS).min((2 * busy).div_ceil(cubes)).max(1);
     let piece = rounds.div_ceil(most) * lanes.round();
@@ -121,7 +126,7 @@ pub(super) fn attend<R: CubeRuntime>(
             planes_kernel::PlanesKernel,
             &qkv.client,
             grid(cubes * count),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(lanes.units),
             [N = vector, M = keys.width(vector)],
             [
                 F = qkv.dtype,
@@ -185,7 +190,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
     let run = comptime!(lanes.run);
     let across = comptime!(lanes.across);
     let heads = comptime!(variant.heads as u32);
-    let slots = comptime!(UNITS / lanes.across);
+    let slots = comptime!(lanes.units / lanes.across);
     let piece = CUBE_POS as u32 % sizes.pieces;
     let groups = sizes.n_heads / heads;
     let head = CUBE_POS as u32 / sizes.pieces % groups * heads;
@@ -514,7 +519,7 @@ fn read<K: Numeric, I: Int, M: Size>(
     let mut lines = Array::<u32>::new(lanes.run);
     #[unroll]
     for j in 0..lanes.run {
-        let at = min(first + comptime!(j as u32 * UNITS / lanes.across), sizes.keys - 1);
+        let at = min(first + comptime!(j as u32 * lanes.units / lanes.across), sizes.keys - 1);
         let line = cell::<I>(table, row, kv_head, at, sizes);
         lines[j] = line * columns;
         if int8 {
