@@ -18,7 +18,7 @@ struct State {
     u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
 };
 struct Numbers {
-    u64 first, rows, pages_a_row, vocabulary;          // the first of the rows
+    u64 rows, pages_a_row, vocabulary;
 };
 
 // Shared memory: the last bytes are the watch's.

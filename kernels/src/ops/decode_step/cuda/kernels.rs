@@ -4,6 +4,7 @@
 use std::sync::Mutex;
 
 use crate::cuda::{CudaKernel, Tried};
+use crate::ops::decode_step::MOST_ROWS;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
 pub(super) const SLICE: usize = 1024;
@@ -11,10 +12,8 @@ pub(super) const HEAD_DIM: usize = 128;
 pub(super) const PAGE_TOKENS: usize = 64;
 /// The most rows of the kernel for few.
 pub(super) const FEW_ROWS: usize = 4;
-/// The most rows of a launch.
-pub(super) const MANY_ROWS: usize = 32;
 /// The rows that the kernel for many is compiled for.
-pub(super) const MANY: [usize; 3] = [8, 16, MANY_ROWS];
+pub(super) const MANY: [usize; 3] = [8, 16, MOST_ROWS];
 /// Blocks of the kernel for many rows, and the clusters that they make.
 pub(super) const BLOCKS: u32 = 128;
 const CLUSTERS: usize = 64;
@@ -102,7 +101,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 }
 
-/// For up to [`MANY_ROWS`].
+/// For up to [`MOST_ROWS`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepManyRows {
     pub(super) rows: usize,

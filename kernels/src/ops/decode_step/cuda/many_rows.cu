@@ -845,9 +845,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const Layer* layers, const Map* maps, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
-    const int first = static_cast<int>(numbers.first), width = static_cast<int>(numbers.pages_a_row);
-    const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids + first, positions + first, pages + first * width,
-        hidden + first * D_MODEL, static_cast<int>(numbers.rows), width, static_cast<int>(numbers.vocabulary)};
+    const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
     if (failed(state, step.hidden, step.rows)) return;
     const Ring ring{shared_address(memory)};
     if (threadIdx.x == 0) {

@@ -3,7 +3,6 @@
 mod kernels;
 
 use std::any::Any;
-use std::ops::Range;
 use std::sync::Once;
 
 use burn::cubecl::cuda::CudaRuntime;
@@ -14,9 +13,7 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::client::ComputeClient;
 
 pub(crate) use kernels::hopper_kernels;
-use kernels::{
-    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MANY_ROWS, PAGE_TOKENS, SLICE, Sizes,
-};
+use kernels::{BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, PAGE_TOKENS, SLICE, Sizes};
 
 use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep};
 use crate::checked::Checked;
@@ -250,10 +247,10 @@ where
     let model = [&body.embedding, &body.final_norm, &body.cos, &body.sin, &body.state];
     let step = [&tokens, &positions, &pages, &hidden];
     let vocab_size = body.embedding.meta.shape()[0];
-    let all = |arguments, words, rows: Range<usize>| {
+    let all = |arguments, words| {
         let pointers = model.into_iter().chain([words]).chain(step);
         let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
-        arguments.word(rows.start).word(rows.len()).word(pages.meta.shape()[1]).word(vocab_size)
+        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size)
     };
     let sizes = body.sizes.clone();
     // SAFETY, of all launches: the plan checked that weights, gammas and caches are bf16 matrices without gaps of the sizes that the kernels
@@ -262,19 +259,15 @@ where
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), sizes };
-        let arguments = || all(Arguments::default().pointer(&body.table), &body.few, 0..rows);
+        let arguments = || all(Arguments::default().pointer(&body.table), &body.few);
         launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
         return Ok(float(hidden));
     }
-    let each = rows.div_ceil(rows.div_ceil(MANY_ROWS));
-    for first in (0..rows).step_by(each) {
-        let part = first..rows.min(first + each);
-        let variant = MANY.iter().position(|most| part.len() <= *most).unwrap_or(MANY.len() - 1);
-        let kernel = DecodeStepManyRows { rows: MANY[variant], sizes: sizes.clone() };
-        let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
-        let arguments = || all(tables(), &body.many[variant], part.clone());
-        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
-    }
+    let variant = MANY.iter().position(|most| rows <= *most).unwrap_or(MANY.len() - 1);
+    let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
+    let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
+    let arguments = || all(tables(), &body.many[variant]);
+    launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
     Ok(float(hidden))
 }
 
