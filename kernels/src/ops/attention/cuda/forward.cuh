@@ -60,6 +60,8 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
 }
 
 using Scores = float[KEYS / 8][4];
+// Maxima and sums of a row in so many chains: each operation of a single one would wait for the one before.
+constexpr int CHAINS = 8;
 
 // Scores become probabilities, relative to the maximum so far; what older sums have to be multiplied by.
 struct Softmax {
@@ -70,10 +72,16 @@ struct Softmax {
     __device__ __forceinline__ void apply(Scores& scores, float scale_log2) {
         #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float most = maximum[half];
+            float chains[CHAINS];
             #pragma unroll
             for (int i = 0; i < KEYS / 8; i++) {
-                most = fmaxf(most, fmaxf(scores[i][2 * half], scores[i][2 * half + 1]));
+                float pair = fmaxf(scores[i][2 * half], scores[i][2 * half + 1]);
+                chains[i % CHAINS] = i < CHAINS ? pair : fmaxf(chains[i % CHAINS], pair);
+            }
+            float most = maximum[half];
+            #pragma unroll
+            for (int i = 0; i < CHAINS; i++) {
+                most = fmaxf(most, chains[i]);
             }
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -81,14 +89,19 @@ struct Softmax {
             float base = most == -INFINITE ? 0.0f : most * scale_log2;
             correction[half] = power_of_2(maximum[half] * scale_log2 - base);
             maximum[half] = most;
-            float added = 0.0f;
             #pragma unroll
             for (int i = 0; i < KEYS / 8; i++) {
                 #pragma unroll
                 for (int value = 2 * half; value < 2 * half + 2; value++) {
                     scores[i][value] = power_of_2(fmaf(scores[i][value], scale_log2, -base));
-                    added += scores[i][value];
                 }
+                float pair = scores[i][2 * half] + scores[i][2 * half + 1];
+                chains[i % CHAINS] = i < CHAINS ? pair : chains[i % CHAINS] + pair;
+            }
+            float added = 0.0f;
+            #pragma unroll
+            for (int i = 0; i < CHAINS; i++) {
+                added += chains[i];
             }
             sum[half] = sum[half] * correction[half] + added;
         }
