@@ -4,6 +4,7 @@ use crate::ops::activation::ActivationOps;
 use crate::ops::attention::AttentionOps;
 use crate::ops::cached_attention::CachedAttentionOps;
 use crate::ops::decode_step::DecodeStepOps;
+use crate::ops::download::DownloadOps;
 use crate::ops::dropout::DropoutOps;
 use crate::ops::embed::EmbedOps;
 use crate::ops::head_loss::HeadLossOps;
@@ -39,6 +40,7 @@ backend! {
     AttentionOps,
     CachedAttentionOps,
     DecodeStepOps,
+    DownloadOps,
     DropoutOps,
     EmbedOps,
     HeadLossOps,

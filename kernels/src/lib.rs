@@ -52,6 +52,7 @@ pub use ops::attention::{
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, decode_step};
+pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
@@ -75,6 +76,7 @@ pub mod traits {
     pub use crate::ops::attention::AttentionOps;
     pub use crate::ops::cached_attention::CachedAttentionOps;
     pub use crate::ops::decode_step::DecodeStepOps;
+    pub use crate::ops::download::DownloadOps;
     pub use crate::ops::dropout::DropoutOps;
     pub use crate::ops::embed::EmbedOps;
     pub use crate::ops::head_loss::HeadLossOps;

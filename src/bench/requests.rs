@@ -10,6 +10,7 @@ use super::decode::Drawn;
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
+use crate::generation::STEP_TOKENS;
 use crate::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
 
 /// Requests, and the tokens of their prompts and texts on a device of its own; on the CPU, a fraction of them.
@@ -17,8 +18,6 @@ const REQUESTS: usize = 200;
 const PROMPT: [usize; 2] = [32, 2000];
 const ANSWER: [usize; 2] = [16, 512];
 const CPU_FRACTION: usize = 8;
-/// Tokens of a step.
-const STEP_TOKENS: usize = 2048;
 
 /// Requests that come and go, each case told to `show` as soon as it is measured.
 pub struct RequestsBench<S> {

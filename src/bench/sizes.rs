@@ -75,7 +75,7 @@ pub(super) fn trainer(name: &str) -> Result<TrainSize, Failure> {
 pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Failure> {
     match name {
         "qwen3-0.6b" => {
-            let config = TransformerConfig::qwen3(151_936, 4096, 1024, 28, 16, 128);
+            let config = TransformerConfig::qwen3(151_936, 32_768, 1024, 28, 16, 128);
             Ok((config.with_n_kv_heads(8).with_d_ff(3072).with_tied_embeddings(true), FloatDType::BF16))
         }
         "llama-15m" => Ok((TransformerConfig::llama(32_000, 1024, 288, 6, 6).with_d_ff(768), FloatDType::F32)),

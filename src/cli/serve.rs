@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use fireclay::Failure;
+use fireclay::generation::STEP_TOKENS;
 use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
 use fireclay::stdout;
 use serde_json::json;
@@ -55,6 +56,9 @@ pub(super) struct ServeArgs {
     /// Tokens that the cache holds [default: as many as the rows may need, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
+    /// Tokens of a step, prompts included: with more, prompts are read faster, and texts that are being written wait longer beside them
+    #[arg(long, value_name = "N", default_value_t = STEP_TOKENS)]
+    step_tokens: usize,
     /// Texts that wait beside those that are written; more are refused
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
@@ -79,7 +83,14 @@ pub(super) struct ServeArgs {
 pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("serve")?;
-    for (flag, value) in [("rows", args.rows), ("context", args.context), ("cache-tokens", args.cache_tokens)] {
+    let step_tokens = Some(args.step_tokens);
+    let sizes = [
+        ("rows", args.rows),
+        ("context", args.context),
+        ("cache-tokens", args.cache_tokens),
+        ("step-tokens", step_tokens),
+    ];
+    for (flag, value) in sizes {
         if value == Some(0) {
             return Err(Failure::usage(format!("--{flag} 0 leaves nothing to write with")));
         }
@@ -100,6 +111,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
             rows: args.rows,
             context: args.context,
             cache_tokens: args.cache_tokens,
+            step_tokens: args.step_tokens,
             cache: args.dtypes.cache_dtype,
             queue: args.queue,
             connections: args.connections,

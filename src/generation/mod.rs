@@ -27,8 +27,8 @@ const LEAST_TEMPERATURE: f64 = 1e-3;
 /// Prompts that are continued together, at the most: on a device of its own, and on the CPU.
 const ROWS: usize = 256;
 const CPU_ROWS: usize = 16;
-/// Tokens of a step: of a long prompt no more are read while others are written.
-const STEP_TOKENS: usize = 2048;
+/// Tokens of a step where nothing else is asked for: of prompts no more are read while texts are written.
+pub const STEP_TOKENS: usize = 2048;
 /// Bytes of the cache, at the most, and of the keys of one layer in it, which WGPU binds no more than 128 MiB of on some
 /// devices; but for those that one text needs.
 const CACHE_BYTES: usize = 4 << 30;
@@ -260,7 +260,7 @@ impl<B: Backend> Generator<B> {
 
     /// A scheduler for texts that have so many tokens each at the most, with their prompts.
     pub fn scheduler(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
-        self.scheduler_of(Self::rows(), lengths, None)
+        self.scheduler_of(Self::rows(), STEP_TOKENS, lengths, None)
     }
 
     /// Texts that are written at a time where nothing else is asked for.
@@ -268,10 +268,12 @@ impl<B: Backend> Generator<B> {
         if B::is_synchronous() { CPU_ROWS } else { ROWS }
     }
 
-    /// [`scheduler`](Self::scheduler) of up to `rows` texts at a time, with a cache of so many tokens, if that is said.
+    /// [`scheduler`](Self::scheduler) of up to `rows` texts at a time and `step_tokens` a step, with a cache of so many tokens, if that is
+    /// said.
     pub fn scheduler_of(
         &self,
         rows: usize,
+        step_tokens: usize,
         lengths: impl Iterator<Item = usize>,
         cache_tokens: Option<usize>,
     ) -> Scheduler<B> {
@@ -284,7 +286,7 @@ impl<B: Backend> Generator<B> {
         let longest = lengths.iter().copied().max().unwrap_or(1);
         let suits = lengths.iter().sum::<usize>().min(rows * longest).min(most);
         let cache_tokens = cache_tokens.unwrap_or(suits).max(longest);
-        let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS, cache_tokens };
+        let options = SchedulerOptions { rows, step_tokens, cache_tokens };
         Scheduler::new(&self.model, options, self.device.clone())
     }
 

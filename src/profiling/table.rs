@@ -122,7 +122,11 @@ impl Profile {
         let on_device = report.source != Source::Host;
         if on_device {
             let (launches, waits) = (known(total.launches), known(total.synchronisations));
-            writeln!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
+            write!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
+            match report.waits_beside {
+                0 => writeln!(f)?,
+                beside => writeln!(f, ", {} of which while it had more to do", number(beside as f64 / count))?,
+            }
         }
         let (to_device, to_host) = (copies(total.to_device, uploads, up), copies(total.to_host, reads, down));
         writeln!(f, "copies          to the device {to_device}; to the host {to_host}")?;

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use fireclay_kernels::recorder::Source;
+use fireclay_kernels::recorder::{Report, Source};
 
 use super::{Bound, Profile, idle};
 
@@ -96,7 +96,7 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         );
     }
 
-    if let Some(waits) = report.total.synchronisations.filter(|waits| *waits as f64 >= count) {
+    if let Some(waits) = waits(report).filter(|waits| *waits as f64 >= count) {
         let waiting: Vec<String> = report
             .ops
             .iter()
@@ -167,12 +167,17 @@ struct Copying {
     bytes: u64,
 }
 
+/// Waits for the device that left it without work, as far as that is known.
+fn waits(report: &Report) -> Option<u64> {
+    report.total.synchronisations.map(|waits| waits.saturating_sub(report.waits_beside))
+}
+
 /// Copies to the host that cost the device something: those within operations, and others that are waited for in each
 /// unit, or of more than [`LATE`] bytes. Tokens and losses that are read late, many units at once, are neither.
 fn to_host(profile: &Profile) -> Vec<Copying> {
     let (report, count) = (&profile.report, profile.count.max(1));
     let waits = match report.timeline {
-        Some(_) => report.total.synchronisations.unwrap_or(0),
+        Some(_) => waits(report).unwrap_or(0),
         // The recording itself waited behind each operation, so that nothing could be read late.
         None if report.source == Source::Waits => 0,
         None => report.reads.iter().map(|read| read.count).sum(),

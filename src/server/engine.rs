@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder};
+use fireclay_model::{AttentionDirection, ModelFolder, PAGE_TOKENS};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
 use super::served::{Served, ServedEncoder, ServedWriter};
-use super::{Phase, Shared};
+use super::{Limits, Phase, Shared};
 use crate::backend::OnBackend;
 use crate::embedding::Embedder;
 use crate::failure::Failure;
@@ -21,8 +21,16 @@ use crate::precision::{CachePrecision, Precision};
 use crate::prediction::{Prediction, Predictor};
 use crate::run_folder::LABELS;
 
+/// Time between two events of a text, at the least: what a reader does not notice, and clients keep up with.
+const SEND_INTERVAL: Duration = Duration::from_millis(20);
+
 /// How long an engine that has nothing to do sleeps at the most.
 const SLEEP: Duration = Duration::from_secs(1);
+
+/// Texts at a time up to which kernels are compiled before the first request, and the tokens of these texts.
+const WARM_ROWS: usize = 128;
+const WARM_PROMPT: usize = 16;
+const WARM_TOKENS: usize = 4;
 
 /// What is asked of the device.
 pub(super) enum Job {
@@ -114,7 +122,11 @@ impl<R: FnOnce()> Engine<R> {
         if context == 0 || context > longest {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
-        let mut scheduler = generator.scheduler_of(rows, std::iter::repeat_n(context, rows), limits.cache_tokens);
+        let mut scheduler =
+            generator.scheduler_of(rows, limits.step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
+        if !B::is_synchronous() {
+            warm_up(&mut scheduler, &generator, rows.min(WARM_ROWS), &limits, &self.shared)?;
+        }
         self.begin(Served::Writer(Box::new(ServedWriter::new(&generator, &self.model, context)?)));
         let Self { shared, ready, .. } = self;
         ready();
@@ -122,7 +134,12 @@ impl<R: FnOnce()> Engine<R> {
         let served = texts.serve(&generator, rows);
         let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
         // Whoever has gone needs no reason.
-        texts.jobs.into_values().for_each(|events| drop(events.send(end())));
+        for Waiting { events, tokens, .. } in texts.jobs.into_values() {
+            if !tokens.is_empty() {
+                drop(events.send(TextEvent::Tokens(tokens)));
+            }
+            drop(events.send(end()));
+        }
         while let Some(job) = shared.queue.pop() {
             if let Job::Write(job) = job {
                 drop(job.events.send(end()));
@@ -165,6 +182,48 @@ impl<R: FnOnce()> Engine<R> {
     }
 }
 
+/// Writes short texts, one alone and then twice as many at a time up to `rows`, and reads long prompts beside one and beside all: kernels
+/// are compiled before somebody waits for them.
+fn warm_up<B: Backend>(
+    scheduler: &mut Scheduler<B>,
+    generator: &Generator<B>,
+    rows: usize,
+    limits: &Limits,
+    shared: &Shared,
+) -> Result<(), Failure> {
+    let config = generator.model().config();
+    let room = config.context_length.min(scheduler.load().pages * PAGE_TOKENS);
+    let Some(long) = room.checked_sub(WARM_PROMPT.max(2 * WARM_TOKENS)).map(|room| room.min(limits.step_tokens)) else {
+        return Ok(());
+    };
+    // None has what another has, which the cache would know; and they end one after another.
+    let request = |length: usize, text: usize| {
+        let prompt = (0..length.max(1)).map(|at| ((at + text) % config.vocab_size) as u32).collect();
+        let request = Request::new(prompt, WARM_TOKENS + text % WARM_TOKENS);
+        let sampling = request.sampling.with_temperature((text % 2) as f64);
+        Request { sampling, ..request }
+    };
+    for count in (0..).map(|power| 1 << power).take_while(|count| *count < 2 * rows).map(|count: usize| count.min(rows))
+    {
+        for text in 0..count {
+            scheduler.add(request(WARM_PROMPT.min(long), text))?;
+        }
+        let mut waits = count == 1 || count == rows;
+        while !scheduler.is_idle() {
+            // Somebody may want the server to end before it has begun.
+            if shared.phase() != Phase::Loading {
+                return Ok(());
+            }
+            scheduler.step(generator.model())?;
+            scheduler.take();
+            if std::mem::take(&mut waits) {
+                scheduler.add(request(long, count))?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether a server that drains has no time left.
 fn is_over(phase: Phase) -> bool {
     match phase {
@@ -186,7 +245,14 @@ fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure>
 struct Texts<'a, B: Backend> {
     shared: &'a Shared,
     scheduler: &'a mut Scheduler<B>,
-    jobs: HashMap<RequestId, UnboundedSender<TextEvent>>,
+    jobs: HashMap<RequestId, Waiting>,
+}
+
+/// Whoever waits for a text, and what was written since the last event.
+struct Waiting {
+    events: UnboundedSender<TextEvent>,
+    tokens: Vec<WrittenToken>,
+    sent: Option<Instant>,
 }
 
 impl<B: Backend> Texts<'_, B> {
@@ -220,7 +286,7 @@ impl<B: Backend> Texts<'_, B> {
             Job::Write(job) => {
                 let WriteJob { request, filter, events } = *job;
                 match self.scheduler.add_filtered(request, filter) {
-                    Ok(id) => drop(self.jobs.insert(id, events)),
+                    Ok(id) => drop(self.jobs.insert(id, Waiting { events, tokens: Vec::new(), sent: None })),
                     Err(failure) => drop(events.send(TextEvent::Failed(failure))),
                 }
             }
@@ -234,19 +300,22 @@ impl<B: Backend> Texts<'_, B> {
     /// Ends texts that nobody waits for; their pages are free at once.
     fn cancel_abandoned(&mut self) {
         let (jobs, scheduler) = (&mut self.jobs, &mut self.scheduler);
-        jobs.retain(|id, events| {
-            if events.is_closed() {
+        jobs.retain(|id, waiting| {
+            if waiting.events.is_closed() {
                 scheduler.cancel(*id);
             }
-            !events.is_closed()
+            !waiting.events.is_closed()
         });
     }
 
     fn send(&mut self, Written { id, tokens, finish }: Written) {
-        let Some(events) = self.jobs.get(&id) else { return };
+        let Some(Waiting { events, tokens: unsent, sent }) = self.jobs.get_mut(&id) else { return };
+        unsent.extend(tokens);
+        let due = finish.is_some() || sent.is_none_or(|sent| sent.elapsed() >= SEND_INTERVAL);
         // Those that are closed end at the next step.
-        if !tokens.is_empty() {
-            let _ = events.send(TextEvent::Tokens(tokens));
+        if due && !unsent.is_empty() {
+            let _ = events.send(TextEvent::Tokens(std::mem::take(unsent)));
+            *sent = Some(Instant::now());
         }
         if let Some(finish) = finish {
             let _ = events.send(TextEvent::Finished(finish));

@@ -35,6 +35,7 @@ use self::queue::Queue;
 use self::served::Served;
 use crate::backend::BackendName;
 use crate::failure::Failure;
+use crate::generation::STEP_TOKENS;
 use crate::precision::{CachePrecision, Precision};
 
 /// Threads that speak HTTP; the device has one of its own.
@@ -87,6 +88,8 @@ pub struct Limits {
     pub context: Option<usize>,
     /// Tokens that the cache holds; as many as suit the rows where `None`.
     pub cache_tokens: Option<usize>,
+    /// Tokens of a step: of prompts no more are read while texts are written.
+    pub step_tokens: usize,
     /// What it keeps keys and values as.
     pub cache: CachePrecision,
     /// Texts that wait beside them.
@@ -109,6 +112,7 @@ impl Default for Limits {
             rows: None,
             context: None,
             cache_tokens: None,
+            step_tokens: STEP_TOKENS,
             cache: CachePrecision::Auto,
             queue: 256,
             body_bytes: 4 << 20,

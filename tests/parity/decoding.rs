@@ -5,7 +5,8 @@ use fireclay_kernels::operands::{Checked, Logits};
 use fireclay_kernels::{
     Activation, ActivationKind, Backend, CacheDType, CachedRow, CachedTokens, Int8Weight, LayerCache, Norm,
     PackedHeads, Penalties, Placement, RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight,
-    cached_attention, embed, embed_add, head_sample, linear, linear_add, next_positions, norm_gate_up, norm_linear,
+    cached_attention, download_float, download_int, embed, embed_add, head_sample, linear, linear_add, next_positions,
+    norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
@@ -259,7 +260,9 @@ backend_test!(cached_attention_matches_the_reference_step_by_step::<B>(device) {
                 let some = B::is_synchronous() || [1, 64].contains(&page_tokens);
                 if some && head_dim.is_multiple_of(CacheDType::INT8_COLUMNS) {
                     // Where a number lies between two bytes, rounding may take either; and bytes are near to the floats.
-                    cases.push((CacheDType::Int8, CacheDType::Int8, tolerance.max(3e-3)));
+                    // Where activations are rounded to 16 bits, a byte may be the next one: 1 / 127 of the largest.
+                    let step = if dtype == FloatDType::F32 { 3e-3 } else { 1e-2 };
+                    cases.push((CacheDType::Int8, CacheDType::Int8, tolerance.max(step)));
                     cases.push((CacheDType::Int8, CacheDType::Float(FloatDType::F32), tolerance.max(3e-2)));
                 }
                 for (own, other, tolerance) in cases {
@@ -404,6 +407,27 @@ backend_test!(what_is_no_number_stays_in_its_row_and_is_not_lost::<B>(device) {
         // Another row takes its page, beside a longer one, so that more is read than it has.
         assert_eq!(pass(&[(&[0], 2, 2), (&[1, 2], 90, 90)], None), [true; 92], "{dtype:?}");
         assert_eq!(pass(&[(&[0], 1, 3), (&[1, 2], 1, 91)], None), [true; 2], "{dtype:?}");
+    }
+});
+
+// What stands in their memory afterwards, or is computed before they are waited for, is none of theirs.
+backend_test!(downloads_are_what_tensors_were_when_they_began::<B>(device) {
+    let mut begun = Vec::new();
+    for round in 0..40 {
+        let whole: Vec<i32> = (0..33).map(|at| 100 * round + at).collect();
+        let ints = integers::<B, 1>(whole.clone(), [33], &device).mul_scalar(3);
+        let floats = random::<B, 2>(round as u64, [5, 7], &device).transpose();
+        let wanted = values(&floats);
+        begun.push((download_int(ints), download_float(floats), whole, wanted));
+        let others = random::<B, 2>(7, [5, 7], &device) + 1.0;
+        drop(others);
+    }
+    for (ints, floats, whole, wanted) in begun {
+        let ints: Vec<i64> = ints.wait().expect("the device works").iter().collect();
+        assert_eq!(ints, whole.iter().map(|value| 3 * i64::from(*value)).collect::<Vec<_>>());
+        let floats = floats.wait().expect("the device works");
+        assert_eq!(floats.shape.to_vec(), [7, 5]);
+        assert_eq!(floats.iter::<f32>().collect::<Vec<_>>(), wanted);
     }
 });
 

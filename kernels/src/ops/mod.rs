@@ -6,6 +6,7 @@ pub(crate) mod activation;
 pub(crate) mod attention;
 pub(crate) mod cached_attention;
 pub(crate) mod decode_step;
+pub(crate) mod download;
 pub(crate) mod dropout;
 pub(crate) mod embed;
 pub(crate) mod head_loss;

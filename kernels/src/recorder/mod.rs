@@ -167,6 +167,7 @@ struct Calls {
     fallbacks: Vec<Fallback>,
     uploads: Vec<Transfers>,
     reads: Vec<Transfers>,
+    waits_beside: u64,
     spans: Vec<Span>,
     probe: Option<Arc<dyn Probe>>,
     /// Waits for the device behind each operation that no other one called, where that is wanted.
@@ -326,6 +327,7 @@ impl Recording {
             fallbacks: calls.fallbacks,
             uploads: calls.uploads,
             reads: calls.reads,
+            waits_beside: calls.waits_beside,
             spans: calls.spans,
             timeline: trace.timeline,
         })
@@ -480,6 +482,11 @@ pub fn uploaded(bytes: usize) {
 /// Tells that `bytes` were copied to the host: known on every backend, where the caller says so.
 pub fn read_back(bytes: usize) {
     told(|calls| count_transfer(&mut calls.reads, bytes));
+}
+
+/// Tells that the caller waited for the device, which had other work behind what was waited for: it did not run dry by that.
+pub fn waited_beside() {
+    told(|calls| calls.waits_beside += 1);
 }
 
 fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {

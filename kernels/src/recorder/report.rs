@@ -189,6 +189,8 @@ pub struct Report {
     pub uploads: Vec<Transfers>,
     /// What callers of [`read_back`](super::read_back) told; whatever was read elsewhere is not in it.
     pub reads: Vec<Transfers>,
+    /// What callers of [`waited_beside`](super::waited_beside) told: so many of the waits for the device did not leave it without work.
+    pub waits_beside: u64,
     /// Calls of operations by the host's clock, in the order in which they were over.
     pub spans: Vec<Span>,
     /// What the device did when, where that is known.
@@ -292,7 +294,7 @@ impl Report {
             format!(r#"{{"op":{op},"device":{device},"reason":{reason},"count":{}}}"#, fallback.count)
         };
         format!(
-            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploads":{},"reads":{}}}"#,
+            r#"{{"source":"{source}","device":{},"elapsed_ns":{},"ops":{},"outside":{},"total":{},"kernels":{},"fallbacks":{},"uploads":{},"reads":{},"waits_beside":{}}}"#,
             text(&self.device),
             self.elapsed.as_nanos(),
             list(&self.ops, OpReport::json),
@@ -302,6 +304,7 @@ impl Report {
             list(&self.fallbacks, fallback),
             list(&self.uploads, transfers),
             list(&self.reads, transfers),
+            self.waits_beside,
         )
     }
 }
@@ -516,6 +519,7 @@ mod tests {
             fallbacks: vec![Fallback { op: "rotary", device: "d".into(), reason: "a\nb".into(), count: 2 }],
             uploads: Vec::new(),
             reads: vec![Transfers { part: "head", op: "", count: 1, bytes: 4 }],
+            waits_beside: 3,
             spans: Vec::new(),
             timeline: None,
         }
@@ -543,7 +547,7 @@ mod tests {
             r#"{"source":"cupti","device":"Cuda(0)","elapsed_ns":1500000,"ops":[{"part":"attention","name":"norm""#
         ));
         assert!(json.contains(r#""inputs":[{"dims":[2,3],"dtype":"bf16"}],"calls":4,"bytes":96"#), "{json}");
-        assert!(json.contains(r#""reads":[{"part":"head","op":"","count":1,"bytes":4}]"#), "{json}");
+        assert!(json.contains(r#""reads":[{"part":"head","op":"","count":1,"bytes":4}],"waits_beside":3"#), "{json}");
         assert!(json.contains(r#""work":{"launches":null,"kernel_time_ns":null,"to_device":null"#), "{json}");
         assert!(json.contains(r#""to_host":{"count":1,"bytes":2048,"time_ns":7}"#), "{json}");
         assert!(json.contains(r#"{"name":"k\"1\"","launches":5,"time_ns":null}"#), "{json}");

@@ -18,13 +18,12 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor};
-use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling, TokenCounts};
+use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, RowId, Transformer, TransformerConfig};
 
-use self::log_probabilities::LogProbabilities;
 use crate::failure::Failure;
 
-/// Steps of which the tokens are read together, at the most: reading makes the device wait for the host.
+/// Steps of which the tokens are read together, at the most, where reading makes the device wait for the host.
 const READ_STEPS: usize = 16;
 /// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
 const READ_INTERVAL: Duration = Duration::from_millis(25);
@@ -192,11 +191,21 @@ impl Text {
 }
 
 /// Tokens on their way from the device.
-struct Drawn<B: Backend> {
-    tokens: Tensor<B, 1, Int>,
+struct Drawn {
+    tokens: Download,
     /// Whose they are, by their place in `tokens`.
     texts: Vec<(usize, RequestId)>,
-    log_probabilities: Option<LogProbabilities<B>>,
+    /// The tokens of [`LogProbabilities`](log_probabilities::LogProbabilities), and their values.
+    log_probabilities: Option<(Download, Download)>,
+}
+
+impl Drawn {
+    /// With all that it waits for begun.
+    fn begin(self) -> Self {
+        let Self { tokens, texts, log_probabilities } = self;
+        let log_probabilities = log_probabilities.map(|(tokens, values)| (tokens.begin(), values.begin()));
+        Self { tokens: tokens.begin(), texts, log_probabilities }
+    }
 }
 
 /// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if that is
@@ -223,7 +232,7 @@ pub struct Scheduler<B: Backend> {
     sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
     counts: Option<TokenCounts<B>>,
     free_lines: Vec<usize>,
-    on_the_way: Vec<Drawn<B>>,
+    on_the_way: VecDeque<Drawn>,
     last_read: Instant,
     ready: HashMap<RequestId, Written>,
     preemptions: usize,
@@ -253,7 +262,7 @@ impl<B: Backend> Scheduler<B> {
             sampled: None,
             counts: None,
             free_lines: Vec::new(),
-            on_the_way: Vec::new(),
+            on_the_way: VecDeque::new(),
             last_read: Instant::now(),
             ready: HashMap::new(),
             preemptions: 0,
@@ -363,7 +372,7 @@ impl<B: Backend> Scheduler<B> {
     pub fn step(&mut self, model: &Transformer<B>) -> Result<(), Failure> {
         // A filter has to know all tokens before the next.
         if !self.on_the_way.is_empty() && self.running.iter().any(|text| text.filter.is_some()) {
-            self.read()?;
+            self.read(0)?;
         }
         self.slide()?;
         let reads = self.plan()?;
@@ -372,11 +381,18 @@ impl<B: Backend> Scheduler<B> {
         if !reads.is_empty() || !writing.is_empty() {
             self.pass(model, &writing, &reads);
         }
+        // A text that has all its tokens holds up whoever waits for its row.
+        let complete = self.running.iter().any(|text| text.is_complete());
         let waits = self.running.iter().any(|text| !text.is_complete());
-        let due =
-            first_tokens || !waits || self.on_the_way.len() >= READ_STEPS || self.last_read.elapsed() >= READ_INTERVAL;
-        if due {
-            self.read()?;
+        if B::downloads_at_once() {
+            // The device has the last step to do meanwhile; but nobody waits longer for a first token than that takes.
+            self.read(usize::from(waits && !first_tokens))?;
+        } else if first_tokens
+            || complete
+            || self.on_the_way.len() >= READ_STEPS
+            || self.last_read.elapsed() >= READ_INTERVAL
+        {
+            self.read(0)?;
         }
         Ok(())
     }

@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use burn::tensor::{Tensor, TensorData, Transaction};
-use fireclay_kernels::recorder::read_back;
-use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
+use burn::tensor::{Tensor, TensorData};
+use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, download_float, download_int, recorder};
 use fireclay_model::{RowId, Transformer};
 
 use super::log_probabilities::{Known, LogProbabilities};
@@ -78,7 +77,11 @@ impl<B: Backend> Scheduler<B> {
             }
         }
         if !texts.is_empty() {
-            self.on_the_way.push(Drawn { tokens, texts, log_probabilities });
+            let log_probabilities = log_probabilities.map(|LogProbabilities { tokens, values }| {
+                let floats = download_float(values);
+                (download_int(tokens), floats)
+            });
+            self.on_the_way.push_back(Drawn { tokens: download_int(tokens), texts, log_probabilities });
         }
     }
 
@@ -106,30 +109,37 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Reads the tokens of some steps at once, and gives them to the texts that are not finished.
-    pub(super) fn read(&mut self) -> Result<(), Failure> {
+    /// Reads the tokens of all steps but the last `left`, and gives them to the texts that are not finished.
+    pub(super) fn read(&mut self, left: usize) -> Result<(), Failure> {
         self.last_read = Instant::now();
-        let drawn = std::mem::take(&mut self.on_the_way);
-        if !drawn.is_empty() {
-            let mut all = Transaction::<B>::default();
-            for Drawn { tokens, log_probabilities, .. } in &drawn {
-                all = all.register(tokens.clone());
-                if let Some(LogProbabilities { tokens, values }) = log_probabilities {
-                    all = all.register(tokens.clone()).register(values.clone());
-                }
+        let beside = left > 0 && B::downloads_at_once();
+        let mut bytes = 0;
+        let mut wait = |download: Download| {
+            let data = download.wait().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            bytes += data.bytes.len();
+            if beside {
+                recorder::waited_beside();
             }
-            let read = all.try_execute().inspect(|read| read_back(read.iter().map(|data| data.bytes.len()).sum()));
-            let read = read.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
-            // In the order in which they were registered.
-            let mut read = read.into_iter();
-            let mut next = || read.next().unwrap_or_else(|| TensorData::new(Vec::<i32>::new(), [0]));
-            for Drawn { texts, log_probabilities, .. } in drawn {
-                let tokens: Vec<i64> = next().iter().collect();
-                let known = log_probabilities.map(|_| Known::new(next(), next()));
-                for (place, id) in texts {
-                    let token = tokens.get(place).copied().unwrap_or(-1);
-                    self.push(id, token, known.as_ref().map(|known| known.row(place)));
-                }
+            Ok::<_, Failure>(data)
+        };
+        let read = self.on_the_way.len().saturating_sub(left);
+        let begun: Vec<Drawn> = self.on_the_way.drain(..read).map(Drawn::begin).collect();
+        let mut drawn = Vec::new();
+        for Drawn { tokens, texts, log_probabilities } in begun {
+            let tokens: Vec<i64> = wait(tokens)?.iter().collect();
+            let known = match log_probabilities {
+                Some((tokens, values)) => Some(Known::new(wait(tokens)?, wait(values)?)),
+                None => None,
+            };
+            drawn.push((tokens, texts, known));
+        }
+        if bytes > 0 {
+            recorder::read_back(bytes);
+        }
+        for (tokens, texts, known) in drawn {
+            for (place, id) in texts {
+                let token = tokens.get(place).copied().unwrap_or(-1);
+                self.push(id, token, known.as_ref().map(|known| known.row(place)));
             }
         }
         // Those that are finished give up their rows.

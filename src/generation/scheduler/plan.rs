@@ -17,7 +17,7 @@ impl<B: Backend> Scheduler<B> {
             return Ok(());
         }
         // Their last tokens have to be known.
-        self.read()?;
+        self.read(0)?;
         for at in 0..self.running.len() {
             if full(self, &self.running[at]) {
                 let text = &mut self.running[at];
@@ -168,7 +168,7 @@ impl<B: Backend> Scheduler<B> {
     /// The text that came last gives up its pages, and waits to be read again.
     fn preempt(&mut self) -> Result<(), Failure> {
         // What it has drawn has to be known.
-        self.read()?;
+        self.read(0)?;
         if let Some(text) = self.running.pop() {
             self.preemptions += 1;
             let text = self.taken_back(text);
