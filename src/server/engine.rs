@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder, PAGE_TOKENS};
+use fireclay_model::{AttentionDirection, ModelFolder};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
 use super::served::{Served, ServedEncoder, ServedWriter};
-use super::{Limits, Phase, Shared};
+use super::{Phase, Shared};
 use crate::backend::OnBackend;
 use crate::embedding::Embedder;
 use crate::failure::Failure;
@@ -27,10 +27,8 @@ const SEND_INTERVAL: Duration = Duration::from_millis(20);
 /// How long an engine that has nothing to do sleeps at the most.
 const SLEEP: Duration = Duration::from_secs(1);
 
-/// Texts at a time up to which kernels are compiled before the first request, and the tokens of these texts.
+/// Texts at a time up to which kernels are compiled before the first request.
 const WARM_ROWS: usize = 128;
-const WARM_PROMPT: usize = 16;
-const WARM_TOKENS: usize = 4;
 
 /// What is asked of the device.
 pub(super) enum Job {
@@ -125,7 +123,8 @@ impl<R: FnOnce()> Engine<R> {
         let mut scheduler =
             generator.scheduler_of(rows, limits.step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
         if !B::is_synchronous() {
-            warm_up(&mut scheduler, &generator, rows.min(WARM_ROWS), &limits, &self.shared)?;
+            // Somebody may want the server to end before it has begun.
+            scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
         }
         self.begin(Served::Writer(Box::new(ServedWriter::new(&generator, &self.model, context)?)));
         let Self { shared, ready, .. } = self;
@@ -180,48 +179,6 @@ impl<R: FnOnce()> Engine<R> {
             }
         }
     }
-}
-
-/// Writes short texts, one alone and then twice as many at a time up to `rows`, and reads long prompts beside one and beside all: kernels
-/// are compiled before somebody waits for them.
-fn warm_up<B: Backend>(
-    scheduler: &mut Scheduler<B>,
-    generator: &Generator<B>,
-    rows: usize,
-    limits: &Limits,
-    shared: &Shared,
-) -> Result<(), Failure> {
-    let config = generator.model().config();
-    let room = config.context_length.min(scheduler.load().pages * PAGE_TOKENS);
-    let Some(long) = room.checked_sub(WARM_PROMPT.max(2 * WARM_TOKENS)).map(|room| room.min(limits.step_tokens)) else {
-        return Ok(());
-    };
-    // None has what another has, which the cache would know; and they end one after another.
-    let request = |length: usize, text: usize| {
-        let prompt = (0..length.max(1)).map(|at| ((at + text) % config.vocab_size) as u32).collect();
-        let request = Request::new(prompt, WARM_TOKENS + text % WARM_TOKENS);
-        let sampling = request.sampling.with_temperature((text % 2) as f64);
-        Request { sampling, ..request }
-    };
-    for count in (0..).map(|power| 1 << power).take_while(|count| *count < 2 * rows).map(|count: usize| count.min(rows))
-    {
-        for text in 0..count {
-            scheduler.add(request(WARM_PROMPT.min(long), text))?;
-        }
-        let mut waits = count == 1 || count == rows;
-        while !scheduler.is_idle() {
-            // Somebody may want the server to end before it has begun.
-            if shared.phase() != Phase::Loading {
-                return Ok(());
-            }
-            scheduler.step(generator.model())?;
-            scheduler.take();
-            if std::mem::take(&mut waits) {
-                scheduler.add(request(long, count))?;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Whether a server that drains has no time left.

@@ -162,6 +162,33 @@ backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>
     assert!(texts.get(&ids[1]).is_none_or(|(_, finish)| finish.is_none()) && !texts.contains_key(&late));
 });
 
+backend_test!(a_warm_up_leaves_nothing_behind::<B>(device) {
+    let model = model::<B>(&device)?;
+    let request = Request { sampling: Sampling::greedy().with_temperature(1.0).with_seed(3, 5), ..Request::new(vec![1, 2, 3], 20) };
+    let wanted = alone(&model, &request, &device)?;
+    // Room for many; for a page or two; and cut short.
+    for (options, steps) in [
+        (ROOMY, usize::MAX),
+        (SchedulerOptions { rows: 3, step_tokens: 5, cache_tokens: 64 }, usize::MAX),
+        (SchedulerOptions { cache_tokens: 70, ..ROOMY }, usize::MAX),
+        (ROOMY, 4),
+    ] {
+        let mut scheduler = Scheduler::new(&model, options, device.clone());
+        let left = std::cell::Cell::new(steps);
+        scheduler.warm_up(&model, options.rows, || left.replace(left.get().saturating_sub(1)) > 0)?;
+        let load = scheduler.load();
+        assert_eq!((load.waiting, load.reading, load.writing), (0, 0, 0), "{options:?}");
+        let mut texts = Texts::new();
+        let id = scheduler.add(request.clone()).expect("it fits");
+        while !scheduler.is_idle() {
+            step(&mut scheduler, &model, &mut texts)?;
+        }
+        assert_eq!(texts[&id].0, wanted, "{options:?}");
+        let load = scheduler.load();
+        assert_eq!(load.pages_left, load.pages, "{options:?}");
+    }
+});
+
 backend_test!(prompts_that_begin_alike_are_read_once::<B>(device) {
     let model = model::<B>(&device)?;
     let prompt: Vec<u32> = (0..200).map(|at| at * 7 % VOCABULARY as u32).collect();

@@ -13,6 +13,7 @@
 mod log_probabilities;
 mod pass;
 mod plan;
+mod warm_up;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -389,6 +390,7 @@ impl<B: Backend> Scheduler<B> {
             self.read(usize::from(waits && !first_tokens))?;
         } else if first_tokens
             || complete
+            || !waits
             || self.on_the_way.len() >= READ_STEPS
             || self.last_read.elapsed() >= READ_INTERVAL
         {
