@@ -56,7 +56,7 @@ pub(super) struct ServeArgs {
     /// Tokens that the cache holds [default: as many as the rows may need, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
-    /// Tokens of a step, prompts included: with more, prompts are read faster, and texts that are being written wait longer beside them
+    /// Tokens of a step, one for each text that is written and the rest of prompts: with more, prompts are read faster, and texts wait longer beside them
     #[arg(long, value_name = "N", default_value_t = STEP_TOKENS)]
     step_tokens: usize,
     /// Texts that wait beside those that are written; more are refused

@@ -180,7 +180,7 @@ fn to_host(profile: &Profile) -> Vec<Copying> {
         Some(_) => waits(report).unwrap_or(0),
         // The recording itself waited behind each operation, so that nothing could be read late.
         None if report.source == Source::Waits => 0,
-        None => report.reads.iter().map(|read| read.count).sum(),
+        None => report.reads.iter().map(|read| read.count).sum::<u64>().saturating_sub(report.waits_beside),
     };
     let late = |times: u64, bytes: u64| times > 0 && waits < count && bytes < LATE * count;
     let found = match &report.timeline {

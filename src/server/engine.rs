@@ -123,8 +123,11 @@ impl<R: FnOnce()> Engine<R> {
         let mut scheduler =
             generator.scheduler_of(rows, limits.step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
         if !B::is_synchronous() {
-            // Somebody may want the server to end before it has begun.
             scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
+        }
+        // Somebody may want the server to end before it has begun.
+        if self.shared.phase() != Phase::Loading {
+            return Ok(());
         }
         self.begin(Served::Writer(Box::new(ServedWriter::new(&generator, &self.model, context)?)));
         let Self { shared, ready, .. } = self;
@@ -133,11 +136,9 @@ impl<R: FnOnce()> Engine<R> {
         let served = texts.serve(&generator, rows);
         let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
         // Whoever has gone needs no reason.
-        for Waiting { events, tokens, .. } in texts.jobs.into_values() {
-            if !tokens.is_empty() {
-                drop(events.send(TextEvent::Tokens(tokens)));
-            }
-            drop(events.send(end()));
+        for mut waiting in texts.jobs.into_values() {
+            waiting.send();
+            drop(waiting.events.send(end()));
         }
         while let Some(job) = shared.queue.pop() {
             if let Job::Write(job) = job {
@@ -212,6 +213,16 @@ struct Waiting {
     sent: Option<Instant>,
 }
 
+impl Waiting {
+    /// Sends what was written. Those that are closed end at the next step.
+    fn send(&mut self) {
+        if !self.tokens.is_empty() {
+            let _ = self.events.send(TextEvent::Tokens(std::mem::take(&mut self.tokens)));
+            self.sent = Some(Instant::now());
+        }
+    }
+}
+
 impl<B: Backend> Texts<'_, B> {
     /// Writes until the server drains, and then until all is done or the time is over.
     fn serve(&mut self, generator: &Generator<B>, rows: usize) -> Result<(), Failure> {
@@ -232,9 +243,8 @@ impl<B: Backend> Texts<'_, B> {
                 continue;
             }
             self.scheduler.step(generator.model())?;
-            for written in self.scheduler.take() {
-                self.send(written);
-            }
+            let written = self.scheduler.take();
+            self.send(written);
         }
     }
 
@@ -265,18 +275,18 @@ impl<B: Backend> Texts<'_, B> {
         });
     }
 
-    fn send(&mut self, Written { id, tokens, finish }: Written) {
-        let Some(Waiting { events, tokens: unsent, sent }) = self.jobs.get_mut(&id) else { return };
-        unsent.extend(tokens);
-        let due = finish.is_some() || sent.is_none_or(|sent| sent.elapsed() >= SEND_INTERVAL);
-        // Those that are closed end at the next step.
-        if due && !unsent.is_empty() {
-            let _ = events.send(TextEvent::Tokens(std::mem::take(unsent)));
-            *sent = Some(Instant::now());
+    /// What was written goes to whoever waits for it: at once where a text is finished, and every so often otherwise.
+    fn send(&mut self, written: Vec<Written>) {
+        for Written { id, tokens, finish } in written {
+            let Some(waiting) = self.jobs.get_mut(&id) else { continue };
+            waiting.tokens.extend(tokens);
+            if let Some(finish) = finish {
+                waiting.send();
+                let _ = waiting.events.send(TextEvent::Finished(finish));
+                self.jobs.remove(&id);
+            }
         }
-        if let Some(finish) = finish {
-            let _ = events.send(TextEvent::Finished(finish));
-            self.jobs.remove(&id);
-        }
+        let due = |waiting: &&mut Waiting| waiting.sent.is_none_or(|sent| sent.elapsed() >= SEND_INTERVAL);
+        self.jobs.values_mut().filter(due).for_each(Waiting::send);
     }
 }

@@ -36,13 +36,27 @@ backend_test!(skinny_projections_match_the_reference::<B>(device) {
     }
 });
 
-// Tiles of rows and columns that are not whole, K that is cut among blocks, and its end within a stage.
+// Tiles of rows and columns that are not whole, K that is cut among blocks, its end within a stage, and more tiles than blocks.
 backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         for shape in
-            [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400]]
+            [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400], [12, 72, 34_000]]
         {
             projections_match_the_reference::<B>(shape, dtype, tolerance, &device);
+        }
+    }
+});
+
+// Of f16, numbers times gamma are not finite before the norm divides them.
+backend_test!(a_norm_before_a_product_holds_large_numbers::<B>(device) {
+    for (dtype, tolerance) in dtypes::<B>(&device) {
+        for rows in [3, 12, 70] {
+            let x = (random::<B, 2>(1, [rows, 1024], &device) * 3000.0).cast(dtype);
+            let weight = random::<B, 2>(2, [512, 1024], &device).cast(dtype);
+            let norm = Norm::rms(random::<B, 1>(3, [1024], &device) * 5.0 + 35.0, 1e-6);
+            let ours = norm_linear(x.clone(), Some(&norm), weight.clone(), None).cast(DType::F32);
+            let wanted = plain::linear(plain::norm(x.cast(DType::F32), &norm), weight.cast(DType::F32), None);
+            assert_close(&format!("{rows} rows, {dtype:?}"), &ours, &wanted, tolerance);
         }
     }
 });
@@ -115,7 +129,7 @@ backend_test!(results_in_scratch_buffers_stay_as_they_are_while_they_are_held::<
 
 backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
-        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001], [3, 1024, 16_400]] {
+        for [rows, d_input, d_output] in [[17, 72, 17_000], [9, 2560, 9001], [32, 1000, 17_001], [3, 1024, 16_400], [20, 264, 34_000]] {
             let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device);

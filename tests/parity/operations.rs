@@ -946,7 +946,7 @@ backend_test!(fused_projections_match_the_reference::<B>(device) {
     let mut shapes = vec![[1, 1, 2], [2, 3, 4], [65, 63, 64], [130, 17, 34], [600, 64, 66]];
     if dtype_under_test::<B>(&device) != DType::F32 {
         // Large enough for the GEMM of large 16-bit products.
-        shapes.extend([[1000, 520, 648], [1024, 512, 768]]);
+        shapes.extend([[1000, 520, 648], [1024, 512, 768], [1000, 520, 1280]]);
     }
     for [rows, d_input, d_output] in shapes {
         let x = random::<B, 2>(1, [rows, d_input], &device);

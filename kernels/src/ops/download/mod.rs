@@ -10,13 +10,15 @@ use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 
-/// Numbers on their way to the host.
+/// Numbers on their way to the host. One that has begun is waited for when it is dropped, too: the copy would write into memory that is somebody
+/// else's.
 #[must_use]
 pub struct Download(Stage);
 
 enum Stage {
     Later(Box<dyn FnOnce() -> Download + Send>),
     Begun(Box<dyn FnOnce() -> Result<TensorData, ExecutionError> + Send>),
+    Over,
 }
 
 impl std::fmt::Debug for Download {
@@ -37,10 +39,10 @@ impl Download {
     }
 
     /// Begins, if it has not: where several are waited for, the device does all that was asked of it once for all of them.
-    pub fn begin(self) -> Self {
-        match self.0 {
+    pub fn begin(mut self) -> Self {
+        match std::mem::replace(&mut self.0, Stage::Over) {
             Stage::Later(begin) => begin(),
-            Stage::Begun(_) => self,
+            begun => Self(begun),
         }
     }
 
@@ -48,10 +50,20 @@ impl Download {
     ///
     /// # Errors
     /// If the device fails.
-    pub fn wait(self) -> Result<TensorData, ExecutionError> {
-        match self.0 {
+    pub fn wait(mut self) -> Result<TensorData, ExecutionError> {
+        match std::mem::replace(&mut self.0, Stage::Over) {
             Stage::Later(begin) => begin().wait(),
             Stage::Begun(wait) => wait(),
+            Stage::Over => unreachable!("a download is over when it is gone"),
+        }
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        if let Stage::Begun(wait) = std::mem::replace(&mut self.0, Stage::Over) {
+            // Whoever reads next is told of a device that fails.
+            drop(wait());
         }
     }
 }

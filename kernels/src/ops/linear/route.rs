@@ -1,7 +1,8 @@
 //! Which GEMM runs on CUDA and WGPU, by shape, dtype and device: the one place that decides.
 //!
 //! ```text
-//! rows <= 256, 16-bit, Hopper, aligned; above eight rows, or of a weight as large as a head's ---> few rows, in CUDA C++ (../cuda/few_rows)
+//! 9 to 128 rows, 16-bit, Hopper, aligned ---> few rows, in CUDA C++ (../cuda/few_rows); of weights as large as a head's from one row on, of
+//!     smaller ones up to 256
 //! rows <= SKINNY_ROWS ---> skinny (one pass over the weight; norm, bias, activation and residual in the same launch)
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
@@ -83,7 +84,7 @@ pub(crate) enum Gemm {
 }
 
 /// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes. With fewer rows than a tile
-/// has, reading the weight takes most of the time, and this kernel reads it fastest, large or not.
+/// has, reading the weight takes most of the time, and of what the GEMM for few rows leaves this one reads it fastest, large or not.
 pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
     let large = n >= TILE && (few || m >= TILE && m * n * k > MOST_SMALL);
@@ -100,7 +101,7 @@ fn on_hopper<R: CubeRuntime>(_: &CubeTensor<R>) -> bool {
 /// kernels wait less; only where the weight is large, this one reads it faster.
 #[cfg(feature = "cuda")]
 pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> bool {
-    let worth = if m <= SKINNIEST { n * k >= LARGE_WEIGHT } else { n >= TILE && n * k >= FEW_ROWS_WEIGHT };
+    let worth = m > 0 && if m <= SKINNIEST { n * k >= LARGE_WEIGHT } else { n >= TILE && n * k >= FEW_ROWS_WEIGHT };
     // Each tile of rows reads the whole weight.
     let once = m <= TILE || m <= 2 * TILE && n * k < LARGE_WEIGHT;
     x.dtype.size() == 2 && worth && once && k.is_multiple_of(8) && on_hopper(x)

@@ -1,4 +1,4 @@
-//! Whole decode steps for Hopper, in CUDA C++: weights in bf16; one launch for up to 32 rows, two for up to 64.
+//! Whole decode steps for Hopper, in CUDA C++: weights in bf16; one launch for up to 32 rows.
 
 mod kernels;
 

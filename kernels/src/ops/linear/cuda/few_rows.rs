@@ -158,7 +158,7 @@ pub(super) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
 /// `activation(norm(x) * weight^T + bias)`, or `norm(x) * weight^T + bias + residual`, as far as these are there, for 16-bit `x` `[m, k]`
 /// and `weight` `[n, k]`. None where the device is no Hopper GPU, or the product is not one for this kernel: the caller has others.
 ///
-/// None as well where there is a norm, and it is not an RMS norm of up to 64 rows: it is another launch then.
+/// None as well where there is a norm, and it is not an RMS norm of up to 64 rows in bf16: it is another launch then.
 pub(crate) fn few_rows_product<R: CubeRuntime>(
     x: &CubeTensor<R>,
     norm: Option<&CubeNorm<R>>,
@@ -172,6 +172,8 @@ pub(crate) fn few_rows_product<R: CubeRuntime>(
     // They are read four at a time.
     let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
     let floats = |numbers: &CubeTensor<R>| [DType::F32, x.dtype].contains(&numbers.dtype) && whole(numbers);
+    // f16 might not hold what has not been divided yet.
+    let late = |x: &CubeTensor<R>| x.dtype == DType::BF16;
     let out_f32 = *dtype == DType::F32;
     let fits = x.dtype == weight.dtype
         && route::takes_few_rows(x, [m, n, k])
@@ -179,7 +181,8 @@ pub(crate) fn few_rows_product<R: CubeRuntime>(
         && k_contiguous(x)
         && k_contiguous(weight)
         && (out_f32 || *dtype == x.dtype)
-        && norm.is_none_or(|norm| m <= NORM_ROWS && !norm.layer && norm.beta.is_none() && floats(&norm.gamma))
+        && norm
+            .is_none_or(|norm| m <= NORM_ROWS && late(x) && !norm.layer && norm.beta.is_none() && floats(&norm.gamma))
         && bias.as_ref().is_none_or(floats)
         && residual.as_ref().is_none_or(|residual| residual.dtype == x.dtype && whole(residual) && !out_f32);
     if !fits {

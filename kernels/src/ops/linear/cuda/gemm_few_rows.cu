@@ -3,7 +3,7 @@
 //
 //              b  K x N, K contiguous        A cluster computes TOKENS rows of WEIGHTS columns; each of its SPLIT blocks multiplies
 //            +----------+                    a run of K. wgmma has the columns of `b` as its 64 rows, so that few rows of `a` are few
-//            | block 0  |                    columns of the instruction, and nothing is computed that is not there.
+//            | block 0  |                    columns of the instruction: as many as TOKENS.
 //            |----------|
 //            | block 1  |                    producer warp:  wait empty[s] -> TMA into stage s -> full[s] counts the bytes
 //  a         |----------|                    consumers:      wait full[s] -> wgmma -> arrive at empty[s]

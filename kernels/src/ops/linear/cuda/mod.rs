@@ -271,7 +271,7 @@ impl GemmHopper {
         let words = [m, n, k, whole_rounds, bias_kind, adds.into(), saves.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
         // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are written below m and n,
-        // and the bias is read below n; each consumer of each block has a place of its own for what it leaves of a tile.
+        // and the bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
     }
 }
