@@ -206,165 +206,109 @@ __device__ __forceinline__ void registers_lower() {
 }
 
 #define SUMS(sums) "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+#define EIGHT_SUMS(at) SUMS(d[at]), SUMS(d[at + 1]), SUMS(d[at + 2]), SUMS(d[at + 3]), SUMS(d[at + 4]), SUMS(d[at + 5]), SUMS(d[at + 6]), SUMS(d[at + 7])
+
+// So many sums of a thread, as operands of `asm` and as their names in it.
+#define SUMS_8 SUMS(d[0]), SUMS(d[1])
+#define SUMS_16 SUMS_8, SUMS(d[2]), SUMS(d[3])
+#define SUMS_32 EIGHT_SUMS(0)
+#define SUMS_64 SUMS_32, EIGHT_SUMS(8)
+#define SUMS_96 SUMS_64, EIGHT_SUMS(16)
+#define SUMS_128 SUMS_96, EIGHT_SUMS(24)
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 NAMES_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 NAMES_96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K. `b` is a tile; `a` is one, too, or the
-// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed.
+// registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed. The operands behind the sums are given by their names.
 template <int N>
 struct Wgmma;
 
+#define WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, ...)                                                                      \
+    asm volatile(                                                                                                        \
+        "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." HALF "." HALF "\n"                                             \
+        "{" NAMES_##COUNT "},\n" A ", " B ", p, 1, 1, " TRANSPOSED "; }\n"                                               \
+        : SUMS_##COUNT                                                                                                   \
+        : __VA_ARGS__)
+
+#define WGMMA_OF_TILES(N, COUNT, A, B, ADD, TRANSPOSED)                                                                  \
+    template <int TRANSPOSE_A, int TRANSPOSE_B>                                                                          \
+    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], u64 a, u64 b, int add) {                       \
+        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));            \
+    }
+
+#define WGMMA_OF_REGISTERS(N, COUNT, A, B, ADD, TRANSPOSED)                                                              \
+    template <int TRANSPOSE_B>                                                                                           \
+    static __device__ __forceinline__ void multiply(float (&d)[N / 8][4], const u32 (&a)[4], u64 b, int add) {           \
+        WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add),             \
+              "n"(TRANSPOSE_B));                                                                                         \
+    }
+
 template <>
 struct Wgmma<16> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[2][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7},\n"
-            "%8, %9, p, 1, 1, %11, %12; }\n"
-            : SUMS(d[0]), SUMS(d[1])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(16, 8, "%8", "%9", "%10", "%11, %12")
 };
 
 template <>
 struct Wgmma<32> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[4][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},\n"
-            "%16, %17, p, 1, 1, %19, %20; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(32, 16, "%16", "%17", "%18", "%19, %20")
 };
 
 template <>
 struct Wgmma<64> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},\n"
-            "%32, %33, p, 1, 1, %35, %36; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
-
-    template <int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[8][4], const u32 (&a)[4], u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},\n"
-            "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(64, 32, "%32", "%33", "%34", "%35, %36")
+    WGMMA_OF_REGISTERS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38")
 };
 
 template <>
 struct Wgmma<128> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[16][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
-            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
-            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},\n"
-            "%64, %65, p, 1, 1, %67, %68; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
-              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
-              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
-
-    template <int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[16][4], const u32 (&a)[4], u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
-            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
-            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},\n"
-            "{%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
-              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
-              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(128, 64, "%64", "%65", "%66", "%67, %68")
+    WGMMA_OF_REGISTERS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70")
 };
 
 template <>
 struct Wgmma<192> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[24][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n192k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
-            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
-            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,\n"
-            " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,\n"
-            " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95},\n"
-            "%96, %97, p, 1, 1, %99, %100; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
-              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
-              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15]),
-              SUMS(d[16]), SUMS(d[17]), SUMS(d[18]), SUMS(d[19]),
-              SUMS(d[20]), SUMS(d[21]), SUMS(d[22]), SUMS(d[23])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(192, 96, "%96", "%97", "%98", "%99, %100")
 };
 
 template <>
 struct Wgmma<256> {
-    template <int TRANSPOSE_A, int TRANSPOSE_B>
-    static __device__ __forceinline__ void multiply(float (&d)[32][4], u64 a, u64 b, int add) {
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32." HALF "." HALF "\n"
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,\n"
-            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,\n"
-            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,\n"
-            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,\n"
-            " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,\n"
-            " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,\n"
-            " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,\n"
-            " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},\n"
-            "%128, %129, p, 1, 1, %131, %132; }\n"
-            : SUMS(d[0]), SUMS(d[1]), SUMS(d[2]), SUMS(d[3]),
-              SUMS(d[4]), SUMS(d[5]), SUMS(d[6]), SUMS(d[7]),
-              SUMS(d[8]), SUMS(d[9]), SUMS(d[10]), SUMS(d[11]),
-              SUMS(d[12]), SUMS(d[13]), SUMS(d[14]), SUMS(d[15]),
-              SUMS(d[16]), SUMS(d[17]), SUMS(d[18]), SUMS(d[19]),
-              SUMS(d[20]), SUMS(d[21]), SUMS(d[22]), SUMS(d[23]),
-              SUMS(d[24]), SUMS(d[25]), SUMS(d[26]), SUMS(d[27]),
-              SUMS(d[28]), SUMS(d[29]), SUMS(d[30]), SUMS(d[31])
-            : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-    }
+    WGMMA_OF_TILES(256, 128, "%128", "%129", "%130", "%131, %132")
 };
 
-#undef SUMS
+#undef WGMMA_OF_REGISTERS
+#undef WGMMA_OF_TILES
+#undef WGMMA
 
 // 2 to the power of x, to 2 units in the last place; what is too small becomes 0.
 __device__ __forceinline__ float power_of_2(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
+}
+
+// An activation by its number: 0 is none, 1 GELU by tanh, 2 ReLU, 3 SiLU.
+template <int KIND>
+__device__ __forceinline__ float activate(float x) {
+    if (KIND == 0) {
+        return x;
+    }
+    if (KIND == 2) {
+        return fmaxf(x, 0.0f);
+    }
+    // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    float y = KIND == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
+    return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
 }
 
 // ---- 16-bit values

@@ -53,15 +53,12 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 /// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
 /// them. None of them may spill registers.
 pub fn cuda_sources() -> Vec<(String, String)> {
-    let gemms = crate::ops::linear::hopper_kernels();
-    let attentions = crate::ops::attention::hopper_kernels();
-    let steps = crate::ops::decode_step::hopper_kernels();
-    let steps = steps.map(|kernel| named(&kernel));
-    gemms.chain(attentions.map(|kernel| named(&kernel))).chain(steps).collect()
+    use crate::ops::{attention, decode_step, linear};
+    linear::hopper_sources().chain(attention::hopper_sources()).chain(decode_step::hopper_sources()).collect()
 }
 
 /// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
-pub(crate) fn named<K: CudaKernel>(kernel: &K) -> (String, String) {
+pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
     (format!("{}-{}", kernel.entry(), values.skip(1).collect::<Vec<_>>().join("-")), kernel.source())

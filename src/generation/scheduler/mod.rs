@@ -8,7 +8,7 @@
 //!
 //! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
 //! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Drawn tokens feed the next step on the
-//! device, and are read a step later, or some.
+//! device, and are read one or more steps later.
 
 mod log_probabilities;
 mod pass;

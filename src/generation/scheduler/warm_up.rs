@@ -29,7 +29,7 @@ impl<B: Backend> Scheduler<B> {
             let sampling = request.sampling.with_temperature((text % 2) as f64);
             Request { sampling, ..request }
         };
-        // A row is left for the long prompt.
+        // A row is left for the long prompt, where there is more than one.
         let rows = rows.min(self.options.rows - 1).max(1);
         let counts = (0..).map(|power| 1 << power).take_while(|count| *count < 2 * rows);
         for count in counts.map(|count: usize| count.min(rows)) {

@@ -17,7 +17,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::cuda::hopper_kernels;
+pub(crate) use self::cuda::hopper_sources;
 
 use super::cached_attention::{CachedAttentionOps, CachedTokens, LayerCache, Placement};
 use super::norm::Norm;

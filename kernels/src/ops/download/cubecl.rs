@@ -1,4 +1,4 @@
-//! Downloads in CubeCL: the copy is on the stream when [`download_int`](super::download_int) returns, before what is launched next.
+//! Downloads in CubeCL. On CUDA the copy is on the stream when [`download_int`](super::download_int) returns, before what is launched next.
 
 use std::any::{Any, TypeId};
 use std::collections::HashMap;
@@ -37,15 +37,19 @@ where
     }
 }
 
-/// CUDA has an event behind the copy. WGPU maps a buffer once the device is idle.
-#[cfg(feature = "cuda")]
+/// CUDA has an event behind the copy. For WGPU each read is a submission of its own, which costs more than several that are waited for together.
 fn at_once<R: CubeRuntime>() -> bool {
-    TypeId::of::<R>() == TypeId::of::<burn::cubecl::cuda::CudaRuntime>()
+    cuda() == Some(TypeId::of::<R>())
+}
+
+#[cfg(feature = "cuda")]
+fn cuda() -> Option<TypeId> {
+    Some(TypeId::of::<burn::cubecl::cuda::CudaRuntime>())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn at_once<R: CubeRuntime>() -> bool {
-    false
+fn cuda() -> Option<TypeId> {
+    None
 }
 
 fn begin<R: CubeRuntime>(tensor: CubeTensor<R>) -> Download {

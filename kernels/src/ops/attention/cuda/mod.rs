@@ -111,7 +111,7 @@ impl CudaKernel for AttentionHopper {
 }
 
 /// The kernels in bf16.
-pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let kernels = |(head_dim, causal)| {
         [Pass::Forward, Pass::BackwardQ, Pass::BackwardKv].map(|pass| AttentionHopper {
             pass,
@@ -121,7 +121,7 @@ pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
         })
     };
     let paged = [64, 128].map(|head_dim| AttentionHopper { pass: Pass::Paged, half: "bf16", head_dim, causal: true });
-    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels).chain(paged)
+    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels).chain(paged).map(cuda::named)
 }
 
 /// An attention that these kernels take.

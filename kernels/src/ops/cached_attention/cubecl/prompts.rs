@@ -10,7 +10,7 @@ use super::{
     CubeHeld, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, numbers, place,
     scale_of, sizes, stored,
 };
-use crate::cubecl::{array, clamp_index, contiguous, empty, grid, optional, vector_width};
+use crate::cubecl::{array, clamp_index, empty, grid, optional, vector_width};
 use crate::ops::attention::AttentionOptions;
 #[cfg(feature = "cuda")]
 use crate::ops::attention::PagedHopper;
@@ -36,7 +36,9 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, pass.window)?;
     let out = empty(query, [query.meta.shape()[0], pass.heads.n_heads, pass.heads.head_dim], query.dtype);
     // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and keys that the row's pages have room for.
-    unsafe { paged.forward(query, cached, &pass.table, &contiguous(at.tiles().clone().into_primitive()), &out) };
+    unsafe {
+        paged.forward(query, cached, &pass.table, &crate::cubecl::contiguous(at.tiles().clone().into_primitive()), &out)
+    };
     Some(out)
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Mutex;
 
-use crate::cuda::{CudaKernel, Tried};
+use crate::cuda::{self, CudaKernel, Tried};
 use crate::ops::decode_step::MOST_ROWS;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
@@ -153,11 +153,11 @@ impl CudaKernel for DecodeStepManyRows {
 }
 
 /// The kernels for many rows in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes.
-pub(crate) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let sizes = |(n_heads, d_ff)| {
         let epsilon = 1e-6f32.to_bits();
         Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon }
     };
     let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
-    [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels)
+    [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels).map(cuda::named)
 }

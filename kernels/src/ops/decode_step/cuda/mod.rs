@@ -12,7 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::client::ComputeClient;
 
-pub(crate) use kernels::hopper_kernels;
+pub(crate) use kernels::hopper_sources;
 use kernels::{BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, PAGE_TOKENS, SLICE, Sizes};
 
 use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep};

@@ -31,11 +31,8 @@ use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
 use crate::masked::MASKED;
 use crate::ops::linear::cubecl::cube_weight;
-#[cfg(not(feature = "cuda"))]
-use crate::ops::linear::cubecl::few_rows_product;
 use crate::ops::linear::cubecl::gemm::{product, transposed};
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
-#[cfg(feature = "cuda")]
 use crate::ops::linear::few_rows_product;
 use crate::ops::linear::route::SKINNY_ROWS;
 use crate::ops::weight::Weight;

@@ -45,16 +45,20 @@ where
 {
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
         let operands = operands.into_inner();
-        let plain = !operands.keeps || operands.activation.is_none();
-        if let Some(output) = few_rows_linear(&operands) {
+        // Nothing is kept, and nothing dropped.
+        let plain = operands.dropout.is_none() && (!operands.keeps || operands.activation.is_none());
+        if plain && let Some(output) = few_rows_linear(&operands) {
             return LinearOutput { output, saved: None };
         }
-        if operands.x.dims()[0] <= SKINNY_ROWS && operands.dropout.is_none() && plain {
+        if plain && operands.x.dims()[0] <= SKINNY_ROWS {
             return LinearOutput { output: skinny_linear(operands), saved: None };
         }
         let had_norm = operands.norm.is_some();
         let operands = normed(operands);
-        if had_norm && let Some(output) = few_rows_linear(&operands) {
+        if plain
+            && had_norm
+            && let Some(output) = few_rows_linear(&operands)
+        {
             return LinearOutput { output, saved: None };
         }
         let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = operands;
@@ -86,7 +90,7 @@ where
     }
 }
 
-/// A projection of few rows in one launch on Hopper, two where the norm is none for that. None where another kernel is for it.
+/// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where another kernel is for it.
 fn few_rows_linear<R, F, I, BT>(
     operands: &LinearForward<CubeBackend<R, F, I, BT>>,
 ) -> Option<Tensor<CubeBackend<R, F, I, BT>, 2>>
@@ -96,13 +100,9 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let LinearForward { x, norm, weight: Weight::Float(weight), bias, activation, dropout, residual, keeps } = operands
-    else {
+    let LinearForward { x, norm, weight: Weight::Float(weight), bias, activation, residual, .. } = operands else {
         return None;
     };
-    if dropout.is_some() || *keeps && activation.is_some() {
-        return None;
-    }
     let x = primitive(x.clone());
     let norm = norm.clone().map(cube_norm);
     let [bias, residual] = [bias.clone().map(primitive), residual.clone().map(primitive)];

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
-use super::{numbered, tma_axis};
+use super::{DEPTH, SHARED_BYTES, numbered, tma_axis};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 use crate::ops::activation::Activation;
@@ -15,15 +15,13 @@ use crate::ops::linear::cubecl::skinny::Epilogue;
 use crate::ops::linear::route;
 use crate::ops::norm::cubecl::CubeNorm;
 
-/// Columns of a warpgroup, and of K in a stage.
+/// Columns of a warpgroup.
 const COLUMNS: usize = 64;
-const DEPTH: usize = 64;
 const WARPGROUP: usize = 128;
 /// The rows that it is compiled for.
 const TOKENS: [usize; 4] = [16, 32, 64, 128];
-/// Bytes of shared memory of a block where two blocks are on a multiprocessor, where one is, and of a multiprocessor.
+/// Bytes of shared memory of a block where two blocks are on a multiprocessor, and of a multiprocessor.
 const SHARED_BYTES_OF_TWO: usize = 112_000;
-const SHARED_BYTES: usize = 227 << 10;
 const MULTIPROCESSOR_BYTES: usize = 228 << 10;
 /// More stages bring nothing.
 const MOST_STAGES: usize = 8;
@@ -133,8 +131,8 @@ impl CudaKernel for GemmFewRows {
     }
 }
 
-/// The kernels that decoding in bf16 takes.
-pub(super) fn hopper_kernels() -> impl Iterator<Item = impl CudaKernel> {
+/// Those that decoding in bf16 takes.
+pub(super) fn kernels() -> impl Iterator<Item = impl CudaKernel> {
     let kernel = |tokens, warpgroups, split, gated: bool, norm| GemmFewRows {
         half: "bf16",
         tokens,

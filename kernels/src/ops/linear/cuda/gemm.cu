@@ -267,15 +267,6 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
     }
 }
 #else
-__device__ __forceinline__ float activate(float x) {
-    if (ACTIVATION == 2) {
-        return fmaxf(x, 0.0f);
-    }
-    // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-    float y = ACTIVATION == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
-    return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
-}
-
 // A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if there is one.
 struct Runs {
     float values[2][4];
@@ -321,7 +312,7 @@ __device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u3
         if (!ALONE && ACTIVATION) {
             #pragma unroll
             for (int value = 0; value < 8; value++) {
-                runs.values[value / 4][value % 4] = activate(runs.values[value / 4][value % 4]);
+                runs.values[value / 4][value % 4] = activate<ACTIVATION>(runs.values[value / 4][value % 4]);
             }
         }
         if (!ALONE && GATED) {

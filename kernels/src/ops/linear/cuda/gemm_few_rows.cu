@@ -36,7 +36,7 @@ constexpr int SUMS_BYTES = TOKENS * PITCH * 4;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 // Threads that have a row of a stage of `a` together, 16 bytes each, and rows that a thread has a part of.
 constexpr int SHARERS = ROW_BYTES / 16;
-constexpr int SHARES = TOKENS * SHARERS / CONSUMERS > 0 ? TOKENS * SHARERS / CONSUMERS : 1;
+constexpr int SHARES = (TOKENS * SHARERS + CONSUMERS - 1) / CONSUMERS;
 constexpr int BARRIERS_AT = SPLIT == 1 ? RING_BYTES + SUMS_BYTES : RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES;
 
 struct Info {
@@ -100,18 +100,6 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
             at.advance();
         }
     }
-}
-
-__device__ __forceinline__ float activate(float x) {
-    if (ACTIVATION == 0) {
-        return x;
-    }
-    if (ACTIVATION == 2) {
-        return fmaxf(x, 0.0f);
-    }
-    // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-    float y = ACTIVATION == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
-    return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
 }
 
 struct Quad {
@@ -192,7 +180,7 @@ __device__ __forceinline__ void write(const Buffers& buffers, const Info& info, 
         float more[4] = {low.x, low.y, high.x, high.y};
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            sum.v[j] = activate(fmaf(sum.v[j], factor, bias.v[j]));
+            sum.v[j] = activate<ACTIVATION>(fmaf(sum.v[j], factor, bias.v[j]));
             sum.v[j] = GATED ? sum.v[j] * fmaf(gated.v[j], factor, gated_bias.v[j]) : sum.v[j] + more[j];
         }
         if (OUT_F32) {

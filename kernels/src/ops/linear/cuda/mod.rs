@@ -109,9 +109,8 @@ impl CudaKernel for GemmHopper {
 }
 
 /// The kernels of training and decoding in bf16: their names and sources.
-pub(crate) fn hopper_kernels() -> impl Iterator<Item = (String, String)> {
-    let few_rows = few_rows::hopper_kernels().map(|kernel| cuda::named(&kernel));
-    training_kernels().map(|kernel| cuda::named(&kernel)).chain(few_rows)
+pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
+    training_kernels().map(cuda::named).chain(few_rows::kernels().map(cuda::named))
 }
 
 fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
@@ -212,22 +211,17 @@ fn plan<R: CubeRuntime>(
     }
     let out_f32 = dtype == DType::F32;
     let (activation, gated) = epilogue.activation();
-    // Rows of the result begin where they can be written; a tile of gates has none of what they gate.
-    let stores = n.is_multiple_of(if gated {
-        128
-    } else if out_f32 {
-        2
-    } else {
-        8
-    });
+    // Rows of the result begin where they can be written.
+    let stores = n.is_multiple_of(if out_f32 { 2 } else { 8 });
     assert!(bias.is_none_or(|bias| bias.meta.num_elements() == n), "linear: a bias for {n} columns");
     let adds = bias.is_none_or(|bias| [DType::F32, dtype].contains(&bias.dtype));
     let (a_axis, b_axis) = (tma_axis(a, 1)?, tma_axis(b, 0)?);
     if !stores || !adds || gated && b_axis == 1 {
         return None;
     }
+    // Of a gate all tiles are whole, and so are the blocks of 64 columns that a half of one is written in.
     let allowed = |columns: usize| !gated || columns.is_multiple_of(128) && n.is_multiple_of(columns);
-    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed);
+    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed)?;
     let half = cuda::half_name(a.dtype.into())?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
     let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation, gated };
@@ -270,8 +264,9 @@ impl GemmHopper {
         let arguments = arguments.pointer(&partial).pointer(&ready);
         let words = [m, n, k, whole_rounds, bias_kind, adds.into(), saves.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are written below m and n,
-        // and the bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its own for what it leaves of a tile.
+        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are written below m and n, and the
+        // bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its
+        // own for what it leaves of a tile.
         unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
     }
 }

@@ -28,11 +28,11 @@ const TILE_COSTS: [TileCosts; 3] = [
     TileCosts { columns: WIDEST, stage: 0.778, end: 2.7, cut: 14.0, part: 3.6 },
 ];
 
-/// The tiles of a product on Hopper, of an allowed number of columns, that take the least time: on the one hand wide ones, which read less, on the other such that no
-/// cluster waits long for others.
-pub(super) fn tiles([m, n, k]: [usize; 3], clusters: usize, allowed: impl Fn(usize) -> bool) -> Tiles {
+/// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
+/// cluster waits long for others. None where no number of columns is `allowed`.
+pub(super) fn tiles([m, n, k]: [usize; 3], clusters: usize, allowed: impl Fn(usize) -> bool) -> Option<Tiles> {
     let stages = k.div_ceil(64) as f64;
-    let mut best = (f64::INFINITY, Tiles { columns: WIDEST, whole_rounds: 1 });
+    let mut best: Option<(f64, Tiles)> = None;
     for TileCosts { columns, stage, end, cut, part } in TILE_COSTS.into_iter().filter(|costs| allowed(costs.columns)) {
         let tiles = m.div_ceil(256) * n.div_ceil(columns);
         let full = tiles / clusters;
@@ -44,12 +44,12 @@ pub(super) fn tiles([m, n, k]: [usize; 3], clusters: usize, allowed: impl Fn(usi
                 let parts = clusters as f64 / cut_tiles;
                 time += stages * stage / parts + end + cut + part * parts;
             }
-            if time < best.0 {
-                best = (time, Tiles { columns, whole_rounds });
+            if best.is_none_or(|(least, _)| time < least) {
+                best = Some((time, Tiles { columns, whole_rounds }));
             }
         }
     }
-    best.1
+    best.map(|(_, tiles)| tiles)
 }
 
 #[cfg(test)]
@@ -64,7 +64,9 @@ mod tests {
         for m in [128, 300, 2048, 16_384, 65_536] {
             for n in [128, 384, 776, 3072, 50_432] {
                 for k in [64, 768, 8192, 16_384] {
-                    let Tiles { columns, whole_rounds } = tiles([m, n, k], CLUSTERS, |_| true);
+                    let Some(Tiles { columns, whole_rounds }) = tiles([m, n, k], CLUSTERS, |_| true) else {
+                        panic!("all are allowed")
+                    };
                     let all = m.div_ceil(256) * n.div_ceil(columns);
                     // What is not whole is cut, and there is no round of nothing.
                     assert!(
@@ -80,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_gradient_of_few_tiles_and_many_rows_is_cut() {
-        assert_eq!(tiles([768, 768, 16_384], CLUSTERS, |_| true), Tiles { columns: 128, whole_rounds: 0 });
-        assert_eq!(tiles([16_384, 768, 768], CLUSTERS, |_| true), Tiles { columns: 192, whole_rounds: 4 });
+        assert_eq!(tiles([768, 768, 16_384], CLUSTERS, |_| true), Some(Tiles { columns: 128, whole_rounds: 0 }));
+        assert_eq!(tiles([16_384, 768, 768], CLUSTERS, |_| true), Some(Tiles { columns: 192, whole_rounds: 4 }));
     }
 }
