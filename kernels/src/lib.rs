@@ -100,7 +100,7 @@ pub mod operands {
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
     pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
     pub use crate::ops::cached_attention::CachedAttention;
-    pub use crate::ops::decode_step::{DecodePlanned, DecodeStep};
+    pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};

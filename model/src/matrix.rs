@@ -1,6 +1,7 @@
 //! A weight matrix: its parameter, and the stored copy that operations read.
 
 use burn::module::{Module, Param, ParamId};
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{DType, Tensor};
 
 use fireclay_kernels::{Backend, Int8Weight, Weight};
@@ -51,6 +52,23 @@ impl<B: Backend> Matrix<B> {
     /// From here on operations read `bytes`.
     pub(crate) fn store_int8(&mut self, bytes: Int8Weight<B>) {
         self.stored = Some(Stored::Int8(bytes));
+    }
+
+    /// From here on operations read bytes, the nearest to the parameter, where a row is a multiple of four.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn make_int8(&mut self) -> Result<(), ExecutionError> {
+        if self.is_int8() {
+            return Ok(());
+        }
+        let values = self.parameter.val();
+        let (shape, device) = (values.dims(), values.device());
+        let values: Vec<f32> = values.try_into_data()?.iter().collect();
+        if let Some(bytes) = Int8Weight::quantize(&values, shape, &device)? {
+            self.store_int8(bytes);
+        }
+        Ok(())
     }
 
     /// From here on operations read a copy in `dtype`, where that is not the parameter's own.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use burn::module::{Module, Param, ParamId};
+use burn::tensor::backend::ExecutionError;
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
@@ -189,6 +190,18 @@ impl<B: Backend> Transformer<B> {
             matrices.map(|(path, matrix)| (format!("blocks.{layer}.{path}"), matrix))
         });
         outer.chain(inner)
+    }
+
+    /// With every large matrix as bytes, the nearest to what it holds, and a scale for each of its rows: operations read these from
+    /// then on, and the parameters stay as they are. Matrices whose rows are no multiple of four stay floats.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn with_int8_matrices(mut self) -> Result<Self, ExecutionError> {
+        for (_, matrix) in self.matrices_mut() {
+            matrix.make_int8()?;
+        }
+        Ok(self)
     }
 
     /// The dtype of activations and products.

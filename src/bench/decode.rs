@@ -11,7 +11,7 @@ use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::precision::CachePrecision;
+use crate::precision::{CachePrecision, Precision};
 use crate::profiling::Ceilings;
 
 /// Tokens that are written before the clock starts, and those that it times, as the peer has them.
@@ -100,7 +100,15 @@ impl<B: Backend> Drawn<B> {
         // Of an embedding table of its own a step reads a row.
         let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
         let bytes = cast.bytes - table * model.embedding.val().dtype().size();
-        let dtype = format!("{dtype:?}").to_lowercase();
+        let int8 = options.precision == Some(Precision::Int8);
+        let (model, bytes, dtype) = if int8 {
+            // A byte for each number, and a scale of four for each row, which is no more than a hundredth of that.
+            let model =
+                model.with_int8_matrices().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            (model, bytes / DType::from(dtype).size(), Precision::Int8.name().to_string())
+        } else {
+            (model, bytes, format!("{dtype:?}").to_lowercase())
+        };
         Ok(match options.cache {
             CachePrecision::Auto => Self { model, bytes, dtype },
             CachePrecision::Int8 => {

@@ -1,7 +1,7 @@
 //! What must hold when text is written: the same tokens as transformers, alone and in a batch, and nothing on the bus.
 
 use burn::module::{AutodiffModule, Param};
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use fireclay::generation::{GenerationOptions, Generator};
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay::tasks::Task;
@@ -78,74 +78,6 @@ backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(
         }
     }
 });
-
-// Of a shape for which there is a kernel of whole steps, on devices that have one; on the others operation by operation.
-backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
-    let half = B::supports_dtype(&device, DType::BF16);
-    let (d_model, head_dim, heads) = if half { (1024, 128, vec![16, 8]) } else { (64, 16, vec![4]) };
-    for n_heads in heads {
-        steps_are_as_whole_passes::<B>(d_model, n_heads, head_dim, &device)?;
-    }
-});
-
-fn steps_are_as_whole_passes<B: Backend>(
-    d_model: usize,
-    n_heads: usize,
-    head_dim: usize,
-    device: &B::Device,
-) -> Result<(), fireclay::Failure> {
-    let half = B::supports_dtype(device, DType::BF16);
-    let folder = tempfile::tempdir().expect("a folder");
-    let config = TransformerConfig::qwen3(300, 1024, d_model, 2, n_heads, head_dim);
-    let config = config.with_n_kv_heads(n_heads / 2).with_d_ff(2 * d_model);
-    let model: Transformer<B> = config.with_init_deviation(0.05).init(3, device)?;
-    ModelFolder::new(folder.path()).save(&model)?;
-    drop(model);
-    let (dtype, bound) = if half { (FloatDType::BF16, 0.03) } else { (FloatDType::F32, 1e-4) };
-    let model = ModelFolder::new(folder.path()).load_in::<B>(dtype, &mut |_, _| {}, device)?.with_activations(dtype);
-    let text = |row: usize, length: usize| {
-        (0..length).map(|at| ((7 + 31 * row + 17 * at * at) % 300) as u32).collect::<Vec<u32>>()
-    };
-    let integers = |tokens: &[u32]| {
-        let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
-        let count = tokens.len();
-        Tensor::<B, 1, Int>::from_data(TensorData::new(tokens, [count]), device)
-    };
-    let alone = |tokens: &[u32]| {
-        let hidden = model.forward(integers(tokens).reshape([1, tokens.len()]));
-        values(&hidden.narrow(1, tokens.len() - 1, 1).cast(DType::F32))
-    };
-    // Rows of all lengths, on both sides of a page's end and of where keys are split; they come one after another, so that
-    // prompts are read between the steps.
-    let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
-    if half {
-        lengths.extend((0..26).map(|row| 1 + 97 * row * row % 400));
-    }
-    let mut cache = model.cache(lengths.iter().map(|length| (length + 8).next_multiple_of(PAGE_TOKENS)).sum());
-    let mut rows: Vec<(RowId, Vec<u32>)> = Vec::new();
-    for (row, length) in lengths.into_iter().enumerate() {
-        let (id, tokens) = (cache.add_row(), text(row, length));
-        model.prefill(&[(id, &tokens)], &mut cache);
-        rows.push((id, tokens));
-        if ![1, 2, 3, 4, 8, 9, 17, 32, 35].contains(&rows.len()) {
-            continue;
-        }
-        for step in 0..2 {
-            let next: Vec<u32> = (0..rows.len()).map(|row| ((11 * row + 5 * step + length) % 300) as u32).collect();
-            rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
-            let ids: Vec<RowId> = rows.iter().map(|(id, _)| *id).collect();
-            let hidden = values(&model.decode(integers(&next), &ids, &mut cache).cast(DType::F32));
-            for (row, (hidden, (_, tokens))) in hidden.chunks_exact(d_model).zip(&rows).enumerate() {
-                let wanted = alone(tokens);
-                let norm =
-                    |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
-                let off = norm(&mut hidden.iter().zip(&wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied());
-                assert!(off < bound, "row {row} of {}, {} tokens: off by {off}", rows.len(), tokens.len());
-            }
-        }
-    }
-    Ok(())
-}
 
 backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(device) {
     let recipe = Recipe::shipped("stories").expect("the default recipe");

@@ -20,6 +20,7 @@ mod scheduling;
 mod serving;
 mod traffic;
 mod utterances;
+mod whole_steps;
 
 use std::sync::{Mutex, PoisonError};
 

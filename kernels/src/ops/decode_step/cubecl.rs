@@ -1,16 +1,13 @@
 //! Whole decode steps on CubeCL's devices: those of CUDA that the kernel is written for.
 
 #[cfg(feature = "cuda")]
-use std::any::Any;
-
-#[cfg(feature = "cuda")]
 use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::DecodeStepOps;
 #[cfg(feature = "cuda")]
-use super::{Declined, DecodePlanned, DecodeStep};
+use super::{Declined, DecodeBody, DecodePlanned, DecodeStep};
 #[cfg(feature = "cuda")]
 use crate::checked::Checked;
 
@@ -22,7 +19,7 @@ where
     BT: BoolElement,
 {
     #[cfg(feature = "cuda")]
-    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<Box<dyn Any + Send>, Declined> {
+    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<DecodeBody, Declined> {
         super::cuda::plan(planned)
     }
 

@@ -82,7 +82,16 @@ pub struct DecodeModel<B: Backend> {
 #[derive(Debug)]
 pub struct DecodePlan<B: Backend> {
     model: DecodeModel<B>,
-    body: Box<dyn Any + Send>,
+    body: DecodeBody,
+}
+
+/// A backend's own part of a plan.
+#[derive(Debug)]
+pub struct DecodeBody {
+    /// The most rows of a step.
+    pub most_rows: usize,
+    /// What the backend made ready.
+    pub body: Box<dyn Any + Send>,
 }
 
 impl<B: DecodeStepOps> DecodePlan<B> {
@@ -103,12 +112,9 @@ impl<B: DecodeStepOps> DecodePlan<B> {
 
     /// The most rows that a step takes.
     pub fn rows(&self) -> usize {
-        MOST_ROWS
+        self.body.most_rows
     }
 }
-
-/// The most rows of a step: with more, products by themselves are as fast.
-pub(crate) const MOST_ROWS: usize = 32;
 
 /// What a plan is made of.
 #[derive(Debug)]
@@ -159,7 +165,7 @@ pub struct DecodeStep<'a, B: Backend> {
     /// The model, as the plan has it.
     pub model: &'a DecodeModel<B>,
     /// What the backend made ready.
-    pub body: &'a (dyn Any + Send),
+    pub body: &'a DecodeBody,
     /// `[rows]`.
     pub tokens: Tensor<B, 1, Int>,
     /// Where they stand.
@@ -176,7 +182,8 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         let positions = part(op, "positions", &self.at.positions).integer().shaped(&[1, rows], &tokens);
         part(op, "tokens", &self.tokens).shaped(&[rows], &positions).alike(&positions);
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
-        assert!((1..=MOST_ROWS).contains(&rows), "{op}: {rows} rows of up to {MOST_ROWS}");
+        let most_rows = self.body.most_rows;
+        assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
         assert!(self.at.window.is_none(), "{op}: all keys are seen");
         let tables = self.model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
         let positions = tables.map(|table| table.cos.dims()[0]).min().unwrap_or(usize::MAX);
@@ -198,7 +205,7 @@ pub trait DecodeStepOps: CachedAttentionOps {
     ///
     /// # Errors
     /// Why there is none for this model, or on this device.
-    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<Box<dyn Any + Send>, Declined> {
+    fn decode_plan(planned: Checked<DecodePlanned<'_, Self>>) -> Result<DecodeBody, Declined> {
         let _ = planned;
         Err(Declined::new("this backend has no kernel for a whole step"))
     }
@@ -232,20 +239,14 @@ pub fn decode_step<B: DecodeStepOps>(
     let DecodePlan { model, body } = plan;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
-        let weights = |block: &DecodeBlock<B>| {
-            [&block.qkv, &block.output, &block.up, &block.down]
-                .map(|weight| weight.operand().bytes())
-                .iter()
-                .sum::<u64>()
-        };
-        let weights: u64 = model.blocks.iter().map(weights).sum();
+        let matrices = model.blocks.iter().flat_map(|block| [&block.qkv, &block.output, &block.up, &block.down]);
+        let weights: u64 = matrices.clone().map(|weight| weight.operand().bytes()).sum();
+        let products: usize = matrices.map(|weight| weight.dims().iter().product::<usize>()).sum();
         let read: usize = at.rows.iter().map(|row| at.window.map_or(row.keys, |window| window.min(row.keys))).sum();
         let n_kv_heads = model.heads.n_kv_heads;
         let cached = 2 * model.blocks.len() * n_kv_heads * read * caches[0].head_bytes();
-        let width = model.embedding.operand().dtype.size() as u64;
-        let flops = 2 * at.rows.len() as u64 * weights / width;
+        let flops = (2 * at.rows.len() * products) as u64;
         Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
     });
-    let body = body.as_ref();
     B::decode_step(Checked::new(DecodeStep { model, body, tokens, at, caches }))
 }

@@ -1,24 +1,36 @@
-// What both kernels of whole decode steps share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON.
+// What both kernels of whole decode steps share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
+// and whether weights are INT8: bytes with a scale for each row.
 #define LIMIT_NS 1000000000u
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+#if INT8
+using Weight = unsigned char;
+#else
+using Weight = u16;
+#endif
 
 constexpr int PAGE_TOKENS = 64, GROUP = N_HEADS / N_KV_HEADS;
 constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM;
 constexpr float NOTHING = -1e30f;                      // the score of a key that is none
 
 struct Layer {
-    const u16 *qkv, *out, *up, *down, *attention_norm, *feed_forward_norm, *query_norm, *key_norm;
+    const Weight *qkv, *out, *up, *down;
+    const u16 *attention_norm, *feed_forward_norm, *query_norm, *key_norm;
     u16 *keys, *values;                                // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
+};
+// Of INT8.
+struct Scales {
+    const float *qkv, *out, *up, *down;                // of a block
+    const float* embedding;                            // the same for all
 };
 struct State {
     u32 epoch, error;                                  // of few rows; of all
     u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
 };
 struct Numbers {
-    u64 rows, pages_a_row, vocabulary;
+    u64 rows, pages_a_row, vocabulary, scales;
 };
 
 // Shared memory: the last bytes are the watch's.

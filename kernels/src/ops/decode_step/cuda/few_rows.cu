@@ -13,11 +13,12 @@
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
-// At least 128 multiprocessors; heads of 128.
+// Weights of INT8 become bf16 where they go to registers; the sums of a row are multiplied by its scale. At least 128
+// multiprocessors; heads of 128.
 // What all blocks read lies there twice, so that not all poll the same lines.
 #define COPIES 2
-// Stages on their way at once: more would only make what is exchanged wait behind them.
-#define IN_FLIGHT 3
+// Stages on their way at once: more would only make what is exchanged wait behind them. Those of INT8 are half as full.
+#define IN_FLIGHT (INT8 ? 6 : 3)
 // The same for a block that attends to all keys of a row, and so has more to bring.
 #define IN_FLIGHT_MORE 8
 // Eights of rows of gate and up that go to registers early.
@@ -25,7 +26,7 @@
 // Up to so many pages of keys, one block attends for a kv head.
 #define ONE_SPLIT 4
 
-constexpr int WARPS = 16, SLICE = 64 * WARPS;
+constexpr int WARPS = 16, SLICE = 64 * WARPS, LINE = SLICE * sizeof(Weight);
 constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
 constexpr int THREADS = 32 * (WARPS + FINISHERS + 1), SUMMING = 32 * (WARPS + FINISHERS);
 constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
@@ -37,7 +38,8 @@ static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 
 
 struct Step {
     const Layer* layers;
-    const u16 *embedding, *final_norm;
+    const Weight* embedding;
+    const u16* final_norm;
     const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
     State* state;
     u64* scratch;
@@ -45,11 +47,20 @@ struct Step {
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
     int rows, pages_a_row, vocabulary;
+    const Scales* scales;                              // of each block
 
     // Rows that are none are the first once more: they write what it writes, and are not told of.
     __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
     __device__ __forceinline__ int position(int r) const { return positions[row(r)]; }
     __device__ __forceinline__ int id(int r) const { return min(max(ids[row(r)], 0), vocabulary - 1); }
+    // A pair of columns of a token's embedding.
+    __device__ __forceinline__ u32 embedded(int id, u32 pair) const {
+        const u64 at = static_cast<u64>(id) * (D_MODEL / 2) + pair;
+        if (!INT8) return reinterpret_cast<const u32*>(embedding)[at];
+        const u32 bytes = reinterpret_cast<const u16*>(embedding)[at];
+        const float scale = scales->embedding[id];
+        return pack(static_cast<signed char>(bytes) * scale, static_cast<signed char>(bytes >> 8) * scale);
+    }
 };
 
 // Words of the exchange. What all blocks read lies there several times, so that not all poll the same lines.
@@ -86,6 +97,20 @@ __device__ __forceinline__ uint4 shared_16(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
+}
+// Two of four signed bytes, by the bytes of `x`, as bf16: 128 + (the lower seven bits), less 128 and the sign's 128.
+__device__ __forceinline__ u32 from_bytes(u32 four, u32 which) {
+    const u32 x = __byte_perm(four, 0, which);
+    u32 v;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+    return v;
+}
+// Eight weights of a row, as bf16.
+__device__ __forceinline__ uint4 shared_weights(u32 at) {
+    if (!INT8) return shared_16(at);
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+    return {from_bytes(v.x, 0x4140), from_bytes(v.x, 0x4342), from_bytes(v.y, 0x4140), from_bytes(v.y, 0x4342)};
 }
 // Two words of the exchange, each read at once.
 __device__ __forceinline__ void words(const u64* at, u32& v0, u32& e0, u32& v1, u32& e1) {
@@ -173,21 +198,21 @@ struct Producer {
             : "memory");
     }
     // Bytes side by side.
-    __device__ __forceinline__ void block(const u16* from, u32 bytes) {
+    __device__ __forceinline__ void block(const void* from, u32 bytes) {
         if (dead = dead || watch.dead()) return;
         open(bytes);
         if (leads && bytes) copy(ring.stage(), from, bytes);
         ring.advance();
     }
-    __device__ __forceinline__ void lines(const u16* from, int rows) { block(from, rows * SLICE * 2); }
+    __device__ __forceinline__ void lines(const Weight* from, int rows) { block(from, rows * LINE); }
     __device__ __forceinline__ void keys(const u16* from, int count) { block(from, count * HEAD_DIM * 2); }
     // A slice of the columns of rows.
-    __device__ __forceinline__ void slices(const u16* from, int rows, int width) {
+    __device__ __forceinline__ void slices(const Weight* from, int rows, int width) {
         if (dead = dead || watch.dead()) return;
-        open(rows * SLICE * 2);
+        open(rows * LINE);
         #pragma unroll 1
         for (int r = 0; r < rows; r++) {
-            if (leads) copy(ring.stage() + r * SLICE * 2, from + r * width, SLICE * 2);
+            if (leads) copy(ring.stage() + r * LINE, from + r * width, LINE);
         }
         ring.advance();
     }
@@ -239,11 +264,12 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
 // ---- consumers
 
 struct Consumer {
+    static constexpr u32 HALF_LINE = LINE / WARPS / 2;
     Ring ring;
     Watch watch;
     const Step& step;
     int warp, lane;
-    u32 first;                                         // where a lane's weights lie in a stage: here, and 64 bytes from here
+    u32 first;                                         // where a lane's weights lie in a stage: here, and HALF_LINE from here
     u32 staged, operand;                               // where a warp's input lies
     u32 sum;                                           // where a lane leaves its sums
     int half;                                          // of 64 columns, which one a lane takes first
@@ -257,7 +283,7 @@ struct Consumer {
         const int g = lane / 4, q = lane % 4, row = min(g / 2, BATCH - 1);
         // Rows of a stage begin in the same bank: every second one takes the other half of its columns first.
         half = g & 1;
-        first = g * SLICE * 2 + warp * 128 + q * 16 + half * 64;
+        first = g * LINE + warp * (2 * HALF_LINE) + q * (HALF_LINE / 4) + half * HALF_LINE;
         staged = ring.base + AT_INPUT + warp * BATCH * 128 + lane * 4;
         sum = ring.base + AT_SUMS + ((warp * BATCH + q) * SUM_ROWS + g) * 4;
         operand = staged - lane * 4 + row * 128 + half * 64 + q * 16;
@@ -270,7 +296,7 @@ struct Consumer {
         #pragma unroll
         for (int s = FROM; s < TO; s++) {
             watch.wait(ring.full(), ring.parity);
-            const uint4 u = shared_16(ring.stage() + first), v = shared_16(ring.stage() + (first ^ 64));
+            const uint4 u = shared_weights(ring.stage() + first), v = shared_weights(ring.stage() + (first ^ HALF_LINE));
             a[s][0] = u.x, a[s][1] = u.y, a[s][2] = u.z, a[s][3] = u.w, a[s][4] = v.x, a[s][5] = v.y, a[s][6] = v.z, a[s][7] = v.w;
             ring.advance();
         }
@@ -798,7 +824,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             if (l == 0) {
                 #pragma unroll
                 for (int r = 0; r < BATCH; r++) {
-                    w.v[0][r] = reinterpret_cast<const u32*>(step.embedding)[static_cast<u64>(step.id(r)) * (D_MODEL / 2) + threadIdx.x];
+                    w.v[0][r] = step.embedded(step.id(r), threadIdx.x);
                 }
             } else {
                 c.await(w, epoch - 1);
@@ -946,12 +972,17 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
     float x[ROWS_EACH][2];
     #pragma unroll
     for (int i = 0; i < ROWS_EACH; i++) {
-        const u32* from = reinterpret_cast<const u32*>(step.embedding + static_cast<u64>(ids[i]) * D_MODEL);
-        const u32 v = from[d0 + min(lane % 4, dn - 1)];
+        const u32 v = step.embedded(ids[i], d0 + min(lane % 4, dn - 1));
         x[i][0] = low(v), x[i][1] = high(v);
     }
+    // The scales of a pair of rows, read before their sums are there.
+    const int own_d = d0 + min(lane % 4, dn - 1), own_f = f0 + min(pair, fn - 1);
+    auto scales = [](const float* of, int pair) { return INT8 ? reinterpret_cast<const float2*>(of)[pair] : float2{1, 1}; };
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++, epoch++) {
+        const Scales& of = step.scales[l];
+        const float2 of_qkv = scales(of.qkv, q0 + min(pair, qn - 1)), of_out = scales(of.out, own_d);
+        const float2 of_gate = scales(of.up, own_f), of_up = scales(of.up, D_FF / 2 + own_f), of_down = scales(of.down, own_d);
         barrier_sync(1, SUMMING);
         #pragma unroll
         for (int i = 0; i < ROWS_EACH; i++) {
@@ -959,29 +990,30 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
             const float scale = f.factor(row);
             const float2 s = f.sum(sums[0], row, 2 * pair);
             if (leads && pair < qn) {
-                publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(s.x * scale), __float_as_uint(s.y * scale), epoch);
+                const float q[2] = {s.x * scale * of_qkv.x, s.y * scale * of_qkv.y};
+                publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(q[0]), __float_as_uint(q[1]), epoch);
             }
         }
-        auto residual = [&](u64* to) {
+        auto residual = [&](u64* to, float2 scales) {
             barrier_sync(2, SUMMING);
             #pragma unroll
             for (int i = 0; i < ROWS_EACH; i++) {
                 const int row = first_row + i * FINISHERS;
                 const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
-                x[i][0] += s.x, x[i][1] += s.y;
+                x[i][0] += s.x * scales.x, x[i][1] += s.y * scales.y;
                 const u32 v = pack(x[i][0], x[i][1]);
                 // Four lanes a copy.
                 if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
             }
         };
-        residual(scratch + Y);
+        residual(scratch + Y, of_out);
         barrier_sync(1, SUMMING);
         #pragma unroll
         for (int i = 0; i < ROWS_EACH; i++) {
             const int row = first_row + i * FINISHERS;
             float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
             const float scale = f.factor(row);
-            gate.x *= scale, gate.y *= scale, up.x *= scale, up.y *= scale;
+            gate.x *= scale * of_gate.x, gate.y *= scale * of_gate.y, up.x *= scale * of_up.x, up.y *= scale * of_up.y;
             const float h0 = gated(gate.x, up.x), h1 = gated(gate.y, up.y);
             if (pair < fn) {
                 #pragma unroll
@@ -990,17 +1022,18 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
                 }
             }
         }
-        residual(scratch + X);
+        residual(scratch + X, of_down);
     }
     if (b == 0 && first_row == 0 && lane == 0) step.state->epoch = epoch;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
-    const Layer* layers, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
+    const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+        reinterpret_cast<const Scales*>(numbers.scales)};
     if (failed(state, hidden, step.rows)) return;
     Ring ring{shared_address(memory)};
     if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);

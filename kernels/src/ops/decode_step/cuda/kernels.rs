@@ -4,7 +4,6 @@
 use std::sync::Mutex;
 
 use crate::cuda::{self, CudaKernel, Tried};
-use crate::ops::decode_step::MOST_ROWS;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
 pub(super) const SLICE: usize = 1024;
@@ -14,6 +13,8 @@ pub(super) const PAGE_TOKENS: usize = 64;
 pub(super) const FEW_ROWS: usize = 4;
 /// The rows that the kernel for many is compiled for.
 pub(super) const MANY: [usize; 3] = [8, 16, MOST_ROWS];
+/// The most rows of a step: with more, products by themselves are as fast.
+pub(super) const MOST_ROWS: usize = 32;
 /// Blocks of the kernel for many rows, and the clusters that they make.
 pub(super) const BLOCKS: u32 = 128;
 const CLUSTERS: usize = 64;
@@ -39,7 +40,7 @@ impl Sizes {
         (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
     }
 
-    fn source(&self, rows: usize, body: &str) -> String {
+    fn source(&self, rows: usize, int8: bool, body: &str) -> String {
         let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
         let defined = [
             ("BATCH", rows),
@@ -49,6 +50,7 @@ impl Sizes {
             ("N_KV_HEADS", n_kv_heads),
             ("HEAD_DIM", HEAD_DIM),
             ("D_FF", d_ff),
+            ("INT8", int8.into()),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
@@ -60,6 +62,8 @@ impl Sizes {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepFewRows {
     pub(super) rows: usize,
+    /// Whether weights are bytes with a scale for each row, or bf16.
+    pub(super) int8: bool,
     pub(super) sizes: Sizes,
 }
 
@@ -88,7 +92,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, include_str!("few_rows.cu"))
+        self.sizes.source(self.rows, self.int8, include_str!("few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -101,7 +105,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 }
 
-/// For up to [`MOST_ROWS`].
+/// For up to [`MOST_ROWS`], of weights in bf16.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepManyRows {
     pub(super) rows: usize,
@@ -139,7 +143,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, include_str!("many_rows.cu"))
+        self.sizes.source(self.rows, false, include_str!("many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -1,4 +1,4 @@
-//! Whole decode steps for Hopper, in CUDA C++: weights in bf16; one launch for up to 32 rows.
+//! Whole decode steps for Hopper, in CUDA C++: one launch for up to 32 rows with weights in bf16, for up to four in INT8.
 
 mod kernels;
 
@@ -13,24 +13,31 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::client::ComputeClient;
 
 pub(crate) use kernels::hopper_sources;
-use kernels::{BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, PAGE_TOKENS, SLICE, Sizes};
+use kernels::{
+    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_ROWS, PAGE_TOKENS, SLICE, Sizes,
+};
 
-use super::{Declined, DecodeBlock, DecodeModel, DecodePlanned, DecodeStep};
+use super::{Declined, DecodeBlock, DecodeBody, DecodeModel, DecodePlanned, DecodeStep};
 use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, grouped_map};
 use crate::ops::cached_attention::Held;
 use crate::ops::norm::NormKind;
 use crate::ops::weight::Weight;
+use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
 use crate::packed_heads::PackedHeads;
 use crate::tensor::{float, primitive};
 
 /// Addresses of a block in the table.
 const POINTERS: usize = 10;
+/// Of its scales, with those of the embedding.
+const SCALES: usize = 5;
 
 /// What is ready for a model and a cache.
 struct Body<R: CubeRuntime> {
     sizes: Sizes,
+    /// Whether weights are INT8.
+    int8: bool,
     /// Of the kernel for few rows.
     blocks: u32,
     /// Addresses of each block's tensors.
@@ -38,6 +45,8 @@ struct Body<R: CubeRuntime> {
     /// How the kernel for many rows reads them by TMA.
     maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
+    /// Where the addresses of scales are, if weights are INT8.
+    scales: usize,
     final_norm: CubeTensor<R>,
     cos: CubeTensor<R>,
     sin: CubeTensor<R>,
@@ -45,12 +54,17 @@ struct Body<R: CubeRuntime> {
     state: CubeTensor<R>,
     /// Words that blocks exchange: of few rows, and of each number of many.
     few: CubeTensor<R>,
-    many: [CubeTensor<R>; MANY.len()],
+    many: Vec<CubeTensor<R>>,
     /// Keeps the memory at these addresses.
     _held: Vec<Box<dyn Any + Send>>,
 }
 
-fn half<R, F, I, BT>(weight: &Weight<CubeBackend<R, F, I, BT>>, name: &str) -> Result<CubeTensor<R>, Declined>
+/// A matrix in bf16, or its bytes and scales.
+fn matrix<R, F, I, BT>(
+    weight: &Weight<CubeBackend<R, F, I, BT>>,
+    name: &str,
+    int8: bool,
+) -> Result<(CubeTensor<R>, Option<CubeTensor<R>>), Declined>
 where
     R: CubeRuntime,
     F: FloatElement,
@@ -58,8 +72,13 @@ where
     BT: BoolElement,
 {
     match weight {
-        Weight::Float(weight) if weight.dtype() == DType::BF16 => packed(primitive(weight.clone()), name),
-        _ => Err(Declined::new(format!("{name} is not bf16"))),
+        Weight::Float(weight) if !int8 && weight.dtype() == DType::BF16 => Ok((primitive(weight.clone()), None)),
+        Weight::Int8(weight) if int8 => {
+            let CubeInt8 { packed, scales } = cube_int8(weight.clone());
+            Ok((packed, Some(scales)))
+        }
+        _ if int8 => Err(Declined::new(format!("{name} is not INT8, as the embedding is"))),
+        _ => Err(Declined::new(format!("{name} is not bf16 or INT8"))),
     }
 }
 
@@ -84,7 +103,7 @@ fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Box<dyn Any + Send
 /// Makes the kernel ready for a model and its caches, if it is one that the kernel takes.
 pub(super) fn plan<R, F, I, BT>(
     planned: Checked<DecodePlanned<'_, CubeBackend<R, F, I, BT>>>,
-) -> Result<Box<dyn Any + Send>, Declined>
+) -> Result<DecodeBody, Declined>
 where
     R: CubeRuntime,
     F: FloatElement,
@@ -107,7 +126,7 @@ where
 
 fn made<R, F, I, BT>(
     DecodePlanned { model, caches }: DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
-) -> Result<Box<dyn Any + Send>, Declined>
+) -> Result<DecodeBody, Declined>
 where
     R: CubeRuntime,
     F: FloatElement,
@@ -115,9 +134,10 @@ where
     BT: BoolElement,
 {
     let DecodeModel { blocks, final_norm, heads, embedding } = model;
-    let embedding = half(embedding, "the embedding")?;
+    let int8 = matches!(embedding, Weight::Int8(_));
+    let [_, d_model] = embedding.dims();
+    let (embedding, embedding_scales) = matrix(embedding, "the embedding", int8)?;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
-    let d_model = embedding.meta.shape()[1];
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let d_ff = first.up.dims()[0] / 2;
     let [_, _, page_tokens, _] = caches[0].dims();
@@ -143,12 +163,15 @@ where
     let mut addresses: Vec<u64> = Vec::new();
     let mut maps: Vec<u64> = Vec::new();
     let mut held = Vec::new();
-    let mut hold = |x: CubeTensor<R>, name: &str| {
+    // The address of what a tensor holds, or none of what there is not.
+    let mut hold = |x: Option<CubeTensor<R>>, name: &str| {
+        let Some(x) = x else { return Ok(0) };
         let (address, kept) = address(&packed(x, name)?)?;
-        addresses.push(address);
         held.push(kept);
         Ok::<u64, Declined>(address)
     };
+    let embedding_scales = hold(embedding_scales, "the embedding's scales")?;
+    let mut scales_at = Vec::new();
     let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
         maps.extend(
             grouped_map(address, shape, tile).map_err(|error| Declined::new(format!("no tensor map: {error}")))?,
@@ -168,25 +191,33 @@ where
         let (query_norm, key_norm) = norms.ok_or_else(|| Declined::new("queries and keys have no norms"))?;
         for (weight, name) in [(qkv, "qkv"), (output, "output"), (up, "up"), (down, "down")] {
             let [rows, columns] = weight.dims();
-            // Gate and up are read apart from each other.
-            let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
-            map(hold(half(weight, name)?, name)?, [rows, columns], tile)?;
+            let (values, scales) = matrix(weight, name, int8)?;
+            let at = hold(Some(values), name)?;
+            addresses.push(at);
+            scales_at.push(hold(scales, name)?);
+            if !int8 {
+                // Gate and up are read apart from each other.
+                let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
+                map(at, [rows, columns], tile)?;
+            }
         }
+        scales_at.push(embedding_scales);
         for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
-            let _ = hold(gamma(norm)?, "gamma")?;
+            addresses.push(hold(Some(gamma(norm)?), "gamma")?);
         }
         for cached in [&cache.keys, &cache.values] {
             match cached {
                 Held::Float(floats) if floats.dtype() == DType::BF16 => {
-                    let address = hold(primitive(floats.clone()), "the cache")?;
+                    let at = hold(Some(primitive(floats.clone())), "the cache")?;
+                    addresses.push(at);
                     let rows = floats.dims()[..3].iter().product();
-                    map(address, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
+                    map(at, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
                 }
                 _ => return Err(Declined::new("the cache is not bf16")),
             }
         }
     }
-    debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
+    debug_assert_eq!([addresses.len(), scales_at.len()], [POINTERS, SCALES].map(|each| each * blocks.len()));
     let table = first.placement.rotary.as_ref().ok_or_else(|| Declined::new("positions are not rotary"))?;
     let [cos, sin] = [&table.cos, &table.sin].map(|table| primitive(table.clone()));
     if cos.dtype != DType::F32 {
@@ -194,10 +225,12 @@ where
     }
     let sizes =
         Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
-    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, sizes: sizes.clone() }.words());
+    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
     let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
     // All bits of a word that is not there yet are ones.
-    let many = MANY.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
+    let many = MANY.into_iter().filter(|_| !int8);
+    let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
+    let many: Vec<Vec<i32>> = many.collect();
     let device = final_norm.gamma.device();
     let integers = |values: Vec<i32>| {
         let count = values.len();
@@ -211,20 +244,29 @@ where
     if !address(&maps)?.0.is_multiple_of(64) {
         return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
     }
-    Ok(Box::new(Body::<R> {
+    let mut scales = 0;
+    if int8 {
+        let (at, kept) = address(&halves(scales_at))?;
+        scales = at as usize;
+        held.push(kept);
+    }
+    let body = Body::<R> {
         sizes,
+        int8,
         blocks: multiprocessors.min(256),
         table: halves(addresses),
         maps,
-        embedding,
+        embedding: packed(embedding, "the embedding")?,
+        scales,
         final_norm: packed(gamma(final_norm)?, "gamma")?,
         cos: packed(cos, "cosines")?,
         sin: packed(sin, "sines")?,
         state: integers(vec![0; 64]),
         few: integers(few),
-        many: many.map(integers),
+        many: many.into_iter().map(integers).collect(),
         _held: held,
-    }))
+    };
+    Ok(DecodeBody { most_rows: if int8 { FEW_ROWS } else { MOST_ROWS }, body: Box::new(body) })
 }
 
 /// One token more of each row.
@@ -238,7 +280,7 @@ where
     BT: BoolElement,
 {
     let DecodeStep { body, tokens, at, .. } = operands.into_inner();
-    let Some(body) = body.downcast_ref::<Body<R>>() else { unreachable!("a plan of another backend") };
+    let Some(body) = body.body.downcast_ref::<Body<R>>() else { unreachable!("a plan of another backend") };
     let rows = at.rows.len();
     let hidden = empty(&body.embedding, [rows, body.sizes.d_model], DType::BF16);
     let tokens = contiguous(tokens.into_primitive());
@@ -250,15 +292,15 @@ where
     let all = |arguments, words| {
         let pointers = model.into_iter().chain([words]).chain(step);
         let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
-        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size)
+        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size).word(body.scales)
     };
     let sizes = body.sizes.clone();
-    // SAFETY, of all launches: the plan checked that weights, gammas and caches are bf16 matrices without gaps of the sizes that the kernels
-    // are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary, positions and
+    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
+    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary, positions and
     // pages were checked by the operands. All blocks are resident at once: one on each multiprocessor, for which there is
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
-        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), sizes };
+        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
         let arguments = || all(Arguments::default().pointer(&body.table), &body.few);
         launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
         return Ok(float(hidden));

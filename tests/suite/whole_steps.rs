@@ -1,0 +1,303 @@
+//! What must hold of decode steps in one launch, on devices that have a kernel for the models of these tests. On the others these
+//! are smaller, and computed operation by operation.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fireclay::Failure;
+use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions};
+use fireclay_datasets::{Tokenizer, TokenizerKind};
+use fireclay_kernels::Backend;
+use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
+
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+
+use crate::backend_test;
+use crate::compare::values;
+
+const VOCABULARY: usize = 300;
+
+/// A model in the dtype and of a shape of the kernel, with so many heads, its matrices as bytes or not; and how far its hidden
+/// states may be off.
+fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Transformer<B>, f32), Failure> {
+    let half = B::supports_dtype(device, DType::BF16);
+    let (d_model, n_heads, head_dim) = if half { (1024, heads, 128) } else { (64, 4, 16) };
+    let folder = tempfile::tempdir().expect("a folder");
+    save::<B>([d_model, n_heads, head_dim], folder.path(), device)?;
+    let (dtype, bound) = if half { (FloatDType::BF16, 0.03) } else { (FloatDType::F32, 1e-4) };
+    let model = ModelFolder::new(folder.path()).load_in::<B>(dtype, &mut |_, _| {}, device)?.with_activations(dtype);
+    let model = if int8 { model.with_int8_matrices().expect("a device that works") } else { model };
+    Ok((model, bound))
+}
+
+fn save<B: Backend>(
+    [d_model, n_heads, head_dim]: [usize; 3],
+    folder: &Path,
+    device: &B::Device,
+) -> Result<(), Failure> {
+    let config = TransformerConfig::qwen3(VOCABULARY, 8192, d_model, 2, n_heads, head_dim);
+    let config = config.with_n_kv_heads(n_heads / 2).with_d_ff(2 * d_model).with_init_deviation(0.05);
+    Ok(ModelFolder::new(folder).save(&config.init::<B>(3, device)?)?)
+}
+
+/// A text that is the same each time.
+fn text(row: usize, length: usize) -> Vec<u32> {
+    (0..length).map(|at| ((7 + 31 * row + 17 * at * at) % VOCABULARY) as u32).collect()
+}
+
+fn integers<B: Backend>(tokens: &[u32], device: &B::Device) -> Tensor<B, 1, Int> {
+    let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+    let count = tokens.len();
+    Tensor::from_data(TensorData::new(tokens, [count]), device)
+}
+
+/// Rows of a cache, each with its text, whose steps are compared with passes over the whole texts.
+struct Rows<'a, B: Backend> {
+    model: &'a Transformer<B>,
+    bound: f32,
+    device: &'a B::Device,
+    cache: Cache<B>,
+    rows: Vec<(RowId, Vec<u32>)>,
+    steps: usize,
+}
+
+impl<'a, B: Backend> Rows<'a, B> {
+    fn new(model: &'a Transformer<B>, bound: f32, tokens: usize, device: &'a B::Device) -> Self {
+        Self { model, bound, device, cache: model.cache(tokens), rows: Vec::new(), steps: 0 }
+    }
+
+    /// Reads a text of its own, if there are pages for it and some tokens more.
+    fn add(&mut self, tokens: Vec<u32>, more: usize) -> bool {
+        let row = self.cache.add_row();
+        let fits = self.cache.reserve(row, tokens.len() + more).is_ok();
+        if fits {
+            self.model.prefill(&[(row, &tokens)], &mut self.cache);
+            self.rows.push((row, tokens));
+        } else {
+            self.cache.remove_row(row);
+        }
+        fits
+    }
+
+    fn remove(&mut self, at: usize) {
+        self.cache.remove_row(self.rows.remove(at).0);
+    }
+
+    /// One token more of each row.
+    #[track_caller]
+    fn step(&mut self) {
+        let step = self.steps;
+        self.steps += 1;
+        let next: Vec<u32> = self
+            .rows
+            .iter()
+            .enumerate()
+            .map(|(row, (_, tokens))| ((11 * row + 5 * step + tokens.len()) % VOCABULARY) as u32)
+            .collect();
+        self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
+        let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
+        let hidden = self.model.decode(integers(&next, self.device), &ids, &mut self.cache);
+        let [_, d_model] = hidden.dims();
+        let hidden = values(&hidden.cast(DType::F32));
+        for (row, (hidden, (_, tokens))) in hidden.chunks_exact(d_model).zip(&self.rows).enumerate() {
+            let whole = self.model.forward(integers(tokens, self.device).reshape([1, tokens.len()]));
+            let wanted = values(&whole.narrow(1, tokens.len() - 1, 1).cast(DType::F32));
+            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
+            let off = norm(&mut hidden.iter().zip(&wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied());
+            let (rows, length) = (self.rows.len(), tokens.len());
+            assert!(off < self.bound, "step {step}, row {row} of {rows}, {length} tokens: off by {off}");
+        }
+    }
+}
+
+backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
+    let half = B::supports_dtype(&device, DType::BF16);
+    for (heads, int8) in [(16, false), (8, false), (16, true)] {
+        let (model, bound) = model::<B>(heads, int8, &device)?;
+        // Rows of all lengths, on both sides of a page's end and of where keys are split; they come one after another, so that
+        // prompts are read between the steps.
+        let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
+        if half {
+            lengths.extend((0..26).map(|row| 1 + 97 * row * row % 400));
+        }
+        let room = lengths.iter().map(|length| (length + 8).next_multiple_of(PAGE_TOKENS)).sum();
+        let mut rows = Rows::new(&model, bound, room, &device);
+        for (row, length) in lengths.into_iter().enumerate() {
+            assert!(rows.add(text(row, length), 8));
+            if [1, 2, 3, 4, 8, 9, 17, 32, 35].contains(&rows.rows.len()) {
+                rows.step();
+                rows.step();
+            }
+        }
+    }
+});
+
+backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages::<B>(device) {
+    for int8 in [false, true] {
+        let (model, bound) = model::<B>(16, int8, &device)?;
+        let mut rows = Rows::new(&model, bound, 8 * PAGE_TOKENS, &device);
+        // Of eight pages all are taken.
+        for (row, length) in [60, 100, 1, 110, 50].into_iter().enumerate() {
+            assert!(rows.add(text(row, length), 14), "row {row}");
+        }
+        assert!(!rows.add(text(9, 3), 1), "the cache is full");
+        assert_eq!(rows.cache.pages().1, 0, "no page is left");
+        // From five to one: of both kernels. What comes takes the pages of what went.
+        for (leaves, comes) in [(1, None), (2, Some(90)), (0, None), (1, None), (0, Some(30)), (0, None)] {
+            rows.step();
+            rows.remove(leaves);
+            rows.step();
+            if let Some(length) = comes {
+                assert!(rows.add(text(20 + length, length), 14));
+                rows.step();
+            }
+        }
+        while !rows.rows.is_empty() {
+            rows.remove(0);
+        }
+        let (pages, left) = rows.cache.pages();
+        assert_eq!(left, pages, "all pages are back");
+    }
+});
+
+/// What a scheduler wrote for each request.
+type Texts = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
+
+/// Each token of a text is the likeliest behind those before it, but for rounding.
+#[track_caller]
+fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f32, prompt: &[u32], text: &[u32], device: &B::Device) {
+    let all: Vec<u32> = prompt.iter().chain(text).copied().collect();
+    let logits = model.logits(model.forward(integers(&all, device).reshape([1, all.len()])));
+    let logits = values(&logits.cast(DType::F32));
+    for (at, (token, logits)) in text.iter().zip(logits.chunks_exact(VOCABULARY).skip(prompt.len() - 1)).enumerate() {
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let deviation = (logits.iter().map(|logit| logit * logit).sum::<f32>() / VOCABULARY as f32).sqrt();
+        let chosen = logits[*token as usize];
+        assert!(
+            most - chosen < 4.0 * bound * deviation,
+            "token {at}: {chosen} where the likeliest has {most}, deviation {deviation}"
+        );
+    }
+}
+
+/// Requests of greedy texts in one scheduler, of which some are cancelled at a step; in the end none is left with anything.
+fn write<B: Backend>(
+    model: &Transformer<B>,
+    requests: &[Request],
+    cache_tokens: usize,
+    cancelled: &[(usize, usize)],
+    device: &B::Device,
+) -> Result<(Vec<(Vec<u32>, Option<Finish>)>, usize), Failure> {
+    let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
+    let mut scheduler = Scheduler::new(model, options, device.clone());
+    let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
+    let mut texts: Texts = ids.iter().map(|id| (*id, (Vec::new(), None))).collect();
+    for step in 0.. {
+        cancelled.iter().filter(|(at, _)| *at == step).for_each(|(_, request)| scheduler.cancel(ids[*request]));
+        if scheduler.is_idle() {
+            break;
+        }
+        assert!(step < 5000, "it does not end");
+        scheduler.step(model)?;
+        for written in scheduler.take() {
+            let (text, finish) = texts.get_mut(&written.id).expect("a request");
+            assert!(finish.is_none(), "nothing comes behind the end");
+            text.extend(written.tokens.iter().map(|written| written.token));
+            *finish = written.finish;
+        }
+    }
+    let load = scheduler.load();
+    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+    Ok((ids.iter().map(|id| texts.remove(id).expect("a text")).collect(), load.preemptions))
+}
+
+fn requests(count: usize) -> Vec<Request> {
+    (0..count).map(|row| Request::new(text(row, 3 + 37 * row % 150), 30 + 5 * row)).collect()
+}
+
+backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
+    let (model, bound) = model::<B>(16, false, &device)?;
+    for count in [3, 9] {
+        let mut requests = requests(count);
+        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        // Some end at a token that they have in their middle.
+        for (request, (text, _)) in requests.iter_mut().zip(&texts).step_by(2) {
+            request.ends = vec![text[text.len() / 2]];
+        }
+        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        let ended = texts.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
+        assert!(ended > 0, "{texts:?}");
+        for (request, (text, finish)) in requests.iter().zip(&texts) {
+            let by = if *finish == Some(Finish::End) { Finish::End } else { Finish::Length };
+            assert_eq!(*finish, Some(by));
+            assert!(by == Finish::End || text.len() == request.max_tokens);
+            assert!(text.iter().rev().skip(1).all(|token| !request.ends.contains(token)), "it goes on behind its end");
+            assert_likeliest(&model, bound, &request.prompt, text, &device);
+        }
+    }
+});
+
+backend_test!(a_text_that_is_cancelled_changes_no_other_in_whole_steps::<B>(device) {
+    let (model, bound) = model::<B>(16, false, &device)?;
+    for (count, cancelled) in [(3, vec![(10, 1)]), (9, vec![(10, 1), (20, 0), (25, 7)])] {
+        let requests = requests(count);
+        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
+        for (at, (request, (text, finish))) in requests.iter().zip(&texts).enumerate() {
+            let gone = cancelled.iter().any(|(_, request)| *request == at);
+            assert_eq!(*finish, (!gone).then_some(Finish::Length), "request {at}");
+            assert!(gone || text.len() == request.max_tokens);
+            assert_likeliest(&model, bound, &request.prompt, text, &device);
+        }
+    }
+});
+
+backend_test!(texts_are_right_in_whole_steps_where_the_cache_is_full::<B>(device) {
+    let (model, bound) = model::<B>(16, false, &device)?;
+    for count in [4, 9] {
+        let requests = requests(count);
+        let (texts, preemptions) = write(&model, &requests, 5 * PAGE_TOKENS, &[], &device)?;
+        assert!(preemptions > 0, "some have to give way");
+        for (request, (text, finish)) in requests.iter().zip(&texts) {
+            assert_eq!((text.len(), *finish), (request.max_tokens, Some(Finish::Length)));
+            assert_likeliest(&model, bound, &request.prompt, text, &device);
+        }
+    }
+});
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_a_text_with_130_and_keeps_what_was_written() {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    struct Saved<'a>(&'a Path);
+    impl fireclay::backend::OnBackend for Saved<'_> {
+        type Output = ();
+        fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
+            let half = B::supports_dtype(&device, DType::BF16);
+            save::<B>(if half { [1024, 16, 128] } else { [64, 4, 16] }, self.0, &device)
+        }
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    crate::run(Saved(folder.path()));
+    let letters: String = ('\u{100}'..).take(VOCABULARY - 2).collect();
+    let tokenizer = Tokenizer::train(TokenizerKind::Char, &letters).expect("a tokenizer");
+    tokenizer.save(&folder.path().join("tokenizer.json")).expect("a file");
+    let arguments =
+        ["generate", "--backend", crate::backend().as_str(), "--prompt", "\u{101}\u{102}", "--max-tokens", "8000"];
+    let mut command = crate::cli::program();
+    command.args(arguments).args(["--model", crate::cli::text(folder.path()), "--temperature", "0.9"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
+    let mut stdout = child.stdout.take().expect("its stdout");
+    let mut written = vec![0; 24];
+    stdout.read_exact(&mut written).expect("a text that is being written");
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+    stdout.read_to_end(&mut written).expect("the rest");
+    let mut told = String::new();
+    child.stderr.take().expect("its stderr").read_to_string(&mut told).expect("text");
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.code(), Some(130), "{told}");
+    let written = String::from_utf8(written).expect("whole letters");
+    assert!(written.chars().count() < 8000 && written.ends_with('\n'), "{written}");
+}
