@@ -25,7 +25,7 @@ struct TileCosts {
 const TILE_COSTS: [TileCosts; 3] = [
     TileCosts { columns: 128, stage: 0.456, end: 0.75, cut: 4.0, part: 2.6 },
     TileCosts { columns: 192, stage: 0.588, end: 1.6, cut: 8.0, part: 4.2 },
-    TileCosts { columns: WIDEST, stage: 0.778, end: 2.7, cut: 14.0, part: 3.6 },
+    TileCosts { columns: WIDEST, stage: 0.79, end: 2.0, cut: 14.0, part: 3.6 },
 ];
 
 /// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
