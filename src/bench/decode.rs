@@ -1,10 +1,11 @@
 //! Decoding, in tokens a second, and reading a prompt; weights are drawn at random.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, FloatDType, Int, Tensor, Transaction};
-use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
+use burn::tensor::{DType, FloatDType, Tensor};
+use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, download_int};
 use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
@@ -16,8 +17,8 @@ use crate::profiling::Ceilings;
 
 /// Tokens that are written before the clock starts, and those that it times, as the peer has them.
 const BEFORE: usize = 22;
-const TIMED: usize = 128;
-/// Steps of which the tokens are read together, as generation does it.
+pub(super) const TIMED: usize = 128;
+/// Steps of which the tokens are read together, where they cannot be brought beside the next step.
 const READ_STEPS: usize = 16;
 /// Tokens of the prompt whose reading is timed.
 const PROMPT: usize = 2048;
@@ -49,13 +50,24 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
                 None if cpu => vec![1, 8],
                 None => vec![1, 8, 32],
             };
+            let position = self.options.position.unwrap_or(BEFORE + TIMED);
+            if position >= config.context_length {
+                let context = config.context_length;
+                return Err(Failure::usage(format!(
+                    "--position {position} is beyond the context of {name}, {context}"
+                )));
+            }
+            let at = self.options.position.map_or(String::new(), |position| format!(" at {position}"));
             for batch_size in batches {
                 for (case, sampling) in [("greedy", Sampling::greedy()), ("top-k 50, top-p 0.9", top_k_top_p())] {
-                    let seconds = decode(&model, batch_size, &sampling, self.options.repeats, &device)?;
+                    let rows: Vec<Sampling> = (0..batch_size as u64).map(|row| sampling.with_seed(1, row)).collect();
+                    let seconds = decode(&model, &rows, position, self.options.repeats, &device)?;
                     let values = seconds.iter().map(|seconds| batch_size as f64 / seconds).collect();
                     let what = format!("decode {name} {dtype}");
-                    let case =
-                        if case == "greedy" { format!("B={batch_size}") } else { format!("B={batch_size} {case}") };
+                    let case = match case {
+                        "greedy" => format!("B={batch_size}{at}"),
+                        _ => format!("B={batch_size}{at} {case}"),
+                    };
                     let measured = Measurement::new(what, case, "tokens/s", values);
                     // Each weight is read once a step; the copy reads and writes.
                     let floor = bytes as f64 / ceilings.bytes_per_second;
@@ -140,50 +152,65 @@ impl<B: Backend> ModuleMapper<B> for Cast {
     }
 }
 
-fn read<B: Backend>(steps: &mut Vec<Tensor<B, 1, Int>>) -> Result<(), Failure> {
-    if steps.is_empty() {
-        return Ok(());
+/// Waits for the tokens of all steps but the last `left`.
+fn read(on_the_way: &mut VecDeque<Download>, left: usize) -> Result<(), Failure> {
+    let read = on_the_way.len().saturating_sub(left);
+    let begun: Vec<Download> = on_the_way.drain(..read).map(Download::begin).collect();
+    for download in begun {
+        let tokens = download.wait().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+        if tokens.iter::<i64>().any(|token| token < 0) {
+            return Err(Failure::new("no token can be drawn: logits are NaN"));
+        }
     }
-    let steps = std::mem::take(steps).into_iter().fold(Transaction::<B>::default(), Transaction::register);
-    steps.try_execute().map(drop).map_err(|error| Failure::new(format!("the device failed: {error:?}")))
+    Ok(())
 }
 
-/// Seconds of a step, each time over [`TIMED`] of them.
-fn decode<B: Backend>(
+/// Seconds of a step of rows that draw in these ways, each time over [`TIMED`] of them, the last of which is at `position`.
+pub(super) fn decode<B: Backend>(
     model: &Transformer<B>,
-    batch_size: usize,
-    sampling: &Sampling,
+    rows: &[Sampling],
+    position: usize,
     repeats: usize,
     device: &B::Device,
 ) -> Result<Vec<f64>, Failure> {
-    let row = |row: usize| SampledRow::from(sampling.with_seed(1, row as u64));
-    let sampled = SampledRows::new(&(0..batch_size).map(row).collect::<Vec<_>>(), device);
+    let batch_size = rows.len();
+    let sampled: Vec<SampledRow> = rows.iter().map(|sampling| SampledRow::from(*sampling)).collect();
+    let sampled = SampledRows::new(&sampled, device);
+    let prompt = vec![1; (position + 1).saturating_sub(BEFORE + TIMED).max(1)];
+    let tokens = prompt.len() + BEFORE + TIMED;
     let mut seconds = Vec::new();
     // The first time compiles.
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(batch_size * (BEFORE + TIMED + 1).next_multiple_of(PAGE_TOKENS));
+        let mut cache = model.cache(batch_size * tokens.next_multiple_of(PAGE_TOKENS));
         let rows: Vec<RowId> = (0..batch_size).map(|_| cache.add_row()).collect();
         for row in &rows {
-            cache.reserve(*row, BEFORE + TIMED + 1).map_err(|full| Failure::new(full.to_string()))?;
+            cache.reserve(*row, tokens).map_err(|full| Failure::new(full.to_string()))?;
+            // One after the other: together, long ones would take much memory.
+            if prompt.len() > 1 {
+                model.prefill(&[(*row, &prompt[1..])], &mut cache);
+            }
         }
-        let prompts: Vec<(RowId, &[u32])> = rows.iter().map(|row| (*row, &[1][..])).collect();
+        let prompts: Vec<(RowId, &[u32])> = rows.iter().map(|row| (*row, &prompt[..1])).collect();
         let hidden = model.prefill(&prompts, &mut cache);
         let mut next = model.sample(hidden, &sampled, None, &cache);
-        let mut on_the_way = Vec::new();
+        let mut on_the_way = VecDeque::new();
         let mut begun = Instant::now();
         for step in 0..BEFORE + TIMED {
             if step == BEFORE {
-                read(&mut on_the_way)?;
+                read(&mut on_the_way, 0)?;
                 begun = Instant::now();
             }
             let hidden = model.decode(next, &rows, &mut cache);
             next = model.sample(hidden, &sampled, None, &cache);
-            on_the_way.push(next.clone());
-            if on_the_way.len() == READ_STEPS {
-                read(&mut on_the_way)?;
+            on_the_way.push_back(download_int(next.clone()));
+            // As generation does it: beside the next step, or of several steps together.
+            if B::downloads_at_once() {
+                read(&mut on_the_way, 1)?;
+            } else if on_the_way.len() == READ_STEPS {
+                read(&mut on_the_way, 0)?;
             }
         }
-        read(&mut on_the_way)?;
+        read(&mut on_the_way, 0)?;
         B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
         seconds.push(begun.elapsed().as_secs_f64() / TIMED as f64);
     }
@@ -214,7 +241,7 @@ fn prefill<B: Backend>(
         B::sync(device).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
         let begun = Instant::now();
         let hidden = model.prefill(&read_together, &mut cache);
-        read(&mut vec![model.sample(hidden, &sampled, None, &cache)])?;
+        read(&mut VecDeque::from([download_int(model.sample(hidden, &sampled, None, &cache))]), 0)?;
         seconds.push(begun.elapsed().as_secs_f64());
     }
     seconds.remove(0);

@@ -32,6 +32,8 @@ pub struct BenchOptions {
     pub batch: Option<usize>,
     /// Tokens of a row in place of the size's own.
     pub length: Option<usize>,
+    /// Where the last token stands that is timed in decoding.
+    pub position: Option<usize>,
     /// Dtype in place of the size's own.
     pub precision: Option<Precision>,
     /// What the cache keeps keys and values as.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
-use super::decode::Drawn;
+use super::decode::{Drawn, TIMED, decode};
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
@@ -61,12 +61,20 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             let alike: Vec<Request> = (0..rows).map(|row| Request::new(vec![row as u32; 16], 256)).collect();
             let alike_tokens = rows * (16 + 256usize).next_multiple_of(PAGE_TOKENS);
             let full = most.max(alike_tokens);
+            // What a batch writes that is as long as these texts are when they are written, and draws as they do.
+            let ways: Vec<Sampling> = requests.iter().cycle().take(rows).map(unpenalised).collect();
+            let keys = mean_keys(&requests);
+            let steady = decode(&model, &ways, keys + TIMED / 2, self.options.repeats, &device)?;
+            let steady = steady.iter().map(|seconds| rows as f64 / seconds).collect();
+            let steady = Measurement::new(&what, format!("a batch of {rows} at {keys} keys"), "tokens/s", steady);
+            let steady_rate = steady.value;
+            (self.show)(steady)?;
             let cases = [
-                (format!("{rows} alike"), &alike, full),
-                (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full),
-                ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest)),
+                (format!("{rows} alike"), &alike, full, None),
+                (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
+                ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest), Some(steady_rate)),
             ];
-            for (case, requests, cache_tokens) in cases {
+            for (case, requests, cache_tokens, steady_rate) in cases {
                 let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS / fraction, cache_tokens };
                 let mut served = Vec::new();
                 // The first time compiles.
@@ -75,7 +83,14 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                 }
                 served.remove(0);
                 let of = |value: fn(&Served) -> f64| served.iter().map(value).collect();
-                (self.show)(Measurement::new(&what, &case, "tokens/s", of(|served| served.tokens_per_second)))?;
+                let rate = Measurement::new(&what, &case, "tokens/s", of(|served| served.tokens_per_second));
+                (self.show)(match steady_rate {
+                    Some(steady_rate) => {
+                        let share = rate.value / steady_rate;
+                        rate.of(share, "the batch's rate")
+                    }
+                    None => rate,
+                })?;
                 let waits = format!("{case}, longest wait for a token");
                 (self.show)(Measurement::new(&what, waits, "ms", of(|served| served.longest_wait)))?;
                 let preemptions: usize = served.iter().map(|served| served.preemptions).sum();
@@ -87,6 +102,18 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
         }
         Ok(())
     }
+}
+
+/// How a request draws, but for penalties.
+fn unpenalised(request: &Request) -> Sampling {
+    request.sampling.with_penalties(Penalties::default())
+}
+
+/// Keys that a token of a text sees on average.
+fn mean_keys(requests: &[Request]) -> usize {
+    let tokens: usize = requests.iter().map(|request| request.max_tokens).sum();
+    let keys = |request: &Request| request.max_tokens * (request.prompt.len() + request.max_tokens / 2);
+    requests.iter().map(keys).sum::<usize>() / tokens.max(1)
 }
 
 /// Requests with settings of their own, the same each time.

@@ -45,6 +45,9 @@ pub(super) struct BenchArgs {
     /// Tokens of a row, or of the prompt that is read, in place of the size's own
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     length: Option<u64>,
+    /// Where the last token that is timed stands, to decode
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(150..=1_048_576))]
+    position: Option<u64>,
     /// Dtype, in place of the size's own
     #[arg(long)]
     precision: Option<Precision>,
@@ -88,6 +91,9 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     if args.cache_dtype != CachePrecision::Auto && !decodes {
         return Err(Failure::usage("--cache-dtype is for bench decode and bench requests: the others have no cache"));
     }
+    if args.position.is_some() && args.benchmark != Benchmark::Decode {
+        return Err(Failure::usage("--position is for bench decode"));
+    }
     let earlier = args.compare.as_deref().map(read_lines).transpose()?.unwrap_or_default();
     let backend = match (args.benchmark, args.run.backend) {
         (Benchmark::Cpu, None | Some(BackendName::Cpu)) => BackendName::Cpu,
@@ -100,6 +106,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         sizes: args.size.clone(),
         batch: args.batch.map(|batch| batch as usize),
         length: args.length.map(|length| length as usize),
+        position: args.position.map(|position| position as usize),
         precision: args.precision,
         cache: args.cache_dtype,
         repeats: args.repeats as usize,
