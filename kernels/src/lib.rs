@@ -51,13 +51,13 @@ pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
-pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, decode_step};
+pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, decode_step};
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
 pub use ops::head_sample::{
-    Penalties, SampledRow, SampledRows, Sampling, TokenCounts, head_sample, head_sample_logits,
+    Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
 };
 pub use ops::linear::{LinearGradients, LinearOutput, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};

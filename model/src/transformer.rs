@@ -9,8 +9,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     Activation, ActivationKind, AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel,
-    DecodePlan, Dropout, HeadLossOptions, PackedHeads, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight,
-    dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    DecodePlan, Decoded, Dropout, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows,
+    TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm,
+    reshape,
 };
 
 use crate::block::Block;
@@ -61,6 +62,21 @@ pub struct Tokens<B: Backend> {
     types: Option<Tensor<B, 2, Int>>,
     lengths: Option<Tensor<B, 1, Int>>,
     document_starts: Option<Tensor<B, 2, Int>>,
+}
+
+/// What a pass into a cache gives of each row's last token.
+#[derive(Clone, Debug)]
+pub struct Hidden<B: Backend> {
+    /// Hidden states `[rows, d_model]`, after the last norm.
+    pub states: Tensor<B, 2>,
+    /// What the head makes of them, where that was computed with them.
+    predicted: Option<Predicted<B>>,
+}
+
+impl<B: Backend> From<Tensor<B, 2>> for Hidden<B> {
+    fn from(states: Tensor<B, 2>) -> Self {
+        Self { states, predicted: None }
+    }
 }
 
 impl<B: Backend> Tokens<B> {
@@ -260,8 +276,7 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// Reads more tokens of some rows of `cache`: one of each of the `decode` rows, which is on the device, `[rows]`, and any
-    /// number of each of the `prefill` rows. Gives the hidden states `[rows, d_model]` of each row's last token, after the last
-    /// norm; those of `decode` come first. Of tokens that the cache has, nothing is computed again.
+    /// number of each of the `prefill` rows. Gives the hidden states of each row's last token; those of `decode` come first. Of tokens that the cache has, nothing is computed again.
     ///
     /// # Panics
     /// If there is nothing to read, a row is not there or twice, it would grow beyond `context_length`, or the cache has no
@@ -271,7 +286,7 @@ impl<B: Backend> Transformer<B> {
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
-    ) -> Tensor<B, 2> {
+    ) -> Hidden<B> {
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
         let mut rows: Vec<(RowId, usize)> = Vec::new();
@@ -293,15 +308,15 @@ impl<B: Backend> Transformer<B> {
         cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
         let at = cache.begin(&rows);
         if prefill.is_empty()
-            && let Some(hidden) = cache.whole_step(&ids, &at)
+            && let Some(Decoded { hidden, predicted, .. }) = cache.whole_step(&ids, &at)
         {
             cache.advance(&rows);
-            return hidden;
+            return Hidden { states: hidden, predicted };
         }
         let x = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
         cache.advance(&rows);
         if count == rows.len() {
-            return self.normalised(x);
+            return self.normalised(x).into();
         }
         let ends = rows.iter().scan(0, |end, (_, tokens)| {
             *end += tokens;
@@ -309,14 +324,14 @@ impl<B: Backend> Transformer<B> {
         });
         let last = TensorData::new(ends.collect::<Vec<i32>>(), [1, rows.len()]);
         let last = embed(x, Tensor::<B, 2, Int>::from_data(last, &device), self.activations);
-        self.normalised(reshape(last, [rows.len(), self.config.d_model]))
+        self.normalised(reshape(last, [rows.len(), self.config.d_model])).into()
     }
 
     /// [`step`](Self::step) for rows that read what is on the host.
     ///
     /// # Panics
     /// As [`step`](Self::step) does.
-    pub fn prefill(&self, rows: &[(RowId, &[u32])], cache: &mut Cache<B>) -> Tensor<B, 2> {
+    pub fn prefill(&self, rows: &[(RowId, &[u32])], cache: &mut Cache<B>) -> Hidden<B> {
         self.step(None, rows, cache)
     }
 
@@ -325,7 +340,7 @@ impl<B: Backend> Transformer<B> {
     ///
     /// # Panics
     /// As [`step`](Self::step) does.
-    pub fn decode(&self, tokens: Tensor<B, 1, Int>, rows: &[RowId], cache: &mut Cache<B>) -> Tensor<B, 2> {
+    pub fn decode(&self, tokens: Tensor<B, 1, Int>, rows: &[RowId], cache: &mut Cache<B>) -> Hidden<B> {
         self.step(Some((tokens, rows)), &[], cache)
     }
 
@@ -362,7 +377,8 @@ impl<B: Backend> Transformer<B> {
             down: block.feed_forward.down.weight(),
         };
         let blocks = self.blocks.iter().map(block).collect();
-        Ok(DecodeModel { embedding: self.embedding.weight(), blocks, final_norm: final_norm.weights(), heads })
+        let (embedding, head) = (self.embedding.weight(), self.head_weight());
+        Ok(DecodeModel { embedding, head, blocks, final_norm: final_norm.weights(), heads })
     }
 
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
@@ -500,28 +516,37 @@ impl<B: Backend> Transformer<B> {
         head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
     }
 
-    /// A token for each row, `[rows]`, drawn from the prediction of its hidden states `[rows, d_model]`, those of the last pass
-    /// into `cache`. `counts` are the texts of the rows that have lines in them.
+    /// A token for each row, `[rows]`, drawn from the prediction of its hidden states, those of the last pass into `cache`. `counts`
+    /// are the texts of the rows that have lines in them.
     pub fn sample(
         &self,
-        hidden: Tensor<B, 2>,
+        hidden: impl Into<Hidden<B>>,
         rows: &SampledRows<B>,
         counts: Option<&mut TokenCounts<B>>,
         cache: &Cache<B>,
     ) -> Tensor<B, 1, Int> {
         let _in_head = part("head");
-        head_sample(hidden, self.head_weight(), rows, cache.last_positions(), counts)
+        let Hidden { states, predicted } = hidden.into();
+        match predicted {
+            Some(predicted) if rows.are_greedy() => predicted.likeliest,
+            Some(predicted) => draw(predicted.logits, rows, cache.last_positions(), counts),
+            None => head_sample(states, self.head_weight(), rows, cache.last_positions(), counts),
+        }
     }
 
     /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
     pub fn sample_logits(
         &self,
-        hidden: Tensor<B, 2>,
+        hidden: impl Into<Hidden<B>>,
         rows: &SampledRows<B>,
         counts: Option<&mut TokenCounts<B>>,
         cache: &Cache<B>,
     ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
         let _in_head = part("head");
-        head_sample_logits(hidden, self.head_weight(), rows, cache.last_positions(), counts)
+        let Hidden { states, predicted } = hidden.into();
+        match predicted {
+            Some(Predicted { logits, .. }) => (draw(logits.clone(), rows, cache.last_positions(), counts), logits),
+            None => head_sample_logits(states, self.head_weight(), rows, cache.last_positions(), counts),
+        }
     }
 }

@@ -9,7 +9,7 @@ use fireclay::training::{Recipe, Trainer, read_steps};
 use fireclay_datasets::{BatchKey, Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
-use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
+use fireclay_model::{Cache, Hidden, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use crate::backend_test;
 use crate::compare::values;
@@ -19,7 +19,7 @@ use crate::golden::{Golden, folder};
 const FAMILIES: [&str; 8] = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "llama3", "llama_linear", "llama_yarn"];
 
 /// A cache whose rows have read a prompt each, with room for so many tokens in each, and what follows from their last tokens.
-fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> (Cache<B>, Vec<RowId>, Tensor<B, 2>) {
+fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> (Cache<B>, Vec<RowId>, Hidden<B>) {
     let mut cache = model.cache(prompts.len() * room.next_multiple_of(PAGE_TOKENS));
     let rows: Vec<RowId> = prompts.iter().map(|_| cache.add_row()).collect();
     rows.iter().for_each(|row| cache.reserve(*row, room).expect("pages for all"));
@@ -97,7 +97,7 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
         let (mut cache, ids, mut hidden) = read(model, &prompts, width);
         let (mut sum, mut count) = (0.0, 0);
         for at in width / 3..width {
-            let logits = values(&model.logits(hidden.unsqueeze()).cast(DType::F32));
+            let logits = values(&model.logits(hidden.states.unsqueeze()).cast(DType::F32));
             for (row, logits) in logits.chunks_exact(logits.len() / rows).enumerate() {
                 let total: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
                 // What stands behind a story's end is no story.

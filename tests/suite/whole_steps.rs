@@ -7,15 +7,16 @@ use std::path::Path;
 use fireclay::Failure;
 use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
-use fireclay_kernels::Backend;
-use fireclay_model::{Cache, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
+use fireclay_kernels::{Backend, SampledRows, Sampling};
+use fireclay_model::{Cache, Hidden, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::backend_test;
 use crate::compare::values;
 
-const VOCABULARY: usize = 300;
+/// So many that a block of the kernel has more rows of the head than its shared memory holds.
+const VOCABULARY: usize = 30_011;
 
 /// A model in the dtype and of a shape of the kernel, with so many heads, its matrices as bytes or not; and how far its hidden
 /// states may be off.
@@ -49,6 +50,12 @@ fn integers<B: Backend>(tokens: &[u32], device: &B::Device) -> Tensor<B, 1, Int>
     let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
     let count = tokens.len();
     Tensor::from_data(TensorData::new(tokens, [count]), device)
+}
+
+/// The norm of the difference, over that of what is wanted.
+fn off(values: &[f32], wanted: &[f32]) -> f32 {
+    let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
+    norm(&mut values.iter().zip(wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied())
 }
 
 /// Rows of a cache, each with its text, whose steps are compared with passes over the whole texts.
@@ -97,15 +104,34 @@ impl<'a, B: Backend> Rows<'a, B> {
         self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
         let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
         let hidden = self.model.decode(integers(&next, self.device), &ids, &mut self.cache);
-        let [_, d_model] = hidden.dims();
-        let hidden = values(&hidden.cast(DType::F32));
-        for (row, (hidden, (_, tokens))) in hidden.chunks_exact(d_model).zip(&self.rows).enumerate() {
+        let [_, d_model] = hidden.states.dims();
+        let states = values(&hidden.states.clone().cast(DType::F32));
+        self.assert_predictions(hidden, step);
+        for (row, (hidden, (_, tokens))) in states.chunks_exact(d_model).zip(&self.rows).enumerate() {
             let whole = self.model.forward(integers(tokens, self.device).reshape([1, tokens.len()]));
             let wanted = values(&whole.narrow(1, tokens.len() - 1, 1).cast(DType::F32));
-            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
-            let off = norm(&mut hidden.iter().zip(&wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied());
+            let off = off(hidden, &wanted);
             let (rows, length) = (self.rows.len(), tokens.len());
             assert!(off < self.bound, "step {step}, row {row} of {rows}, {length} tokens: off by {off}");
+        }
+    }
+
+    /// Logits are the head's of the hidden states, and each row takes its likeliest token.
+    #[track_caller]
+    fn assert_predictions(&self, hidden: Hidden<B>, step: usize) {
+        let wanted = self.model.logits(hidden.states.clone().unsqueeze());
+        let likeliest = SampledRows::new(&vec![Sampling::greedy().into(); self.rows.len()], self.device);
+        let tokens = self.model.sample(hidden.clone(), &likeliest, None, &self.cache).into_data();
+        let (_, logits) = self.model.sample_logits(hidden, &likeliest, None, &self.cache);
+        let [logits, wanted] = [values(&logits), values(&wanted.cast(DType::F32))];
+        for (row, (token, (logits, wanted))) in
+            tokens.iter::<i64>().zip(logits.chunks_exact(VOCABULARY).zip(wanted.chunks_exact(VOCABULARY))).enumerate()
+        {
+            let off = off(logits, wanted);
+            assert!(off < self.bound, "step {step}, row {row}: logits off by {off}");
+            let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let first = logits.iter().position(|logit| *logit == most).map(|token| token as i64);
+            assert_eq!(Some(token), first, "step {step}, row {row}");
         }
     }
 }
@@ -160,8 +186,8 @@ backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages
     }
 });
 
-/// What a scheduler wrote for each request.
-type Texts = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
+/// What a scheduler wrote for each request, and how it ended.
+type Texts = Vec<(Vec<u32>, Option<Finish>)>;
 
 /// Each token of a text is the likeliest behind those before it, but for rounding.
 #[track_caller]
@@ -187,11 +213,12 @@ fn write<B: Backend>(
     cache_tokens: usize,
     cancelled: &[(usize, usize)],
     device: &B::Device,
-) -> Result<(Vec<(Vec<u32>, Option<Finish>)>, usize), Failure> {
+) -> Result<(Texts, usize), Failure> {
     let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
     let mut scheduler = Scheduler::new(model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
-    let mut texts: Texts = ids.iter().map(|id| (*id, (Vec::new(), None))).collect();
+    let mut texts: BTreeMap<RequestId, (Vec<u32>, Option<Finish>)> =
+        ids.iter().map(|id| (*id, (Vec::new(), None))).collect();
     for step in 0.. {
         cancelled.iter().filter(|(at, _)| *at == step).for_each(|(_, request)| scheduler.cancel(ids[*request]));
         if scheduler.is_idle() {

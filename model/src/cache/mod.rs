@@ -9,7 +9,7 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, LayerCache, PackedHeads, decode_step,
+    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, decode_step,
 };
 
 use self::pages::Pages;
@@ -203,18 +203,21 @@ impl<B: Backend> Cache<B> {
         plan.get_or_insert_with(|| make(layers).ok());
     }
 
-    /// The hidden states of one token more of each row, in one operation, where there is a plan for it.
-    pub(crate) fn whole_step(&mut self, tokens: &Tensor<B, 1, Int>, at: &CachedTokens<B>) -> Option<Tensor<B, 2>> {
-        let Self { plan, layers, .. } = self;
+    /// What follows from one token more of each row, in one operation, where there is a plan for it.
+    pub(crate) fn whole_step(&mut self, tokens: &Tensor<B, 1, Int>, at: &CachedTokens<B>) -> Option<Decoded<B>> {
+        let Self { plan, layers, last, .. } = self;
         let made = plan.as_ref()?.as_ref()?;
         if at.rows().len() > made.rows() {
             return None;
         }
-        let hidden = decode_step(made, tokens.clone(), at, layers).ok();
-        if hidden.is_none() {
+        let Ok(decoded) = decode_step(made, tokens.clone(), at, layers) else {
             *plan = Some(None);
+            return None;
+        };
+        if let Some(following) = &decoded.following {
+            *last = last.take().map(|(ids, at)| (ids, at.followed_by(following.clone())));
         }
-        hidden
+        Some(decoded)
     }
 
     /// Counts the tokens that a pass has written.

@@ -70,6 +70,8 @@ pub struct CachedTokens<B: Backend> {
     /// The pages of each row, `[rows, most]`; behind those that a row has, the first page.
     pub(crate) pages: Tensor<B, 2, Int>,
     pub(crate) window: Option<usize>,
+    /// Positions of one token more of each row, `[1, rows]`, where something computed them.
+    following: Option<Tensor<B, 2, Int>>,
     #[cfg(feature = "cubecl")]
     lists: lists::Lists<B>,
 }
@@ -77,9 +79,9 @@ pub struct CachedTokens<B: Backend> {
 impl<B: Backend> CachedTokens<B> {
     fn of(rows: Vec<CachedRow>, positions: Tensor<B, 2, Int>, pages: Tensor<B, 2, Int>, window: Option<usize>) -> Self {
         #[cfg(feature = "cubecl")]
-        return Self { rows, positions, pages, window, lists: lists::Lists::default() };
+        return Self { rows, positions, pages, window, following: None, lists: lists::Lists::default() };
         #[cfg(not(feature = "cubecl"))]
-        Self { rows, positions, pages, window }
+        Self { rows, positions, pages, window, following: None }
     }
 
     /// Of these rows, each token of which sees `window` keys at the most, its own included. Positions and pages go to the device.
@@ -110,8 +112,22 @@ impl<B: Backend> CachedTokens<B> {
         assert!(all, "cached_attention: one token more in each row of one new token");
         let same = self.rows.iter().zip(&rows).all(|(old, new)| old.pages == new.pages);
         let pages = if same { self.pages.clone() } else { page_table(&rows, &self.pages.device()) };
-        let positions = next_positions(self.positions.clone(), i32::MAX as usize);
+        let positions = match &self.following {
+            Some(positions) => positions.clone(),
+            None => next_positions(self.positions.clone(), i32::MAX as usize),
+        };
         Self::of(rows, positions, pages, self.window)
+    }
+
+    /// With the positions `[1, rows]` that [`next`](Self::next) has, which a [decode step](crate::decode_step) gave.
+    ///
+    /// # Panics
+    /// If these are not for one token of each row.
+    pub fn followed_by(mut self, positions: Tensor<B, 2, Int>) -> Self {
+        let rows = self.rows.len();
+        assert_eq!(positions.dims(), [1, rows], "cached_attention: a position for each of {rows} rows");
+        self.following = Some(positions);
+        self
     }
 
     /// The last token of each row, alone: what [`next`](Self::next) goes on from.

@@ -1,13 +1,11 @@
 //! Whole decode steps on CubeCL's devices: those of CUDA that the kernel is written for.
 
-#[cfg(feature = "cuda")]
-use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::DecodeStepOps;
 #[cfg(feature = "cuda")]
-use super::{Declined, DecodeBody, DecodePlanned, DecodeStep};
+use super::{Declined, DecodeBody, DecodePlanned, DecodeStep, Decoded};
 #[cfg(feature = "cuda")]
 use crate::checked::Checked;
 
@@ -24,7 +22,7 @@ where
     }
 
     #[cfg(feature = "cuda")]
-    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Tensor<Self, 2>, Declined> {
+    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Decoded<Self>, Declined> {
         super::cuda::decode_step(operands)
     }
 }

@@ -70,6 +70,8 @@ pub struct DecodeBlock<B: Backend> {
 pub struct DecodeModel<B: Backend> {
     /// `[vocab_size, d_model]`.
     pub embedding: Weight<B>,
+    /// Output projection, `[vocab_size, d_model]`.
+    pub head: Weight<B>,
     /// From the first to the last.
     pub blocks: Vec<DecodeBlock<B>>,
     /// After the last.
@@ -90,6 +92,8 @@ pub struct DecodePlan<B: Backend> {
 pub struct DecodeBody {
     /// The most rows of a step.
     pub most_rows: usize,
+    /// The most rows of a step that has the head in it.
+    pub head_rows: usize,
     /// What the backend made ready.
     pub body: Box<dyn Any + Send>,
 }
@@ -128,10 +132,11 @@ pub struct DecodePlanned<'a, B: Backend> {
 impl<B: Backend> Operands for DecodePlanned<'_, B> {
     fn check(&self) {
         let op = "decode_step";
-        let DecodeModel { embedding, blocks, final_norm, heads } = self.model;
+        let DecodeModel { embedding, head, blocks, final_norm, heads } = self.model;
         let [_, d_model] = embedding.dims();
         let gamma = part(op, "gamma", &final_norm.gamma).float();
         embedding.check(op, "embedding", final_norm.gamma.dims() == [d_model], &gamma);
+        head.check(op, "head", head.dims() == embedding.dims(), &gamma);
         assert_eq!(blocks.len(), self.caches.len(), "{op}: a cache for each block");
         let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
         let width = (n_heads + 2 * n_kv_heads) * head_dim;
@@ -214,14 +219,34 @@ pub trait DecodeStepOps: CachedAttentionOps {
     ///
     /// # Errors
     /// If it turns out not to run on this device.
-    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Tensor<Self, 2>, Declined> {
+    fn decode_step(operands: Checked<DecodeStep<'_, Self>>) -> Result<Decoded<Self>, Declined> {
         let _ = operands;
         Err(Declined::new("this backend has no kernel for a whole step"))
     }
 }
 
-/// One token more of each row, `[rows]`, through embedding, all blocks and the last norm: hidden states `[rows, d_model]`. Keys and
-/// values go into the pages of the rows. It has no gradient.
+/// What a step gives.
+#[derive(Clone, Debug)]
+pub struct Decoded<B: Backend> {
+    /// `[rows, d_model]`, after the last norm.
+    pub hidden: Tensor<B, 2>,
+    /// What the head makes of them, where the backend computed that with them.
+    pub predicted: Option<Predicted<B>>,
+    /// Where the tokens behind these will stand, `[1, rows]`, likewise.
+    pub following: Option<Tensor<B, 2, Int>>,
+}
+
+/// What a model's head says of some rows.
+#[derive(Clone, Debug)]
+pub struct Predicted<B: Backend> {
+    /// `[rows, vocab_size]`, f32.
+    pub logits: Tensor<B, 2>,
+    /// The token with the largest logit, the first of several, `[rows]`; -1 where a logit is not a number.
+    pub likeliest: Tensor<B, 1, Int>,
+}
+
+/// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
+/// does that at once. Keys and values go into the pages of the rows. It has no gradient.
 ///
 /// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
 ///
@@ -235,11 +260,12 @@ pub fn decode_step<B: DecodeStepOps>(
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
-) -> Result<Tensor<B, 2>, Declined> {
+) -> Result<Decoded<B>, Declined> {
     let DecodePlan { model, body } = plan;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
         let matrices = model.blocks.iter().flat_map(|block| [&block.qkv, &block.output, &block.up, &block.down]);
+        let matrices = matrices.chain((at.rows.len() <= body.head_rows).then_some(&model.head));
         let weights: u64 = matrices.clone().map(|weight| weight.operand().bytes()).sum();
         let products: usize = matrices.map(|weight| weight.dims().iter().product::<usize>()).sum();
         let read: usize = at.rows.iter().map(|row| at.window.map_or(row.keys, |window| window.min(row.keys))).sum();

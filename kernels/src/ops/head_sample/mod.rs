@@ -239,6 +239,20 @@ pub fn head_sample_logits<B: HeadSampleOps>(
     (dispatch!(B: HeadSampleOps::draw(Checked::new(draw))), logits)
 }
 
+/// The second half of [`head_sample`]: a token for each row of `logits` `[batch_size, vocabulary]`, f32.
+///
+/// # Panics
+/// As [`head_sample`] does.
+pub fn draw<B: HeadSampleOps>(
+    logits: Tensor<B, 2>,
+    rows: &SampledRows<B>,
+    positions: Tensor<B, 1, Int>,
+    counts: Option<&mut TokenCounts<B>>,
+) -> Tensor<B, 1, Int> {
+    let _op = recorder::op("draw", || Call::reads([recorder::operand(&logits)]));
+    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, rows, positions, counts })))
+}
+
 fn logits_of<B: HeadSampleOps>(hidden: Tensor<B, 2>, weight: Weight<B>) -> Tensor<B, 2> {
     dispatch!(B: HeadSampleOps::logits(Checked::new(Logits { hidden, weight })))
 }

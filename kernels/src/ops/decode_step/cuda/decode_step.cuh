@@ -23,7 +23,7 @@ struct Layer {
 // Of INT8.
 struct Scales {
     const float *qkv, *out, *up, *down;                // of a block
-    const float* embedding;                            // the same for all
+    const float *embedding, *head;                     // the same for all
 };
 struct State {
     u32 epoch, error;                                  // of few rows; of all
@@ -108,6 +108,15 @@ struct RingOf {
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
         advance();
+    }
+    // The same for all consumers at once, by the only one that reads the stage.
+    __device__ __forceinline__ void release_for(int consumers, int lane, u32 value, u32 nil) {
+        if (lane == 0) {
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty() + (value & nil)), "r"(consumers) : "memory");
+        }
+    }
+    __device__ __forceinline__ void skip(int stages) {
+        for (slot += stages; slot >= STAGES; slot -= STAGES) parity ^= 1;
     }
     // By one thread, before all others begin.
     __device__ __forceinline__ void init(int consumers) const {

@@ -1,4 +1,5 @@
-// A decode step of up to four rows: a block of threads on each multiprocessor, all resident.
+// A decode step of up to four rows, from tokens to logits and the likeliest tokens: a block of threads on each multiprocessor, all
+// resident.
 //
 // A block owns some output rows of every matrix. One thread (the producer) streams these rows, and the keys and values that
 // the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
@@ -13,6 +14,8 @@
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
+// Of the head, a warp multiplies all rows of a stage by itself; the largest logits of blocks are all that is exchanged.
+//
 // Weights of INT8 become bf16 where they go to registers; the sums of a row are multiplied by its scale. At least 128
 // multiprocessors; heads of 128.
 // What all blocks read lies there twice, so that not all poll the same lines.
@@ -21,6 +24,8 @@
 #define IN_FLIGHT (INT8 ? 6 : 3)
 // The same for a block that attends to all keys of a row, and so has more to bring.
 #define IN_FLIGHT_MORE 8
+// The same of the head, behind which nothing waits.
+#define HEAD_IN_FLIGHT 8
 // Eights of rows of gate and up that go to registers early.
 #define UP_EARLY (BATCH <= 2 ? 3 : 0)
 // Up to so many pages of keys, one block attends for a kv head.
@@ -30,7 +35,7 @@ constexpr int WARPS = 16, SLICE = 64 * WARPS, LINE = SLICE * sizeof(Weight);
 constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
 constexpr int THREADS = 32 * (WARPS + FINISHERS + 1), SUMMING = 32 * (WARPS + FINISHERS);
 constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
-constexpr int SPLITS = 16 / BATCH;
+constexpr int SPLITS = 16 / BATCH, HEAD_ROWS = STAGE / LINE;  // rows of a stage of the head
 constexpr int SUM_ROWS = 48, SUMS = WARPS * BATCH * SUM_ROWS;
 constexpr int INPUTS = BATCH <= 2 ? 3 : 1;                // slices of a warp's input that shared memory holds
 constexpr int OUT_T = HEADS_WIDTH / SLICE, DOWN_T = D_FF / SLICE;
@@ -38,7 +43,7 @@ static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 
 
 struct Step {
     const Layer* layers;
-    const Weight* embedding;
+    const Weight *embedding, *head;
     const u16* final_norm;
     const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
     State* state;
@@ -46,6 +51,8 @@ struct Step {
     const int *ids, *positions;                        // [rows]
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
+    float* logits;                                     // [rows, vocabulary]
+    int *likeliest, *following;                        // [rows]: tokens, and the positions behind these
     int rows, pages_a_row, vocabulary;
     const Scales* scales;                              // of each block
 
@@ -67,6 +74,7 @@ struct Step {
 constexpr int X = 0, Y = X + COPIES * BATCH * D_MODEL / 2, O = Y + COPIES * BATCH * D_MODEL / 2;
 constexpr int H = O + COPIES * BATCH * HEADS_WIDTH / 2, Q = H + COPIES * BATCH * D_FF / 2, PARTS = Q + BATCH * QKV_ROWS;
 constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
+constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = 256;  // [rows, blocks]: a logit and its token
 
 // Shared memory, in bytes.
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
@@ -146,6 +154,15 @@ struct Cut {
     }
 };
 __device__ __forceinline__ int cut(int n, int block) { return static_cast<int>(static_cast<u32>(n) * static_cast<u32>(block) / gridDim.x); }
+// The same of the head.
+struct HeadRows {
+    int first, count;
+
+    __device__ HeadRows(int vocabulary, int block) : first(at(vocabulary, block)), count(at(vocabulary, block + 1) - first) {}
+    static __device__ __forceinline__ int at(int vocabulary, int block) {
+        return static_cast<int>(static_cast<u64>(vocabulary) * static_cast<u32>(block) / gridDim.x);
+    }
+};
 __device__ __forceinline__ float sum_lanes(float v) {
     #pragma unroll
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
@@ -180,13 +197,17 @@ struct Producer {
 
     Ring arriving = ring;
     bool dead = false;
-    u32 limit = IN_FLIGHT;
+    u32 limit = IN_FLIGHT, more = 0;
 
     __device__ __forceinline__ void open(u32 bytes) {
         if (filled >= STAGES) watch.wait(ring.empty(), ring.parity ^ 1);
         if (filled >= limit) {
-            watch.wait(arriving.full(), arriving.parity);
-            arriving.advance();
+            if (more > 0) {
+                more--;
+            } else {
+                watch.wait(arriving.full(), arriving.parity);
+                arriving.advance();
+            }
         }
         if (filled < STAGES) filled++;
         if (leads) barrier_expect(ring.full(), bytes);
@@ -258,6 +279,13 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
         #pragma unroll 1
         for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
         layer = next;
+    }
+    static_assert(HEAD_IN_FLIGHT < STAGES, "in flight");
+    if (p.limit < HEAD_IN_FLIGHT) p.more = HEAD_IN_FLIGHT - p.limit;
+    const HeadRows head(step.vocabulary, b);
+    #pragma unroll 1
+    for (int r = 0; r < head.count; r += HEAD_ROWS) {
+        p.lines(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r));
     }
 }
 
@@ -789,6 +817,110 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
     copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }
 
+// A logit and its token. Of two equal ones the first token is meant; what is no number is above all, with a token of -1.
+struct Likeliest {
+    float logit;
+    int token;
+
+    __device__ __forceinline__ void or_else(float other, int others) {
+        if (other > logit || (other == logit && others < token)) logit = other, token = others;
+    }
+    template <int FROM, int TO>
+    __device__ __forceinline__ void of_lanes() {
+        #pragma unroll
+        for (int o = FROM; o < TO; o <<= 1) or_else(__shfl_xor_sync(~0u, logit, o), __shfl_xor_sync(~0u, token, o));
+    }
+};
+constexpr int NO_TOKEN = 0x7fffffff;
+
+// The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's.
+__device__ __forceinline__ void project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
+    constexpr u32 HALF_LINE = Consumer::HALF_LINE;
+    const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4, half = c.half;
+    const u32 weights = g * LINE + q * (HALF_LINE / 4) + half * HALF_LINE;
+    const u32 input = c.ring.base + AT_INPUT + min(g / 2, BATCH - 1) * 128 + half * 64 + q * 16;
+    const HeadRows head(step.vocabulary, blockIdx.x);
+    float factor = factors[0];
+    #pragma unroll
+    for (int r = 1; r < BATCH; r++) factor = q == r ? factors[r] : factor;
+    const float infinity = __int_as_float(0x7f800000);
+    Likeliest best{-infinity, NO_TOKEN};
+    constexpr int EIGHTS = HEAD_ROWS / 8;
+    static_assert(EIGHTS <= 2, "rows of a product");
+    // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone gives it back.
+    static_assert(STAGES <= WARPS, "a warp a stage");
+    c.ring.skip(warp);
+    #pragma unroll 1
+    for (int first = warp < STAGES ? warp * HEAD_ROWS : head.count; first < head.count; first += STAGES * HEAD_ROWS) {
+        float scales[EIGHTS];
+        #pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            const int token = min(head.first + first + e * 8 + g, step.vocabulary - 1);
+            scales[e] = INT8 ? factor * step.scales->head[token] : factor;
+        }
+        c.watch.wait(c.ring.full(), c.ring.parity);
+        float d[4][4] = {};
+        u32 last = 0;
+        #pragma unroll 4
+        for (int k = 0; k < WARPS; k++) {
+            const u32 at = k * (2 * HALF_LINE) + weights;
+            uint4 a[2][2] = {};
+            #pragma unroll
+            for (int e = 0; e < EIGHTS; e++) {
+                a[e][0] = shared_weights(c.ring.stage() + e * (8 * LINE) + at);
+                a[e][1] = shared_weights(c.ring.stage() + e * (8 * LINE) + (at ^ HALF_LINE));
+            }
+            const uint4 b[2] = {shared_16(input + k * (BATCH * 128)), shared_16((input ^ 64) + k * (BATCH * 128))};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                multiply(d[2 * i], a[0][i].x, a[1][i].x, a[0][i].y, a[1][i].y, b[i].x, b[i].y);
+                multiply(d[2 * i + 1], a[0][i].z, a[1][i].z, a[0][i].w, a[1][i].w, b[i].z, b[i].w);
+            }
+            last = a[EIGHTS - 1][1].w;
+        }
+        __syncwarp();
+        c.ring.release_for(WARPS, lane, last, c.nil());
+        c.ring.skip(STAGES);
+        #pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            float sums[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) sums[i] = (d[0][2 * e + i] + d[1][2 * e + i]) + (d[2][2 * e + i] + d[3][2 * e + i]);
+            const float logit = (half ? sums[1] : sums[0]) * scales[e];
+            const int row = first + e * 8 + g, token = head.first + row;
+            if (q < min(step.rows, BATCH) && row < head.count) {
+                step.logits[static_cast<u64>(q) * step.vocabulary + token] = logit;
+                if (logit != logit) best = {infinity, -1};
+                best.or_else(logit, token);
+            }
+        }
+    }
+    // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
+    best.of_lanes<4, 32>();
+    Likeliest* of_warps = reinterpret_cast<Likeliest*>(memory + AT_PART);
+    if (lane < BATCH) of_warps[lane * WARPS + warp] = best;
+    barrier_sync(3, WARPS * 32);
+    if (warp >= BATCH) return;
+    best = of_warps[warp * WARPS + lane % WARPS];
+    best.of_lanes<1, WARPS>();
+    u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
+    if (lane == 0) publish(words_of + 2 * blockIdx.x, __float_as_uint(best.logit), best.token, epoch);
+    if (blockIdx.x > 0) return;
+    #pragma unroll 1
+    for (int block = lane; __any_sync(~0u, block < static_cast<int>(gridDim.x)); block += 32) {
+        u32 logit, token, e[2];
+        #pragma unroll 1
+        do {
+            words(words_of + 2 * min(block, static_cast<int>(gridDim.x) - 1), logit, e[0], token, e[1]);
+        } while (__any_sync(~0u, (e[0] != epoch || e[1] != epoch) && !c.watch.late()));
+        best.or_else(__uint_as_float(logit), token);
+    }
+    best.of_lanes<1, 32>();
+    if (lane > 0 || warp >= step.rows) return;
+    step.likeliest[warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+    step.following[warp] = step.positions[warp] + 1;
+}
+
 __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&positions)[BATCH], u32 epoch) {
     Consumer c(ring, step);
     const int b = blockIdx.x;
@@ -904,29 +1036,34 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             barrier_arrive(2, SUMMING);
         }
     }
-    // The first block tells of the result: all of its warps know a part of it.
-    if (b > 0) return;
+    c.place();
     u32 result[BATCH];
     {
         Consumer::Words<1> w;
         c.ask(w, X + b % COPIES * (BATCH * SLICE / 2));
         c.await(w, epoch - 1);
         #pragma unroll
-        for (int r = 0; r < BATCH; r++) result[r] = w.v[0][r], normed(r, w.v[0][r], gamma);
+        for (int r = 0; r < BATCH; r++) {
+            result[r] = w.v[0][r];
+            __syncwarp();
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(c.staged + r * 128), "r"(normed(r, result[r], gamma)) : "memory");
+        }
     }
     c.put_squares(squares);
     barrier_sync(3, WARPS * 32);
+    float factors[BATCH];
     #pragma unroll
     for (int r = 0; r < BATCH; r++) {
-        if (r >= step.rows) break;
         float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
         #pragma unroll
         for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-        const float factor = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
+        factors[r] = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
+        if (b > 0 || r >= step.rows) continue;
         const u32 v = result[r];
         reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
-            pack(low(v) * low(gamma) * factor, high(v) * high(gamma) * factor);
+            pack(low(v) * low(gamma) * factors[r], high(v) * high(gamma) * factors[r]);
     }
+    project(c, step, factors, epoch);
 }
 
 // ---- finishers
@@ -1029,12 +1166,18 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
-    u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
+    u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const Weight* head, float* logits,
+    int* likeliest, int* following, const __grid_constant__ Numbers numbers
 ) {
-    const Step step{layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
+    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, likeliest, following,
         static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
         reinterpret_cast<const Scales*>(numbers.scales)};
-    if (failed(state, hidden, step.rows)) return;
+    if (failed(state, hidden, step.rows)) {
+        const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
+        for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
+        if (blockIdx.x == 0 && threadIdx.x < step.rows) likeliest[threadIdx.x] = -1, following[threadIdx.x] = positions[threadIdx.x] + 1;
+        return;
+    }
     Ring ring{shared_address(memory)};
     if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;

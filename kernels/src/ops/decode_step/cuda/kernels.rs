@@ -11,6 +11,8 @@ pub(super) const HEAD_DIM: usize = 128;
 pub(super) const PAGE_TOKENS: usize = 64;
 /// The most rows of the kernel for few.
 pub(super) const FEW_ROWS: usize = 4;
+/// The most blocks of the kernel for few rows.
+pub(super) const MOST_BLOCKS: u32 = 256;
 /// The rows that the kernel for many is compiled for.
 pub(super) const MANY: [usize; 3] = [8, 16, MOST_ROWS];
 /// The most rows of a step: with more, products by themselves are as fast.
@@ -78,7 +80,8 @@ impl DecodeStepFewRows {
         let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
         let (copies, splits) = (2, 16 / self.rows);
         let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2;
-        self.rows * (copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1))
+        let largest = 2 * MOST_BLOCKS as usize;
+        self.rows * (copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1) + largest)
     }
 }
 

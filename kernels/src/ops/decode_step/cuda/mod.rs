@@ -1,4 +1,5 @@
-//! Whole decode steps for Hopper, in CUDA C++: one launch for up to 32 rows with weights in bf16, for up to four in INT8.
+//! Whole decode steps for Hopper, in CUDA C++: one launch for up to 32 rows with weights in bf16, for up to four
+//! in bf16 or INT8 with the head in it.
 
 mod kernels;
 
@@ -14,10 +15,11 @@ use cubecl::client::ComputeClient;
 
 pub(crate) use kernels::hopper_sources;
 use kernels::{
-    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_ROWS, PAGE_TOKENS, SLICE, Sizes,
+    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_BLOCKS, MOST_ROWS, PAGE_TOKENS,
+    SLICE, Sizes,
 };
 
-use super::{Declined, DecodeBlock, DecodeBody, DecodeModel, DecodePlanned, DecodeStep};
+use super::{Declined, DecodeBlock, DecodeBody, DecodeModel, DecodePlanned, DecodeStep, Decoded, Predicted};
 use crate::checked::Checked;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, grouped_map};
@@ -30,8 +32,8 @@ use crate::tensor::{float, primitive};
 
 /// Addresses of a block in the table.
 const POINTERS: usize = 10;
-/// Of its scales, with those of the embedding.
-const SCALES: usize = 5;
+/// Of its scales, with those of the embedding and the head.
+const SCALES: usize = 6;
 
 /// What is ready for a model and a cache.
 struct Body<R: CubeRuntime> {
@@ -45,6 +47,7 @@ struct Body<R: CubeRuntime> {
     /// How the kernel for many rows reads them by TMA.
     maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
+    head: CubeTensor<R>,
     /// Where the addresses of scales are, if weights are INT8.
     scales: usize,
     final_norm: CubeTensor<R>,
@@ -133,10 +136,11 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeModel { blocks, final_norm, heads, embedding } = model;
+    let DecodeModel { blocks, final_norm, heads, embedding, head } = model;
     let int8 = matches!(embedding, Weight::Int8(_));
     let [_, d_model] = embedding.dims();
     let (embedding, embedding_scales) = matrix(embedding, "the embedding", int8)?;
+    let (head, head_scales) = matrix(head, "the head", int8)?;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let d_ff = first.up.dims()[0] / 2;
@@ -171,6 +175,7 @@ where
         Ok::<u64, Declined>(address)
     };
     let embedding_scales = hold(embedding_scales, "the embedding's scales")?;
+    let head_scales = hold(head_scales, "the head's scales")?;
     let mut scales_at = Vec::new();
     let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
         maps.extend(
@@ -201,7 +206,7 @@ where
                 map(at, [rows, columns], tile)?;
             }
         }
-        scales_at.push(embedding_scales);
+        scales_at.extend([embedding_scales, head_scales]);
         for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
             addresses.push(hold(Some(gamma(norm)?), "gamma")?);
         }
@@ -253,10 +258,11 @@ where
     let body = Body::<R> {
         sizes,
         int8,
-        blocks: multiprocessors.min(256),
+        blocks: multiprocessors.min(MOST_BLOCKS),
         table: halves(addresses),
         maps,
         embedding: packed(embedding, "the embedding")?,
+        head: packed(head, "the head")?,
         scales,
         final_norm: packed(gamma(final_norm)?, "gamma")?,
         cos: packed(cos, "cosines")?,
@@ -266,13 +272,14 @@ where
         many: many.into_iter().map(integers).collect(),
         _held: held,
     };
-    Ok(DecodeBody { most_rows: if int8 { FEW_ROWS } else { MOST_ROWS }, body: Box::new(body) })
+    let most_rows = if int8 { FEW_ROWS } else { MOST_ROWS };
+    Ok(DecodeBody { most_rows, head_rows: FEW_ROWS, body: Box::new(body) })
 }
 
 /// One token more of each row.
 pub(super) fn decode_step<R, F, I, BT>(
     operands: Checked<DecodeStep<'_, CubeBackend<R, F, I, BT>>>,
-) -> Result<Tensor<CubeBackend<R, F, I, BT>, 2>, Declined>
+) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
     R: CubeRuntime,
     F: FloatElement,
@@ -301,16 +308,25 @@ where
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
-        let arguments = || all(Arguments::default().pointer(&body.table), &body.few);
+        let logits = empty(&hidden, [rows, vocab_size], DType::F32);
+        let likeliest = empty(&tokens, [rows], DType::I32);
+        let following = empty(&positions, [1, rows], DType::I32);
+        let of_head = [&body.head, &logits, &likeliest, &following];
+        let arguments = || {
+            let arguments = all(Arguments::default().pointer(&body.table), &body.few);
+            of_head.into_iter().fold(arguments, Arguments::pointer)
+        };
         launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
-        return Ok(float(hidden));
+        let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
+        let following = Some(Tensor::from_primitive(following));
+        return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
     }
     let variant = MANY.iter().position(|most| rows <= *most).unwrap_or(MANY.len() - 1);
     let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
     let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
     let arguments = || all(tables(), &body.many[variant]);
     launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
-    Ok(float(hidden))
+    Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
 }
 
 /// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would.
