@@ -84,6 +84,31 @@ struct Watch {
     }
 };
 
+// A warp's wait for one of a layer's four inputs. How long it was in the layer before, which shared memory keeps, tells for how long
+// there is no need to ask: each question takes from what L2 gives to the weights.
+struct Patience {
+    static constexpr u32 MOST_WAITED = 1 << 16;        // cycles
+    u32 before, begun;
+
+    // Where the warp's waits are kept, and for which input this one is.
+    __device__ __forceinline__ void begin(u32 waits, u32 warp, int input) { before = waits + (warp * 4 + input) * 4, begun = cycles(); }
+    __device__ __forceinline__ void hold() const {
+        u32 waited;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(waited) : "r"(before) : "memory");
+        waited = min(waited, MOST_WAITED) * 3 / 8;
+        #pragma unroll 1
+        while (cycles() - begun < waited) {}
+    }
+    __device__ __forceinline__ void end(u32 lane) const {
+        if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(before), "r"(cycles() - begun) : "memory");
+    }
+    static __device__ __forceinline__ u32 cycles() {
+        u32 cycles;
+        asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
+        return cycles;
+    }
+};
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -108,12 +133,6 @@ struct RingOf {
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
         advance();
-    }
-    // The same for all consumers at once, by the only one that reads the stage.
-    __device__ __forceinline__ void release_for(int consumers, int lane, u32 value, u32 nil) {
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty() + (value & nil)), "r"(consumers) : "memory");
-        }
     }
     __device__ __forceinline__ void skip(int stages) {
         for (slot += stages; slot >= STAGES; slot -= STAGES) parity ^= 1;

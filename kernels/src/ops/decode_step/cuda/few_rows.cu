@@ -80,7 +80,8 @@ constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = 256;  
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
 constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
-constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, SHARED = AT_BARRIERS + STAGES * 16;
+constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_GIVEN = AT_BARRIERS + STAGES * 16;
+constexpr int AT_GIVEN_OF_HEAD = AT_GIVEN + WARPS * 4, AT_WAITED = AT_GIVEN_OF_HEAD + WARPS * 4, SHARED = AT_WAITED + WARPS * 16;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
 using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -192,16 +193,27 @@ struct Share {
 struct Producer {
     Ring ring;
     Watch watch;
-    u32 filled = 0;
+    u32 opened = 0;
     bool leads = threadIdx.x % 32 == 0;
 
     Ring arriving = ring;
     bool dead = false;
     u32 limit = IN_FLIGHT, more = 0;
 
+    // Until the counts of stages that warps gave back, each lane's at `count`, are this large.
+    __device__ __forceinline__ void await(u32 count, u32 wanted) const {
+        u32 given;
+        #pragma unroll 1
+        do {
+            asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(given) : "r"(ring.base + count) : "memory");
+        } while (__any_sync(~0u, static_cast<int>(given - wanted) < 0) && !watch.late());
+    }
+    // A stage that all warps gave back.
+    __device__ __forceinline__ void free() const {
+        if (opened >= STAGES) await(AT_GIVEN + threadIdx.x % WARPS * 4, opened - STAGES + 1);
+    }
     __device__ __forceinline__ void open(u32 bytes) {
-        if (filled >= STAGES) watch.wait(ring.empty(), ring.parity ^ 1);
-        if (filled >= limit) {
+        if (opened >= limit) {
             if (more > 0) {
                 more--;
             } else {
@@ -209,7 +221,7 @@ struct Producer {
                 arriving.advance();
             }
         }
-        if (filled < STAGES) filled++;
+        opened++;
         if (leads) barrier_expect(ring.full(), bytes);
     }
     __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes) {
@@ -221,6 +233,10 @@ struct Producer {
     // Bytes side by side.
     __device__ __forceinline__ void block(const void* from, u32 bytes) {
         if (dead = dead || watch.dead()) return;
+        free();
+        fill(from, bytes);
+    }
+    __device__ __forceinline__ void fill(const void* from, u32 bytes) {
         open(bytes);
         if (leads && bytes) copy(ring.stage(), from, bytes);
         ring.advance();
@@ -230,6 +246,7 @@ struct Producer {
     // A slice of the columns of rows.
     __device__ __forceinline__ void slices(const Weight* from, int rows, int width) {
         if (dead = dead || watch.dead()) return;
+        free();
         open(rows * LINE);
         #pragma unroll 1
         for (int r = 0; r < rows; r++) {
@@ -284,8 +301,13 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
     if (p.limit < HEAD_IN_FLIGHT) p.more = HEAD_IN_FLIGHT - p.limit;
     const HeadRows head(step.vocabulary, b);
     #pragma unroll 1
-    for (int r = 0; r < head.count; r += HEAD_ROWS) {
-        p.lines(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r));
+    for (int n = 0; n * HEAD_ROWS < head.count; n++) {
+        if (p.dead = p.dead || p.watch.dead()) return;
+        // In the first round as always; then a stage is one warp's.
+        if (n < STAGES) p.free();
+        else p.await(AT_GIVEN_OF_HEAD + n % STAGES * 4, n / STAGES);
+        const int r = n * HEAD_ROWS;
+        p.fill(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r) * LINE);
     }
 }
 
@@ -301,6 +323,7 @@ struct Consumer {
     u32 staged, operand;                               // where a warp's input lies
     u32 sum;                                           // where a lane leaves its sums
     int half;                                          // of 64 columns, which one a lane takes first
+    u32 given = 0;                                     // stages that this warp gave back
 
     __device__ Consumer(Ring ring, const Step& step) : ring(ring), step(step) { place(); }
     // Found out again where it is needed, rather than kept in registers.
@@ -319,8 +342,7 @@ struct Consumer {
     __device__ __forceinline__ u32 nil() const { return static_cast<u32>(step.rows) >> 31; }
     // Weights into registers, eight rows a stage.
     template <int FROM, int TO, int N>
-    __device__ __forceinline__ Ring load(u32 (&a)[N][8]) {
-        const Ring taken = ring;
+    __device__ __forceinline__ void load(u32 (&a)[N][8]) {
         #pragma unroll
         for (int s = FROM; s < TO; s++) {
             watch.wait(ring.full(), ring.parity);
@@ -328,40 +350,48 @@ struct Consumer {
             a[s][0] = u.x, a[s][1] = u.y, a[s][2] = u.z, a[s][3] = u.w, a[s][4] = v.x, a[s][5] = v.y, a[s][6] = v.z, a[s][7] = v.w;
             ring.advance();
         }
-        return taken;
+    }
+    // Gives stages back once `value`, the last that was loaded from them, is there: a store does not wait for loads on its own
+    // account. A count for each warp costs less than an arrival at a barrier for each stage.
+    __device__ __forceinline__ void give_back(int stages, u32 value) {
+        __syncwarp();
+        given += stages;
+        count(AT_GIVEN, given, value);
+    }
+    __device__ __forceinline__ void count(u32 at, u32 given, u32 value) const {
+        if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(given) : "memory");
     }
     template <int FROM, int TO, int N>
-    __device__ __forceinline__ void give_back(Ring taken, const u32 (&a)[N][8]) {
-        __syncwarp();
-        #pragma unroll
-        for (int s = FROM; s < TO; s++) taken.release(lane, a[TO - 1][7], nil());
-    }
+    __device__ __forceinline__ void give_back(const u32 (&a)[N][8]) { give_back(TO - FROM, a[TO - 1][7]); }
     template <int N>
-    __device__ __forceinline__ Ring load(u32 (&a)[N][8]) { return load<0, N>(a); }
+    __device__ __forceinline__ void load(u32 (&a)[N][8]) { load<0, N>(a); }
     template <int N>
-    __device__ __forceinline__ void give_back(Ring taken, const u32 (&a)[N][8]) { give_back<0, N>(taken, a); }
+    __device__ __forceinline__ void give_back(const u32 (&a)[N][8]) { give_back<0, N>(a); }
     // This warp's columns of the input: each lane asks for a pair of values in each slice of each row.
     template <int T>
     struct Words {
         u32 v[T][BATCH], e[T][BATCH];
         const u64* at;
+        Patience patience;
     };
+    // From where, and which of a layer's four inputs.
     template <int T>
-    __device__ __forceinline__ void ask(Words<T>& w, int from) {
-        constexpr int WIDTH = T * SLICE / 2;
+    __device__ __forceinline__ void expect(Words<T>& w, int from, int input) {
         w.at = step.scratch + (from + static_cast<int>(threadIdx.x));
-        #pragma unroll
-        for (int t = 0; t < T; t++) {
-            #pragma unroll
-            for (int r = 0; r < BATCH; r++) word(w.at + r * WIDTH + t * 512, w.v[t][r], w.e[t][r]);
-        }
+        w.patience.begin(ring.base + AT_WAITED, warp, input);
     }
     template <int T>
     __device__ __forceinline__ void await(Words<T>& w, u32 epoch) {
         constexpr int WIDTH = T * SLICE / 2;
+        w.patience.hold();
         #pragma unroll 1
         for (;;) {
             u32 wrong = 0;
+            #pragma unroll
+            for (int t = 0; t < T; t++) {
+                #pragma unroll
+                for (int r = 0; r < BATCH; r++) word(w.at + r * WIDTH + t * 512, w.v[t][r], w.e[t][r]);
+            }
             #pragma unroll
             for (int t = 0; t < T; t++) {
                 #pragma unroll
@@ -369,14 +399,8 @@ struct Consumer {
             }
             if (__all_sync(~0u, wrong == 0)) break;
             if (__any_sync(~0u, watch.late())) break;
-            #pragma unroll
-            for (int t = 0; t < T; t++) {
-                #pragma unroll
-                for (int r = 0; r < BATCH; r++) {
-                    if (T * BATCH <= 3 || w.e[t][r] != epoch) word(w.at + r * WIDTH + t * 512, w.v[t][r], w.e[t][r]);
-                }
-            }
         }
+        w.patience.end(lane);
     }
     // As operands of the product.
     template <int T, class Then>
@@ -422,11 +446,11 @@ struct Consumer {
             u32 a[1][8], b[1][8], v[1][BATCH];
             #pragma unroll
             for (int r = 0; r < BATCH; r++) v[0][r] = w.v[t][r];
-            const Ring taken = load(a);
+            load(a);
             give(b, v, then);
             #pragma unroll
             for (int i = 0; i < 4; i++) multiply(d[i], a[0][2 * i], 0, a[0][2 * i + 1], 0, b[0][2 * i], b[0][2 * i + 1]);
-            give_back(taken, a);
+            give_back(a);
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) c[i] = (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
@@ -523,82 +547,82 @@ struct Attention {
     }
 };
 
-constexpr int MOST_SCORES = ONE_SPLIT * PAGE_TOKENS + 32; // of a head, where one block attends to all keys
-static_assert(ONE_SPLIT <= 4 && GROUP * MOST_SCORES * 4 <= INPUTS * WARPS * BATCH * 128, "scores");
+static_assert(ONE_SPLIT * PAGE_TOKENS <= 16 * WARPS, "a warp has sixteen keys");
 
-// Where a block has all keys of a row, and they are few: scores of 16 keys a warp on tensor cores, all at once; then the
-// values, of which a group of eight lanes takes one at a time.
-__device__ __forceinline__ void few_keys(Consumer& c, Attention& a, int stages, int position, u32 mine, u32 new_key) {
-    float* scores = reinterpret_cast<float*>(memory + AT_INPUT);
+// Where a block has all keys of a row, and they are few: each warp scores sixteen of them on tensor cores, weighs their values by
+// its own maximum, and waits for no other warp; the last one has the newest key, too. Lane 4 g + q has the scores of the keys g and
+// g + 8 for head q; of the values, a group of eight lanes takes a key at a time. Tells what was read last: the stages are not given
+// back yet.
+__device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, int position, u32 new_key) {
     const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4;
-    const u32 apart = q * 16 + (g & 1) * 64;           // columns as in a stage of weights: two for each head
-    {
+    const bool some = warp * 16 < position, last = warp == WARPS - 1;
+    Ring keys = c.ring, values = c.ring;
+    keys.skip(some ? warp / 4 : 0);
+    values.skip(stages + (some ? warp / 4 : 0));
+    u32 read[2] = {0, 0};
+    float s[2] = {NOTHING, NOTHING}, newest[GROUP];
+    if (some) {
+        const u32 apart = q * 16 + (g & 1) * 64;       // columns as in a stage of weights: two for each head
         const u32 queries = c.ring.base + AT_QUERIES + (g / 2 % GROUP) * (HEAD_DIM * 2) + apart;
         const uint4 b[4] = {shared_16(queries), shared_16(queries ^ 64), shared_16(queries + 128), shared_16((queries ^ 64) + 128)};
-        #pragma unroll 1
-        for (int s = 0; s < stages; s++) {
-            u32 last = 0;
-            c.watch.wait(c.ring.full(), c.ring.parity);
-            if (warp / 4 == s && warp * 16 < position) {
-                const u32 at = c.ring.stage() + (warp % 4 * 16 + g) * (HEAD_DIM * 2) + apart;
-                float d[2][4] = {};
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const u32 from = (i & 1 ? at ^ 64 : at) + i / 2 * 128;
-                    const uint4 u = shared_16(from), v = shared_16(from + 8 * HEAD_DIM * 2);
-                    multiply(d[0], u.x, v.x, u.y, v.y, b[i].x, b[i].y);
-                    multiply(d[1], u.z, v.z, u.w, v.w, b[i].z, b[i].w);
-                    last = v.w;
-                }
-                if (q < GROUP) {
-                    float* to = scores + q * MOST_SCORES + warp * 16 + g;
-                    // The newest key's score has its place behind the others'.
-                    if (warp * 16 + g < position) to[0] = g & 1 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
-                    if (warp * 16 + g + 8 < position) to[8] = g & 1 ? d[0][3] + d[1][3] : d[0][2] + d[1][2];
-                }
-            }
-            __syncwarp();
-            c.ring.release(lane, last, c.nil());
+        c.watch.wait(keys.full(), keys.parity);
+        const u32 at = keys.stage() + (warp % 4 * 16 + g) * (HEAD_DIM * 2) + apart;
+        float d[2][4] = {};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 from = (i & 1 ? at ^ 64 : at) + i / 2 * 128;
+            const uint4 u = shared_16(from), v = shared_16(from + 8 * HEAD_DIM * 2);
+            multiply(d[0], u.x, v.x, u.y, v.y, b[i].x, b[i].y);
+            multiply(d[1], u.z, v.z, u.w, v.w, b[i].z, b[i].w);
+            read[0] = v.w;
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float score = g & 1 ? d[0][2 * i + 1] + d[1][2 * i + 1] : d[0][2 * i] + d[1][2 * i];
+            s[i] = warp * 16 + 8 * i + g < position ? score : NOTHING;
         }
     }
-    if (warp == WARPS - 1) {                           // the newest key
+    float most = fmaxf(s[0], s[1]);
+    #pragma unroll
+    for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    #pragma unroll
+    for (int h = 0; h < GROUP; h++) a.peak[h] = __shfl_sync(~0u, most, h);
+    if (last) {
         const uint2 k = reinterpret_cast<const uint2*>(memory + AT_NEW)[lane];
         #pragma unroll
         for (int h = 0; h < GROUP; h++) {
             const float4 v = reinterpret_cast<const float4*>(memory + AT_Q)[h * (HEAD_DIM / 4) + lane];
-            const float s = sum_lanes(low(k.x) * v.x + high(k.x) * v.y + low(k.y) * v.z + high(k.y) * v.w);
-            __syncwarp();
-            if (lane == 0) scores[h * MOST_SCORES + position] = s;
+            newest[h] = sum_lanes(low(k.x) * v.x + high(k.x) * v.y + low(k.y) * v.z + high(k.y) * v.w);
+            a.peak[h] = fmaxf(a.peak[h], newest[h]);
         }
     }
-    barrier_sync(3, WARPS * 32);
-    #pragma unroll
-    for (int h = 0; h < GROUP; h++) {
-        float most = NOTHING;
-        for (int k = lane; k <= position; k += 32) most = fmaxf(most, scores[h * MOST_SCORES + k]);
+    if (some) {
+        const float peak = q & 1 ? a.peak[1] : a.peak[0];
         #pragma unroll
-        for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-        a.peak[h] = most;
-    }
-    #pragma unroll 1
-    for (int s = 0; s <= stages; s++) {
-        const bool cached = s < stages;
-        const int place = cached ? s * PAGE_TOKENS + mine / (HEAD_DIM * 2) : position;
-        const bool there = cached ? place < position : warp == WARPS - 2 && lane / 8 == 3;
-        if (cached) c.watch.wait(c.ring.full(), c.ring.parity);
-        uint4 u = {0, 0, 0, 0}, v = {0, 0, 0, 0};
-        float p[GROUP] = {};
-        if (there) {
-            const u32 at = cached ? c.ring.stage() + mine : new_key + HEAD_DIM * 2;
-            u = shared_16(at), v = shared_16(at + 128);
+        for (int i = 0; i < 2; i++) s[i] = exp_2(s[i] - peak);
+        c.watch.wait(values.full(), values.parity);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Keys 4 i to 4 i + 3 of the warp.
+            const int key = 4 * i + lane / 8;
+            const u32 at = values.stage() + (warp % 4 * 16 + key) * (HEAD_DIM * 2) + lane % 8 * 16;
+            uint4 u = shared_16(at), v = shared_16(at + 128);
+            read[1] = v.w;
+            float p[GROUP];
             #pragma unroll
-            for (int h = 0; h < GROUP; h++) p[h] = exp_2(scores[h * MOST_SCORES + place] - a.peak[h]);
+            for (int h = 0; h < GROUP; h++) p[h] = __shfl_sync(~0u, s[i / 2], key % 8 * 4 + h);
+            // The value of a key that is none is not to be a NaN.
+            if (warp * 16 + key >= position) u = v = uint4{0, 0, 0, 0};
+            a.weigh(p, u, v);
         }
-        __syncwarp();
-        a.weigh(p, u, v);
-        // Only the lanes that loaded know; lane 0 does if any does.
-        if (cached) c.ring.release(lane, v.w, c.nil());
     }
+    if (last) {
+        float p[GROUP];
+        #pragma unroll
+        for (int h = 0; h < GROUP; h++) p[h] = lane < 8 ? exp_2(newest[h] - a.peak[h]) : 0;
+        a.weigh(p, shared_16(new_key + HEAD_DIM * 2), shared_16(new_key + HEAD_DIM * 2 + 128));
+    }
+    return read[0] ^ read[1];
 }
 
 __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, int block, const int (&positions)[BATCH], u32 epoch) {
@@ -672,8 +696,9 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
         #pragma unroll
         for (int i = 0; i < 16; i++) a.out[h][i] = 0;
     }
+    u32 read = 0;
     if (share.splits == 1) {
-        few_keys(c, a, share.last, position, mine, new_key);
+        read = few_keys(c, a, share.last, position, new_key);
     } else {
         const u32 queries = shared_address(shared_q) + eighth * 32;
         #pragma unroll
@@ -702,13 +727,10 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             uint4 u = shared_16(at), v = shared_16(at + 128);
             at = cached ? c.ring.stage() + mine : at + HEAD_DIM * 2;
             if (busy) a.score(s, u, v);
-            Ring taken = keys;
-            const u32 last = v.w;
             u = shared_16(at), v = shared_16(at + 128);
             if (cached) {
-                __syncwarp();
-                taken.release(lane, last, c.nil());
-                c.ring.release(lane, v.w, c.nil());
+                c.ring.advance();
+                c.give_back(2, v.w);
             }
             if (!busy) continue;
             if (!there) {
@@ -744,34 +766,45 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
     if (lane < GROUP) peaks[warp * GROUP + lane] = lane ? float2{a.peak[1], a.sum[1]} : float2{a.peak[0], a.sum[0]};
     barrier_sync(3, WARPS * 32);
 
-    // All warps together: two warps a head, a pair of values a lane.
-    if (warp < 2 * GROUP) {
-        const int h = warp / 2, pair = warp % 2 * 32 + lane, head = share.kv_head * GROUP + h;
-        const float2 seen = peaks[lane % WARPS * GROUP + h];
-        float best = seen.x;
+    // All warps together: a lane has a pair of values of a quarter of the warps.
+    static_assert(WARPS == 16 && GROUP == 2 && COPIES <= 4, "quarters");
+    {
+        const int h = warp / (WARPS / GROUP), pair = warp % (WARPS / GROUP) * 8 + lane % 8, head = share.kv_head * GROUP + h;
+        float2 seen[WARPS / 4], v[WARPS / 4];
         #pragma unroll
-        for (int o = 8; o; o >>= 1) best = fmaxf(best, __shfl_xor_sync(~0u, best, o));
-        const float f = exp_2(seen.x - best);
-        float total = f * seen.y;
-        #pragma unroll
-        for (int o = 8; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-        float o0 = 0, o1 = 0;
-        #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float2 v = reinterpret_cast<const float2*>(part + (w * GROUP + h) * HEAD_DIM)[pair];
-            const float weight = __shfl_sync(~0u, f, w);
-            o0 = fmaf(v.x, weight, o0), o1 = fmaf(v.y, weight, o1);
+        for (int i = 0; i < WARPS / 4; i++) {
+            const int w = lane / 8 * (WARPS / 4) + i;
+            seen[i] = peaks[w * GROUP + h], v[i] = reinterpret_cast<const float2*>(part + (w * GROUP + h) * HEAD_DIM)[pair];
         }
-        const float inverse = total > 0 ? 1 / total : 0;
+        float best = fmaxf(fmaxf(seen[0].x, seen[1].x), fmaxf(seen[2].x, seen[3].x));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 16));
+        float total = 0, o0 = 0, o1 = 0;
+        #pragma unroll
+        for (int i = 0; i < WARPS / 4; i++) {
+            const float f = exp_2(seen[i].x - best);
+            total = fmaf(f, seen[i].y, total), o0 = fmaf(f, v[i].x, o0), o1 = fmaf(f, v[i].y, o1);
+        }
+        #pragma unroll
+        for (int o = 8; o < 32; o <<= 1) {
+            total += __shfl_xor_sync(~0u, total, o), o0 += __shfl_xor_sync(~0u, o0, o), o1 += __shfl_xor_sync(~0u, o1, o);
+        }
+        const float inverse = total > 0 ? __fdividef(1, total) : 0;
         o0 *= inverse, o1 *= inverse;
+        // A copy each of the first lanes.
         if (share.splits == 1) {
-            copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + share.row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
-        } else {
+            u64* to = step.scratch + O + share.row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair;
+            if (lane / 8 < COPIES) publish(to + lane / 8 * (BATCH * HEADS_WIDTH / 2), pack(o0, o1), epoch);
+        } else if (lane < 8) {
             const int at = (share.row * N_HEADS + head) * SPLITS + share.split;
             publish(step.scratch + PARTS + at * HEAD_DIM + 2 * pair, __float_as_uint(o0), __float_as_uint(o1), epoch);
             if (pair == 0) publish(step.scratch + WEIGHTS + at, __float_as_uint(total > 0 ? best + log_2(total) : NOTHING), epoch);
         }
     }
+    if (share.splits > 1) return;
+    // The barrier told that all stages were there.
+    c.ring.skip(2 * share.last);
+    c.give_back(2 * share.last, read);
 }
 
 // The splits of a head together, by two warps.
@@ -850,6 +883,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone gives it back.
     static_assert(STAGES <= WARPS, "a warp a stage");
     c.ring.skip(warp);
+    u32 given = 0;
     #pragma unroll 1
     for (int first = warp < STAGES ? warp * HEAD_ROWS : head.count; first < head.count; first += STAGES * HEAD_ROWS) {
         float scales[EIGHTS];
@@ -879,7 +913,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             last = a[EIGHTS - 1][1].w;
         }
         __syncwarp();
-        c.ring.release_for(WARPS, lane, last, c.nil());
+        c.count(AT_GIVEN_OF_HEAD, ++given, last);
         c.ring.skip(STAGES);
         #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
@@ -950,9 +984,9 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
         {
             u32 a[4][8], in[1][8];
             Consumer::Words<1> w;
-            const Ring taken = c.load(a);
-            if (l > 0) c.ask(w, X + copy);
-            c.give_back(taken, a);
+            c.load(a);
+            if (l > 0) c.expect(w, X + copy, 0);
+            c.give_back(a);
             if (l == 0) {
                 #pragma unroll
                 for (int r = 0; r < BATCH; r++) {
@@ -962,13 +996,14 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
                 c.await(w, epoch - 1);
             }
             c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+            float acc[2][4];
+            #pragma unroll
+            for (int t = 0; t < 2; t++) c.tile(acc[t], a[2 * t], a[2 * t + 1], in[0]);
             c.put_squares(squares);
             #pragma unroll
             for (int t = 0; t < 2; t++) {
-                float acc[4];
-                c.tile(acc, a[2 * t], a[2 * t + 1], in[0]);
-                c.put(0, 16 * t, acc[0], acc[1]);
-                c.put(0, 16 * t + 8, acc[2], acc[3]);
+                c.put(0, 16 * t, acc[t][0], acc[t][1]);
+                c.put(0, 16 * t + 8, acc[t][2], acc[t][3]);
             }
             barrier_arrive(1, SUMMING);
         }
@@ -980,13 +1015,13 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
         {
             u32 a[OUT_T][8], in[OUT_T][8];
             Consumer::Words<OUT_T> w;
-            const Ring taken = c.load(a);
-            c.ask(w, O + OUT_T * copy);
-            c.give_back(taken, a);
+            c.load(a);
+            c.expect(w, O + OUT_T * copy, 1);
+            c.give_back(a);
             gamma = gamma_next;
             if constexpr (UP_EARLY > 0) {
-                const Ring ups = c.load<0, UP_EARLY>(up);
-                c.give_back<0, UP_EARLY>(ups, up);
+                c.load<0, UP_EARLY>(up);
+                c.give_back<0, UP_EARLY>(up);
             }
             c.await(w, epoch);
             c.give(in, w.v, plain);
@@ -999,18 +1034,19 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
         {
             u32 in[1][8];
             Consumer::Words<1> w;
-            const Ring taken = c.load<UP_EARLY, 6>(up);
-            c.ask(w, Y + copy);
-            c.give_back<UP_EARLY, 6>(taken, up);
+            c.load<UP_EARLY, 6>(up);
+            c.expect(w, Y + copy, 2);
+            c.give_back<UP_EARLY, 6>(up);
             c.await(w, epoch);
             c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+            float acc[3][4];
+            #pragma unroll
+            for (int t = 0; t < 3; t++) c.tile(acc[t], up[2 * t], up[2 * t + 1], in[0]);
             c.put_squares(squares);
             #pragma unroll
             for (int t = 0; t < 3; t++) {
-                float acc[4];
-                c.tile(acc, up[2 * t], up[2 * t + 1], in[0]);
-                c.put(0, 8 * t, acc[0], acc[1]);
-                c.put(0, 24 + 8 * t, acc[2], acc[3]);
+                c.put(0, 8 * t, acc[t][0], acc[t][1]);
+                c.put(0, 24 + 8 * t, acc[t][2], acc[t][3]);
             }
             barrier_arrive(1, SUMMING);
         }
@@ -1019,15 +1055,15 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             float acc[4];
             if constexpr (BATCH < 4) {
                 u32 a[DOWN_T][8], in[DOWN_T][8];
-                const Ring taken = c.load(a);
-                c.ask(w, H + DOWN_T * copy);
-                c.give_back(taken, a);
+                c.load(a);
+                c.expect(w, H + DOWN_T * copy, 3);
+                c.give_back(a);
                 gamma = norm_next[threadIdx.x];
                 c.await(w, epoch);
                 c.give(in, w.v, plain);
                 c.rows(acc, a, in);
             } else {
-                c.ask(w, H + DOWN_T * copy);
+                c.expect(w, H + DOWN_T * copy, 3);
                 gamma = norm_next[threadIdx.x];
                 c.await(w, epoch);
                 c.slices(acc, w, plain);
@@ -1040,7 +1076,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
     u32 result[BATCH];
     {
         Consumer::Words<1> w;
-        c.ask(w, X + b % COPIES * (BATCH * SLICE / 2));
+        c.expect(w, X + b % COPIES * (BATCH * SLICE / 2), 0);
         c.await(w, epoch - 1);
         #pragma unroll
         for (int r = 0; r < BATCH; r++) {
@@ -1085,10 +1121,11 @@ struct Finisher {
     }
     // The factor of a norm, from all warps' sums of squares.
     __device__ __forceinline__ float factor(int row) const {
-        float s = reinterpret_cast<const float*>(memory + AT_SQUARES)[row * WARPS + lane % WARPS];
+        const float4* squares = reinterpret_cast<const float4*>(memory + AT_SQUARES) + row * (WARPS / 4);
+        float s[WARPS / 4];
         #pragma unroll
-        for (int o = WARPS / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-        return rsqrtf(s / D_MODEL + EPSILON);
+        for (int i = 0; i < WARPS / 4; i++) s[i] = (squares[i].x + squares[i].y) + (squares[i].z + squares[i].w);
+        return rsqrtf(((s[0] + s[1]) + (s[2] + s[3])) / D_MODEL + EPSILON);
     }
 };
 
@@ -1180,6 +1217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     }
     Ring ring{shared_address(memory)};
     if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
+    if (threadIdx.x < 6 * WARPS) reinterpret_cast<volatile u32*>(memory + AT_GIVEN)[threadIdx.x] = 0;
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;
     int at[BATCH];
     #pragma unroll

@@ -90,7 +90,7 @@ constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_SLOTS_0 
 constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
 constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
-constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, SHARED = AT_BEFORE + (BATCH + 1) * 4;
+constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_WAITED = AT_BEFORE + (BATCH + 1) * 4, SHARED = AT_WAITED + WARPS * 16;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -297,9 +297,9 @@ struct Consumer {
     static __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
     __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
 
-    // The columns of this block, of all rows: into shared memory. With a norm: times gamma, and the squares go to the cluster.
+    // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory. With a norm: times gamma, and the squares go to the cluster.
     template <int COLUMNS, int WIDTH, bool NORMED>
-    __device__ __forceinline__ void load(const u32* from, const u16* gamma, bool embedded) {
+    __device__ __forceinline__ void load(const u32* from, int input, const u16* gamma, bool embedded) {
         // A lane has eight columns at a time: warps stand beside each other along the columns, and then along the rows.
         constexpr int ACROSS = COLUMNS / 256, BESIDE = ACROSS % 3 ? ACROSS : ACROSS / 3, EACH = ACROSS / BESIDE, APART = WARPS / BESIDE;
         // Of as many rows at once as registers hold.
@@ -310,6 +310,9 @@ struct Consumer {
         if (NORMED) g = *reinterpret_cast<const uint4*>(gamma + rank * COLUMNS + (column * 32 + lane) * 8);
         const u32 chunk = column * 32 + lane, offset = rank * (COLUMNS / 2) + chunk * 4;
         const u32 to = base + AT_INPUT + chunk / 8 * (ROWS * 128);
+        Patience patience;
+        patience.begin(base + AT_WAITED, warp, input);
+        if (!NORMED || !embedded) patience.hold();
         #pragma unroll 1
         for (int turn = 0; turn < TURNS; turn += N) {
             const u32 begin = first + turn * APART;
@@ -341,6 +344,7 @@ struct Consumer {
                 return all;
             });
             __syncwarp();
+            if (turn == 0 && (!NORMED || !embedded)) patience.end(lane);
             #pragma unroll
             for (int i = 0; i < N; i++) {
                 const u32 row = begin + i * APART;
@@ -760,7 +764,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
     for (int l = 0; l < N_LAYERS; l++) {
         const Layer& layer = step.layers[l];
         c.arm(0, CLUSTER * Qkv::OWN + SQUARES);
-        c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, layer.attention_norm, l == 0);
+        c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, 0, layer.attention_norm, l == 0);
         c.products<Qkv, true>(0, c.base + AT_SLOTS_0);
         c.gather(0, 0);
         {
@@ -779,12 +783,12 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
         // to the L2 (relaxed, of GPU scope), and need no fence of their own.
         if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
         attend(c, step, layer, set);
-        c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, nullptr, false);
+        c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, 1, nullptr, false);
         c.products<Out, false>(1, c.base + AT_SLOTS_1);
         c.gather(1, 0);
         c.add(set + Y);
         c.arm(0, CLUSTER * UP_PARTS * 2 * Half::OWN + SQUARES);
-        c.load<Half::COLUMNS, D_MODEL, true>(set + Y, layer.feed_forward_norm, false);
+        c.load<Half::COLUMNS, D_MODEL, true>(set + Y, 2, layer.feed_forward_norm, false);
         c.products_up();
         c.gather(0, 1);
         {
@@ -800,7 +804,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
             }
         }
         c.arm(1, CLUSTER * Down::OWN);
-        c.load<Down::COLUMNS, D_FF, false>(set + H, nullptr, false);
+        c.load<Down::COLUMNS, D_FF, false>(set + H, 3, nullptr, false);
         c.products<Down, false>(1, c.base + AT_SLOTS_1);
         // All blocks have read what the layer before exchanged: it is made empty for the one after the next.
         #pragma unroll 1
@@ -849,6 +853,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
     if (failed(state, step.hidden, step.rows)) return;
     const Ring ring{shared_address(memory)};
+    if (threadIdx.x < 4 * WARPS) reinterpret_cast<u32*>(memory + AT_WAITED)[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         Watch::begin();
         for (int b = 0; b < 2; b++) barrier_init(ring.base + AT_BARRIERS + STAGES * 16 + 8 * b, 1);
