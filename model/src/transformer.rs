@@ -67,10 +67,16 @@ pub struct Tokens<B: Backend> {
 /// What a pass into a cache gives of each row's last token.
 #[derive(Clone, Debug)]
 pub struct Hidden<B: Backend> {
-    /// Hidden states `[rows, d_model]`, after the last norm.
-    pub states: Tensor<B, 2>,
+    states: Tensor<B, 2>,
     /// What the head makes of them, where that was computed with them.
     predicted: Option<Predicted<B>>,
+}
+
+impl<B: Backend> Hidden<B> {
+    /// Hidden states `[rows, d_model]`, in the dtype of activations, after the last norm.
+    pub fn states(&self) -> Tensor<B, 2> {
+        self.states.clone()
+    }
 }
 
 impl<B: Backend> From<Tensor<B, 2>> for Hidden<B> {
@@ -518,6 +524,9 @@ impl<B: Backend> Transformer<B> {
 
     /// A token for each row, `[rows]`, drawn from the prediction of its hidden states, those of the last pass into `cache`. `counts`
     /// are the texts of the rows that have lines in them.
+    ///
+    /// # Panics
+    /// If there are not as many rows as hidden states, or a line is not there.
     pub fn sample(
         &self,
         hidden: impl Into<Hidden<B>>,
@@ -528,13 +537,20 @@ impl<B: Backend> Transformer<B> {
         let _in_head = part("head");
         let Hidden { states, predicted } = hidden.into();
         match predicted {
-            Some(predicted) if rows.are_greedy() => predicted.likeliest,
+            Some(predicted) if rows.are_greedy() => {
+                let [states, rows] = [predicted.likeliest.dims()[0], rows.count()];
+                assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
+                predicted.likeliest
+            }
             Some(predicted) => draw(predicted.logits, rows, cache.last_positions(), counts),
             None => head_sample(states, self.head_weight(), rows, cache.last_positions(), counts),
         }
     }
 
     /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    ///
+    /// # Panics
+    /// As [`sample`](Self::sample) does.
     pub fn sample_logits(
         &self,
         hidden: impl Into<Hidden<B>>,

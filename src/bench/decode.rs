@@ -18,6 +18,8 @@ use crate::profiling::Ceilings;
 /// Tokens that are written before the clock starts, and those that it times, as the peer has them.
 const BEFORE: usize = 22;
 pub(super) const TIMED: usize = 128;
+/// Where the last of these stands at the least.
+pub(super) const LAST: usize = BEFORE + TIMED;
 /// Steps of which the tokens are read together, where they cannot be brought beside the next step.
 const READ_STEPS: usize = 16;
 /// Tokens of the prompt whose reading is timed.
@@ -50,7 +52,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
                 None if cpu => vec![1, 8],
                 None => vec![1, 8, 32],
             };
-            let position = self.options.position.unwrap_or(BEFORE + TIMED);
+            let position = self.options.position.unwrap_or(LAST);
             if position >= config.context_length {
                 let context = config.context_length;
                 return Err(Failure::usage(format!(
@@ -176,7 +178,7 @@ pub(super) fn decode<B: Backend>(
     let batch_size = rows.len();
     let sampled: Vec<SampledRow> = rows.iter().map(|sampling| SampledRow::from(*sampling)).collect();
     let sampled = SampledRows::new(&sampled, device);
-    let prompt = vec![1; (position + 1).saturating_sub(BEFORE + TIMED).max(1)];
+    let prompt = vec![1; (position + 1).saturating_sub(LAST).max(1)];
     let tokens = prompt.len() + BEFORE + TIMED;
     let mut seconds = Vec::new();
     // The first time compiles.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use fireclay_kernels::{Backend, Penalties, RandomKey, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
-use super::decode::{Drawn, TIMED, decode};
+use super::decode::{Drawn, LAST, TIMED, decode};
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
@@ -63,8 +63,9 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             let full = most.max(alike_tokens);
             // What a batch writes that is as long as these texts are when they are written, and draws as they do.
             let ways: Vec<Sampling> = requests.iter().cycle().take(rows).map(unpenalised).collect();
-            let keys = mean_keys(&requests);
-            let steady = decode(&model, &ways, keys + TIMED / 2, self.options.repeats, &device)?;
+            let position = (mean_keys(&requests) + TIMED / 2).min(context - 1).max(LAST);
+            let keys = position - TIMED / 2;
+            let steady = decode(&model, &ways, position, self.options.repeats, &device)?;
             let steady = steady.iter().map(|seconds| rows as f64 / seconds).collect();
             let steady = Measurement::new(&what, format!("a batch of {rows} at {keys} keys"), "tokens/s", steady);
             let steady_rate = steady.value;

@@ -97,7 +97,7 @@ backend_test!(a_cache_of_int8_keeps_perplexity_within_a_tenth_of_a_percent::<B>(
         let (mut cache, ids, mut hidden) = read(model, &prompts, width);
         let (mut sum, mut count) = (0.0, 0);
         for at in width / 3..width {
-            let logits = values(&model.logits(hidden.states.unsqueeze()).cast(DType::F32));
+            let logits = values(&model.logits(hidden.states().unsqueeze()).cast(DType::F32));
             for (row, logits) in logits.chunks_exact(logits.len() / rows).enumerate() {
                 let total: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
                 // What stands behind a story's end is no story.

@@ -7,9 +7,11 @@ use std::path::Path;
 use fireclay::Failure;
 use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
-use fireclay_kernels::{Backend, SampledRows, Sampling};
+use fireclay_kernels::recorder::Recording;
+use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
 use fireclay_model::{Cache, Hidden, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
+use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::backend_test;
@@ -104,8 +106,8 @@ impl<'a, B: Backend> Rows<'a, B> {
         self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
         let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
         let hidden = self.model.decode(integers(&next, self.device), &ids, &mut self.cache);
-        let [_, d_model] = hidden.states.dims();
-        let states = values(&hidden.states.clone().cast(DType::F32));
+        let [_, d_model] = hidden.states().dims();
+        let states = values(&hidden.states().cast(DType::F32));
         self.assert_predictions(hidden, step);
         for (row, (hidden, (_, tokens))) in states.chunks_exact(d_model).zip(&self.rows).enumerate() {
             let whole = self.model.forward(integers(tokens, self.device).reshape([1, tokens.len()]));
@@ -119,7 +121,7 @@ impl<'a, B: Backend> Rows<'a, B> {
     /// Logits are the head's of the hidden states, and each row takes its likeliest token.
     #[track_caller]
     fn assert_predictions(&self, hidden: Hidden<B>, step: usize) {
-        let wanted = self.model.logits(hidden.states.clone().unsqueeze());
+        let wanted = self.model.logits(hidden.states().unsqueeze());
         let likeliest = SampledRows::new(&vec![Sampling::greedy().into(); self.rows.len()], self.device);
         let tokens = self.model.sample(hidden.clone(), &likeliest, None, &self.cache).into_data();
         let (_, logits) = self.model.sample_logits(hidden, &likeliest, None, &self.cache);
@@ -140,8 +142,7 @@ backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(de
     let half = B::supports_dtype(&device, DType::BF16);
     for (heads, int8) in [(16, false), (8, false), (16, true)] {
         let (model, bound) = model::<B>(heads, int8, &device)?;
-        // Rows of all lengths, on both sides of a page's end and of where keys are split; they come one after another, so that
-        // prompts are read between the steps.
+        // Rows of all lengths; they come one after another, so that prompts are read between the steps.
         let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
         if half {
             lengths.extend((0..26).map(|row| 1 + 97 * row * row % 400));
@@ -155,6 +156,80 @@ backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(de
                 rows.step();
             }
         }
+    }
+});
+
+// On both sides of a page's end, of the most keys that one block attends to, and far behind that, in all numbers of rows of the
+// kernel for few.
+backend_test!(a_step_of_few_rows_is_right_where_keys_begin_to_be_split::<B>(device) {
+    for int8 in [false, true] {
+        let (model, bound) = model::<B>(16, int8, &device)?;
+        let all: [&[usize]; 4] = [&[253], &[190, 254], &[62, 255, 1000], &[254, 63, 511, 256]];
+        for lengths in all {
+            let room = lengths.iter().map(|length| (length + 6).next_multiple_of(PAGE_TOKENS)).sum();
+            let mut rows = Rows::new(&model, bound, room, &device);
+            for (row, length) in lengths.iter().enumerate() {
+                assert!(rows.add(text(row, *length), 6));
+            }
+            (0..6).for_each(|_| rows.step());
+        }
+    }
+});
+
+backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it::<B>(device) {
+    let name = crate::backend().devices()?.into_iter().next().map(|device| device.name).unwrap_or_default();
+    let hopper = B::name(&device).contains("cuda") && ["H100", "H200"].iter().any(|known| name.contains(known));
+    for int8 in [false, true] {
+        let (model, bound) = model::<B>(16, int8, &device)?;
+        let mut rows = Rows::new(&model, bound, 2 * PAGE_TOKENS, &device);
+        assert!(rows.add(text(0, 5), 20));
+        rows.step();
+        let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+        let likeliest = SampledRows::new(&[Sampling::greedy().into()], &device);
+        let recording = Recording::start::<B>(&device).expect("a recording");
+        let hidden = model.decode(integers(&[7], &device), &ids, &mut rows.cache);
+        let token = model.sample(hidden, &likeliest, None, &rows.cache).into_data();
+        let report = recording.stop().expect("a report");
+        assert_eq!(token.num_elements(), 1);
+        let operations = ["decode_step", "cached_attention", "head_sample"].map(|name| report.calls(name));
+        assert_eq!(operations, if hopper { [1, 0, 0] } else { [0, 2, 1] }, "{report}");
+    }
+});
+
+backend_test!(tokens_are_drawn_from_the_logits_of_a_step_as_from_its_hidden_states::<B>(device) {
+    let (model, _) = model::<B>(16, false, &device)?;
+    let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
+    for row in 0..3 {
+        assert!(rows.add(text(row, 5 + row), 20));
+    }
+    let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+    // Of top-k 1 the likeliest is left, whatever the noise.
+    let row = |row| SampledRow::from(Sampling::greedy().with_temperature(1e6).with_top_k(Some(1)).with_seed(3, row));
+    let drawn = SampledRows::new(&(0..3).map(row).collect::<Vec<_>>(), &device);
+    for step in 0..4 {
+        let hidden = model.decode(integers(&[step, 7, 9], &device), &ids, &mut rows.cache);
+        let (tokens, logits) = model.sample_logits(hidden.clone(), &drawn, None, &rows.cache);
+        let tokens: Vec<i64> = tokens.into_data().iter().collect();
+        let likeliest = SampledRows::new(&vec![Sampling::greedy().into(); 3], &device);
+        let wanted: Vec<i64> = model.sample(hidden, &likeliest, None, &rows.cache).into_data().iter().collect();
+        assert_eq!(tokens, wanted, "step {step}");
+        assert_eq!(logits.dims(), [3, VOCABULARY]);
+    }
+});
+
+backend_test!(a_step_whose_logits_are_not_numbers_draws_none::<B>(device) {
+    let (mut model, _) = model::<B>(16, false, &device)?;
+    let norm = model.final_norm.as_mut().expect("a norm before the head");
+    let gamma = norm.gamma.val();
+    norm.gamma = Param::from_tensor(gamma.clone() * f32::NAN);
+    let mut rows = Rows::new(&model, 1.0, 2 * PAGE_TOKENS, &device);
+    assert!(rows.add(text(0, 5), 20));
+    let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+    for sampling in [Sampling::greedy(), Sampling::greedy().with_temperature(0.8)] {
+        let hidden = model.decode(integers(&[7], &device), &ids, &mut rows.cache);
+        let sampled = SampledRows::new(&[sampling.into()], &device);
+        let tokens: Vec<i64> = model.sample(hidden, &sampled, None, &rows.cache).into_data().iter().collect();
+        assert_eq!(tokens, [-1]);
     }
 });
 

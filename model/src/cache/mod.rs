@@ -210,13 +210,11 @@ impl<B: Backend> Cache<B> {
         if at.rows().len() > made.rows() {
             return None;
         }
-        let Ok(decoded) = decode_step(made, tokens.clone(), at, layers) else {
+        let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers) else {
             *plan = Some(None);
             return None;
         };
-        if let Some(following) = &decoded.following {
-            *last = last.take().map(|(ids, at)| (ids, at.followed_by(following.clone())));
-        }
+        *last = last.take().map(|(ids, _)| (ids, at));
         Some(decoded)
     }
 

@@ -119,11 +119,8 @@ impl<B: Backend> CachedTokens<B> {
         Self::of(rows, positions, pages, self.window)
     }
 
-    /// With the positions `[1, rows]` that [`next`](Self::next) has, which a [decode step](crate::decode_step) gave.
-    ///
-    /// # Panics
-    /// If these are not for one token of each row.
-    pub fn followed_by(mut self, positions: Tensor<B, 2, Int>) -> Self {
+    /// With the positions `[1, rows]` that [`next`](Self::next) has: one more than these are, as a backend computed them.
+    pub(crate) fn followed_by(mut self, positions: Tensor<B, 2, Int>) -> Self {
         let rows = self.rows.len();
         assert_eq!(positions.dims(), [1, rows], "cached_attention: a position for each of {rows} rows");
         self.following = Some(positions);

@@ -246,7 +246,8 @@ pub struct Predicted<B: Backend> {
 }
 
 /// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
-/// does that at once. Keys and values go into the pages of the rows. It has no gradient.
+/// does that at once. Keys and values go into the pages of the rows. It has no gradient. With what the step gives come the rows to go
+/// [on](CachedTokens::next) from, which are those of `at`.
 ///
 /// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
 ///
@@ -260,7 +261,7 @@ pub fn decode_step<B: DecodeStepOps>(
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
-) -> Result<Decoded<B>, Declined> {
+) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
     let DecodePlan { model, body } = plan;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
@@ -274,5 +275,10 @@ pub fn decode_step<B: DecodeStepOps>(
         let flops = (2 * at.rows.len() * products) as u64;
         Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
     });
-    B::decode_step(Checked::new(DecodeStep { model, body, tokens, at, caches }))
+    let decoded = B::decode_step(Checked::new(DecodeStep { model, body, tokens, at, caches }))?;
+    let at = match &decoded.following {
+        Some(positions) => at.clone().followed_by(positions.clone()),
+        None => at.clone(),
+    };
+    Ok((decoded, at))
 }

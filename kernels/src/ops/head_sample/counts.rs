@@ -156,6 +156,11 @@ pub struct SampledRows<B: Backend> {
 }
 
 impl<B: Backend> SampledRows<B> {
+    /// How many rows there are.
+    pub fn count(&self) -> usize {
+        self.rows.len()
+    }
+
     /// Whether each row takes its likeliest token, with nothing taken from or added to a logit.
     pub fn are_greedy(&self) -> bool {
         self.kinds.iter().all(|(kind, _)| !kind.draws && !kind.counted)

@@ -128,7 +128,7 @@ struct RingOf {
     __device__ __forceinline__ void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-    // Gives the stage back once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
+    // Releases the stage once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
     // its own account. `nil` is a zero that the compiler does not know.
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");

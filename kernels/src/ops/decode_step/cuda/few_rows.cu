@@ -1,7 +1,7 @@
 // A decode step of up to four rows, from tokens to logits and the likeliest tokens: a block of threads on each multiprocessor, all
 // resident.
 //
-// A block owns some output rows of every matrix. One thread (the producer) streams these rows, and the keys and values that
+// A block owns some output rows of every matrix. One warp (the producer) streams these rows, and the keys and values that
 // the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
 // (the consumers) multiply: each takes 64 of every 1,024 columns, holds its weights in registers before its part of the
 // input arrives, polls for that part alone, and leaves its sums in shared memory. Finisher warps add these up, hold the
@@ -80,8 +80,8 @@ constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = 256;  
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
 constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
-constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_GIVEN = AT_BARRIERS + STAGES * 16;
-constexpr int AT_GIVEN_OF_HEAD = AT_GIVEN + WARPS * 4, AT_WAITED = AT_GIVEN_OF_HEAD + WARPS * 4, SHARED = AT_WAITED + WARPS * 16;
+constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_RELEASED = AT_BARRIERS + STAGES * 16;
+constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, SHARED = AT_WAITED + WARPS * 16;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
 using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -154,8 +154,7 @@ struct Cut {
         return static_cast<int>(static_cast<u32>(n) * from / all);
     }
 };
-__device__ __forceinline__ int cut(int n, int block) { return static_cast<int>(static_cast<u32>(n) * static_cast<u32>(block) / gridDim.x); }
-// The same of the head.
+// A block's rows of the head.
 struct HeadRows {
     int first, count;
 
@@ -200,17 +199,17 @@ struct Producer {
     bool dead = false;
     u32 limit = IN_FLIGHT, more = 0;
 
-    // Until the counts of stages that warps gave back, each lane's at `count`, are this large.
+    // Until the counts of stages that warps released, each lane's at `count`, are this large.
     __device__ __forceinline__ void await(u32 count, u32 wanted) const {
-        u32 given;
+        u32 released;
         #pragma unroll 1
         do {
-            asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(given) : "r"(ring.base + count) : "memory");
-        } while (__any_sync(~0u, static_cast<int>(given - wanted) < 0) && !watch.late());
+            asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(released) : "r"(ring.base + count) : "memory");
+        } while (__any_sync(~0u, static_cast<int>(released - wanted) < 0) && !__any_sync(~0u, watch.late()));
     }
-    // A stage that all warps gave back.
+    // A stage that all warps released.
     __device__ __forceinline__ void free() const {
-        if (opened >= STAGES) await(AT_GIVEN + threadIdx.x % WARPS * 4, opened - STAGES + 1);
+        if (opened >= STAGES) await(AT_RELEASED + threadIdx.x % WARPS * 4, opened - STAGES + 1);
     }
     __device__ __forceinline__ void open(u32 bytes) {
         if (opened >= limit) {
@@ -305,7 +304,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
         if (p.dead = p.dead || p.watch.dead()) return;
         // In the first round as always; then a stage is one warp's.
         if (n < STAGES) p.free();
-        else p.await(AT_GIVEN_OF_HEAD + n % STAGES * 4, n / STAGES);
+        else p.await(AT_RELEASED_OF_HEAD + n % STAGES * 4, n / STAGES);
         const int r = n * HEAD_ROWS;
         p.fill(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r) * LINE);
     }
@@ -323,7 +322,7 @@ struct Consumer {
     u32 staged, operand;                               // where a warp's input lies
     u32 sum;                                           // where a lane leaves its sums
     int half;                                          // of 64 columns, which one a lane takes first
-    u32 given = 0;                                     // stages that this warp gave back
+    u32 released = 0;                                  // stages of this warp
 
     __device__ Consumer(Ring ring, const Step& step) : ring(ring), step(step) { place(); }
     // Found out again where it is needed, rather than kept in registers.
@@ -351,22 +350,23 @@ struct Consumer {
             ring.advance();
         }
     }
-    // Gives stages back once `value`, the last that was loaded from them, is there: a store does not wait for loads on its own
-    // account. A count for each warp costs less than an arrival at a barrier for each stage.
-    __device__ __forceinline__ void give_back(int stages, u32 value) {
+    // Releases stages once `value`, the last that was loaded from them, is there: a store does not wait for loads on its own
+    // account. What the producer then copies there cannot come before: the loads are over. A count for each warp costs less than
+    // an arrival at a barrier for each stage.
+    __device__ __forceinline__ void release(int stages, u32 value) {
         __syncwarp();
-        given += stages;
-        count(AT_GIVEN, given, value);
+        released += stages;
+        count(AT_RELEASED, released, value);
     }
-    __device__ __forceinline__ void count(u32 at, u32 given, u32 value) const {
-        if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(given) : "memory");
+    __device__ __forceinline__ void count(u32 at, u32 released, u32 value) const {
+        if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(released) : "memory");
     }
     template <int FROM, int TO, int N>
-    __device__ __forceinline__ void give_back(const u32 (&a)[N][8]) { give_back(TO - FROM, a[TO - 1][7]); }
+    __device__ __forceinline__ void release(const u32 (&a)[N][8]) { release(TO - FROM, a[TO - 1][7]); }
     template <int N>
     __device__ __forceinline__ void load(u32 (&a)[N][8]) { load<0, N>(a); }
     template <int N>
-    __device__ __forceinline__ void give_back(const u32 (&a)[N][8]) { give_back<0, N>(a); }
+    __device__ __forceinline__ void release(const u32 (&a)[N][8]) { release<0, N>(a); }
     // This warp's columns of the input: each lane asks for a pair of values in each slice of each row.
     template <int T>
     struct Words {
@@ -450,7 +450,7 @@ struct Consumer {
             give(b, v, then);
             #pragma unroll
             for (int i = 0; i < 4; i++) multiply(d[i], a[0][2 * i], 0, a[0][2 * i + 1], 0, b[0][2 * i], b[0][2 * i + 1]);
-            give_back(a);
+            release(a);
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) c[i] = (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
@@ -551,8 +551,8 @@ static_assert(ONE_SPLIT * PAGE_TOKENS <= 16 * WARPS, "a warp has sixteen keys");
 
 // Where a block has all keys of a row, and they are few: each warp scores sixteen of them on tensor cores, weighs their values by
 // its own maximum, and waits for no other warp; the last one has the newest key, too. Lane 4 g + q has the scores of the keys g and
-// g + 8 for head q; of the values, a group of eight lanes takes a key at a time. Tells what was read last: the stages are not given
-// back yet.
+// g + 8 for head q % 2; of the values, a group of eight lanes takes a key at a time. Tells what was read last: the stages are not
+// released yet.
 __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, int position, u32 new_key) {
     const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4;
     const bool some = warp * 16 < position, last = warp == WARPS - 1;
@@ -730,7 +730,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             u = shared_16(at), v = shared_16(at + 128);
             if (cached) {
                 c.ring.advance();
-                c.give_back(2, v.w);
+                c.release(2, v.w);
             }
             if (!busy) continue;
             if (!there) {
@@ -804,7 +804,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
     if (share.splits > 1) return;
     // The barrier told that all stages were there.
     c.ring.skip(2 * share.last);
-    c.give_back(2 * share.last, read);
+    c.release(2 * share.last, read);
 }
 
 // The splits of a head together, by two warps.
@@ -880,10 +880,10 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     Likeliest best{-infinity, NO_TOKEN};
     constexpr int EIGHTS = HEAD_ROWS / 8;
     static_assert(EIGHTS <= 2, "rows of a product");
-    // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone gives it back.
+    // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone releases it.
     static_assert(STAGES <= WARPS, "a warp a stage");
     c.ring.skip(warp);
-    u32 given = 0;
+    u32 released = 0;
     #pragma unroll 1
     for (int first = warp < STAGES ? warp * HEAD_ROWS : head.count; first < head.count; first += STAGES * HEAD_ROWS) {
         float scales[EIGHTS];
@@ -913,7 +913,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             last = a[EIGHTS - 1][1].w;
         }
         __syncwarp();
-        c.count(AT_GIVEN_OF_HEAD, ++given, last);
+        c.count(AT_RELEASED_OF_HEAD, ++released, last);
         c.ring.skip(STAGES);
         #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
@@ -938,6 +938,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     best = of_warps[warp * WARPS + lane % WARPS];
     best.of_lanes<1, WARPS>();
     u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
+    if (Watch::dead()) best = {infinity, -1};
     if (lane == 0) publish(words_of + 2 * blockIdx.x, __float_as_uint(best.logit), best.token, epoch);
     if (blockIdx.x > 0) return;
     #pragma unroll 1
@@ -986,7 +987,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             Consumer::Words<1> w;
             c.load(a);
             if (l > 0) c.expect(w, X + copy, 0);
-            c.give_back(a);
+            c.release(a);
             if (l == 0) {
                 #pragma unroll
                 for (int r = 0; r < BATCH; r++) {
@@ -1017,11 +1018,11 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             Consumer::Words<OUT_T> w;
             c.load(a);
             c.expect(w, O + OUT_T * copy, 1);
-            c.give_back(a);
+            c.release(a);
             gamma = gamma_next;
             if constexpr (UP_EARLY > 0) {
                 c.load<0, UP_EARLY>(up);
-                c.give_back<0, UP_EARLY>(up);
+                c.release<0, UP_EARLY>(up);
             }
             c.await(w, epoch);
             c.give(in, w.v, plain);
@@ -1036,7 +1037,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
             Consumer::Words<1> w;
             c.load<UP_EARLY, 6>(up);
             c.expect(w, Y + copy, 2);
-            c.give_back<UP_EARLY, 6>(up);
+            c.release<UP_EARLY, 6>(up);
             c.await(w, epoch);
             c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
             float acc[3][4];
@@ -1057,7 +1058,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, int (&posit
                 u32 a[DOWN_T][8], in[DOWN_T][8];
                 c.load(a);
                 c.expect(w, H + DOWN_T * copy, 3);
-                c.give_back(a);
+                c.release(a);
                 gamma = norm_next[threadIdx.x];
                 c.await(w, epoch);
                 c.give(in, w.v, plain);
@@ -1217,7 +1218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     }
     Ring ring{shared_address(memory)};
     if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
-    if (threadIdx.x < 6 * WARPS) reinterpret_cast<volatile u32*>(memory + AT_GIVEN)[threadIdx.x] = 0;
+    if (threadIdx.x < 6 * WARPS) reinterpret_cast<volatile u32*>(memory + AT_RELEASED)[threadIdx.x] = 0;
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;
     int at[BATCH];
     #pragma unroll

@@ -303,8 +303,8 @@ where
     };
     let sizes = body.sizes.clone();
     // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
-    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary, positions and
-    // pages were checked by the operands. All blocks are resident at once: one on each multiprocessor, for which there is
+    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
+    // pages were checked by the operands: positions are the host's, or a step's one further. Results have a line for each row. All blocks are resident at once: one on each multiprocessor, for which there is
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
