@@ -45,7 +45,7 @@ pub(super) struct BenchArgs {
     /// Tokens of a row, or of the prompt that is read, in place of the size's own
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     length: Option<u64>,
-    /// Where the last token that is timed stands, to decode
+    /// Where the last token that is timed stands, to decode; 150 if not said
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(150..=1_048_576))]
     position: Option<u64>,
     /// Dtype, in place of the size's own

@@ -28,7 +28,8 @@ fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> 
     (cache, rows, hidden)
 }
 
-fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
+/// So many rows that take their likeliest tokens.
+pub(crate) fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
     SampledRows::new(&vec![Sampling::greedy().into(); rows], device)
 }
 

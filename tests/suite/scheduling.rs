@@ -54,9 +54,15 @@ fn requests(count: usize) -> Vec<Request> {
     (0..count).map(request).collect()
 }
 
-type Texts = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
+/// What was written of each request, and how it ended.
+pub(crate) type Texts = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
 
-fn step<B: Backend>(scheduler: &mut Scheduler<B>, model: &Transformer<B>, texts: &mut Texts) -> Result<(), Failure> {
+/// A step, and what is ready after it.
+pub(crate) fn step<B: Backend>(
+    scheduler: &mut Scheduler<B>,
+    model: &Transformer<B>,
+    texts: &mut Texts,
+) -> Result<(), Failure> {
     scheduler.step(model)?;
     for written in scheduler.take() {
         let (tokens, finish) = texts.entry(written.id).or_default();

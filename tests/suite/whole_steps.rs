@@ -1,11 +1,10 @@
 //! What must hold of decode steps in one launch, on devices that have a kernel for the models of these tests. On the others these
 //! are smaller, and computed operation by operation.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use fireclay::Failure;
-use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions};
+use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
@@ -15,14 +14,16 @@ use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::backend_test;
-use crate::compare::values;
+use crate::compare::{relative_error, values};
+use crate::decoding::likeliest;
+use crate::scheduling::{Texts, step};
 
 /// So many that a block of the kernel has more rows of the head than its shared memory holds.
 const VOCABULARY: usize = 30_011;
 
 /// A model in the dtype and of a shape of the kernel, with so many heads, its matrices as bytes or not; and how far its hidden
 /// states may be off.
-fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Transformer<B>, f32), Failure> {
+fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Transformer<B>, f64), Failure> {
     let half = B::supports_dtype(device, DType::BF16);
     let (d_model, n_heads, head_dim) = if half { (1024, heads, 128) } else { (64, 4, 16) };
     let folder = tempfile::tempdir().expect("a folder");
@@ -54,16 +55,10 @@ fn integers<B: Backend>(tokens: &[u32], device: &B::Device) -> Tensor<B, 1, Int>
     Tensor::from_data(TensorData::new(tokens, [count]), device)
 }
 
-/// The norm of the difference, over that of what is wanted.
-fn off(values: &[f32], wanted: &[f32]) -> f32 {
-    let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| value * value).sum::<f32>().sqrt();
-    norm(&mut values.iter().zip(wanted).map(|(a, b)| a - b)) / norm(&mut wanted.iter().copied())
-}
-
 /// Rows of a cache, each with its text, whose steps are compared with passes over the whole texts.
 struct Rows<'a, B: Backend> {
     model: &'a Transformer<B>,
-    bound: f32,
+    bound: f64,
     device: &'a B::Device,
     cache: Cache<B>,
     rows: Vec<(RowId, Vec<u32>)>,
@@ -71,7 +66,7 @@ struct Rows<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Rows<'a, B> {
-    fn new(model: &'a Transformer<B>, bound: f32, tokens: usize, device: &'a B::Device) -> Self {
+    fn new(model: &'a Transformer<B>, bound: f64, tokens: usize, device: &'a B::Device) -> Self {
         Self { model, bound, device, cache: model.cache(tokens), rows: Vec::new(), steps: 0 }
     }
 
@@ -112,7 +107,7 @@ impl<'a, B: Backend> Rows<'a, B> {
         for (row, (hidden, (_, tokens))) in states.chunks_exact(d_model).zip(&self.rows).enumerate() {
             let whole = self.model.forward(integers(tokens, self.device).reshape([1, tokens.len()]));
             let wanted = values(&whole.narrow(1, tokens.len() - 1, 1).cast(DType::F32));
-            let off = off(hidden, &wanted);
+            let off = relative_error(hidden, &wanted);
             let (rows, length) = (self.rows.len(), tokens.len());
             assert!(off < self.bound, "step {step}, row {row} of {rows}, {length} tokens: off by {off}");
         }
@@ -122,14 +117,14 @@ impl<'a, B: Backend> Rows<'a, B> {
     #[track_caller]
     fn assert_predictions(&self, hidden: Hidden<B>, step: usize) {
         let wanted = self.model.logits(hidden.states().unsqueeze());
-        let likeliest = SampledRows::new(&vec![Sampling::greedy().into(); self.rows.len()], self.device);
-        let tokens = self.model.sample(hidden.clone(), &likeliest, None, &self.cache).into_data();
-        let (_, logits) = self.model.sample_logits(hidden, &likeliest, None, &self.cache);
+        let greedy = likeliest(self.rows.len(), self.device);
+        let tokens = self.model.sample(hidden.clone(), &greedy, None, &self.cache).into_data();
+        let (_, logits) = self.model.sample_logits(hidden, &greedy, None, &self.cache);
         let [logits, wanted] = [values(&logits), values(&wanted.cast(DType::F32))];
         for (row, (token, (logits, wanted))) in
             tokens.iter::<i64>().zip(logits.chunks_exact(VOCABULARY).zip(wanted.chunks_exact(VOCABULARY))).enumerate()
         {
-            let off = off(logits, wanted);
+            let off = relative_error(logits, wanted);
             assert!(off < self.bound, "step {step}, row {row}: logits off by {off}");
             let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let first = logits.iter().position(|logit| *logit == most).map(|token| token as i64);
@@ -185,10 +180,10 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
         assert!(rows.add(text(0, 5), 20));
         rows.step();
         let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-        let likeliest = SampledRows::new(&[Sampling::greedy().into()], &device);
+        let greedy = likeliest(1, &device);
         let recording = Recording::start::<B>(&device).expect("a recording");
         let hidden = model.decode(integers(&[7], &device), &ids, &mut rows.cache);
-        let token = model.sample(hidden, &likeliest, None, &rows.cache).into_data();
+        let token = model.sample(hidden, &greedy, None, &rows.cache).into_data();
         let report = recording.stop().expect("a report");
         assert_eq!(token.num_elements(), 1);
         let operations = ["decode_step", "cached_attention", "head_sample"].map(|name| report.calls(name));
@@ -196,22 +191,21 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
     }
 });
 
-backend_test!(tokens_are_drawn_from_the_logits_of_a_step_as_from_its_hidden_states::<B>(device) {
+backend_test!(of_top_k_one_a_step_draws_its_likeliest_token_at_any_temperature::<B>(device) {
     let (model, _) = model::<B>(16, false, &device)?;
     let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
     for row in 0..3 {
         assert!(rows.add(text(row, 5 + row), 20));
     }
     let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-    // Of top-k 1 the likeliest is left, whatever the noise.
+    // Drawn from a step's logits, beside the tokens that it found the likeliest itself.
     let row = |row| SampledRow::from(Sampling::greedy().with_temperature(1e6).with_top_k(Some(1)).with_seed(3, row));
     let drawn = SampledRows::new(&(0..3).map(row).collect::<Vec<_>>(), &device);
     for step in 0..4 {
         let hidden = model.decode(integers(&[step, 7, 9], &device), &ids, &mut rows.cache);
         let (tokens, logits) = model.sample_logits(hidden.clone(), &drawn, None, &rows.cache);
         let tokens: Vec<i64> = tokens.into_data().iter().collect();
-        let likeliest = SampledRows::new(&vec![Sampling::greedy().into(); 3], &device);
-        let wanted: Vec<i64> = model.sample(hidden, &likeliest, None, &rows.cache).into_data().iter().collect();
+        let wanted: Vec<i64> = model.sample(hidden, &likeliest(3, &device), None, &rows.cache).into_data().iter().collect();
         assert_eq!(tokens, wanted, "step {step}");
         assert_eq!(logits.dims(), [3, VOCABULARY]);
     }
@@ -220,8 +214,7 @@ backend_test!(tokens_are_drawn_from_the_logits_of_a_step_as_from_its_hidden_stat
 backend_test!(a_step_whose_logits_are_not_numbers_draws_none::<B>(device) {
     let (mut model, _) = model::<B>(16, false, &device)?;
     let norm = model.final_norm.as_mut().expect("a norm before the head");
-    let gamma = norm.gamma.val();
-    norm.gamma = Param::from_tensor(gamma.clone() * f32::NAN);
+    norm.gamma = Param::from_tensor(norm.gamma.val() * f32::NAN);
     let mut rows = Rows::new(&model, 1.0, 2 * PAGE_TOKENS, &device);
     assert!(rows.add(text(0, 5), 20));
     let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
@@ -261,12 +254,12 @@ backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages
     }
 });
 
-/// What a scheduler wrote for each request, and how it ended.
-type Texts = Vec<(Vec<u32>, Option<Finish>)>;
+/// A text, and how it ended.
+type Written = (Vec<u32>, Option<Finish>);
 
 /// Each token of a text is the likeliest behind those before it, but for rounding.
 #[track_caller]
-fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f32, prompt: &[u32], text: &[u32], device: &B::Device) {
+fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f64, prompt: &[u32], text: &[u32], device: &B::Device) {
     let all: Vec<u32> = prompt.iter().chain(text).copied().collect();
     let logits = model.logits(model.forward(integers(&all, device).reshape([1, all.len()])));
     let logits = values(&logits.cast(DType::F32));
@@ -275,7 +268,7 @@ fn assert_likeliest<B: Backend>(model: &Transformer<B>, bound: f32, prompt: &[u3
         let deviation = (logits.iter().map(|logit| logit * logit).sum::<f32>() / VOCABULARY as f32).sqrt();
         let chosen = logits[*token as usize];
         assert!(
-            most - chosen < 4.0 * bound * deviation,
+            f64::from(most - chosen) < 4.0 * bound * f64::from(deviation),
             "token {at}: {chosen} where the likeliest has {most}, deviation {deviation}"
         );
     }
@@ -288,29 +281,22 @@ fn write<B: Backend>(
     cache_tokens: usize,
     cancelled: &[(usize, usize)],
     device: &B::Device,
-) -> Result<(Texts, usize), Failure> {
+) -> Result<(Vec<Written>, usize), Failure> {
     let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
     let mut scheduler = Scheduler::new(model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
-    let mut texts: BTreeMap<RequestId, (Vec<u32>, Option<Finish>)> =
-        ids.iter().map(|id| (*id, (Vec::new(), None))).collect();
-    for step in 0.. {
-        cancelled.iter().filter(|(at, _)| *at == step).for_each(|(_, request)| scheduler.cancel(ids[*request]));
+    let mut texts = Texts::new();
+    for at in 0.. {
+        cancelled.iter().filter(|(step, _)| *step == at).for_each(|(_, request)| scheduler.cancel(ids[*request]));
         if scheduler.is_idle() {
             break;
         }
-        assert!(step < 5000, "it does not end");
-        scheduler.step(model)?;
-        for written in scheduler.take() {
-            let (text, finish) = texts.get_mut(&written.id).expect("a request");
-            assert!(finish.is_none(), "nothing comes behind the end");
-            text.extend(written.tokens.iter().map(|written| written.token));
-            *finish = written.finish;
-        }
+        assert!(at < 5000, "it does not end");
+        step(&mut scheduler, model, &mut texts)?;
     }
     let load = scheduler.load();
     assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
-    Ok((ids.iter().map(|id| texts.remove(id).expect("a text")).collect(), load.preemptions))
+    Ok((ids.iter().map(|id| texts.remove(id).unwrap_or_default()).collect(), load.preemptions))
 }
 
 fn requests(count: usize) -> Vec<Request> {

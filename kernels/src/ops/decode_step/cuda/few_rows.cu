@@ -263,7 +263,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
     const int f0 = 2 * part(D_FF / 2, b), fn = 2 * part(D_FF / 2, b + 1) - f0;
     const Share begin(b, positions);
     if (begin.some && begin.splits == 1) p.limit = min(IN_FLIGHT_MORE, STAGES);
-    // Keys and values of the token before may have been written by others in this launch.
+    // Keys and values were written by threads, in launches before, and are copied by the asynchronous proxy.
     asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
     const Share share(b, positions);
     const int position = share.position;
