@@ -1,6 +1,6 @@
 //! Texts that nobody asked for: their kernels are compiled before somebody waits for them.
 
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Penalties, Sampling};
 use fireclay_model::Transformer;
 
 use super::{Request, Scheduler};
@@ -8,11 +8,11 @@ use crate::failure::Failure;
 
 /// Tokens of a short prompt, and the fewest behind it: texts end one after another.
 const PROMPT: usize = 16;
-const TOKENS: usize = 4;
+const TOKENS: usize = 6;
 
 impl<B: Backend> Scheduler<B> {
-    /// Writes short texts, one alone and then twice as many at a time up to `rows`, and reads long prompts beside one and beside all, as long
-    /// as `goes_on`. What they wrote is gone, and so are their pages.
+    /// Writes short texts, one alone and then twice as many at a time up to `rows`, drawn in several ways, and reads long prompts of several
+    /// lengths beside them, as long as `goes_on`. What they wrote is gone, and so are their pages.
     ///
     /// # Errors
     /// If the device fails.
@@ -21,22 +21,17 @@ impl<B: Backend> Scheduler<B> {
         let room = self.context.min(pages * self.cache.page_tokens());
         let Some(long) = room.checked_sub(PROMPT.max(2 * TOKENS)) else { return Ok(()) };
         let long = long.clamp(1, self.options.step_tokens);
-        let vocabulary = self.vocabulary;
-        // None has what another has, which the cache would know.
-        let request = |length: usize, text: usize| {
-            let prompt = (0..length).map(|at| ((at + text) % vocabulary) as u32).collect();
-            let request = Request::new(prompt, TOKENS + text % TOKENS);
-            let sampling = request.sampling.with_temperature((text % 2) as f64);
-            Request { sampling, ..request }
-        };
-        // A row is left for the long prompt, where there is more than one.
-        let rows = rows.min(self.options.rows - 1).max(1);
+        // Rows are left for long prompts, where there are more.
+        let rows = rows.min(self.options.rows.saturating_sub(2)).max(1);
         let counts = (0..).map(|power| 1 << power).take_while(|count| *count < 2 * rows);
-        for count in counts.map(|count: usize| count.min(rows)) {
+        for (round, count) in counts.map(|count: usize| count.min(rows)).enumerate() {
             for text in 0..count {
-                self.add(request(PROMPT.min(long), text))?;
+                let request = self.text(PROMPT.min(long), text);
+                self.add(request)?;
             }
-            let mut reads_long = count == 1 || count == rows;
+            // Beside short texts, then beside tokens that follow a long one; the shorter, the more texts there are, and then odd.
+            let lengths = [long >> (round % 4), (long >> (round % 5)).saturating_sub(round % 2), round + 1];
+            let mut prompts = lengths.map(|length| length.clamp(1, long)).into_iter().enumerate();
             while !self.is_idle() {
                 if !goes_on() {
                     let texts = self.running.iter().chain(&self.waiting).map(|text| text.id);
@@ -45,11 +40,31 @@ impl<B: Backend> Scheduler<B> {
                 }
                 self.step(model)?;
                 self.take();
-                if std::mem::take(&mut reads_long) {
-                    self.add(request(long, count))?;
+                if let Some((place, length)) = prompts.next() {
+                    let request = self.text(length, rows + lengths.len() * round + place);
+                    self.add(request)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// A text with a prompt of `length` that no other has, which the cache would know, drawn in one of the ways that are asked for most.
+    fn text(&self, length: usize, text: usize) -> Request {
+        let prompt = (0..length).map(|at| ((at + text) % self.vocabulary) as u32).collect();
+        let request = Request::new(prompt, TOKENS + text % TOKENS);
+        let drawn = Sampling::greedy().with_temperature(1.0);
+        let penalties = Penalties { presence: 0.5, ..Penalties::default() };
+        let sampling = match text % 8 {
+            1 | 7 => drawn,
+            2 => drawn.with_top_p(Some(0.9)),
+            3 => drawn.with_top_p(Some(0.9)).with_top_k(Some(20)),
+            4 => drawn.with_penalties(penalties),
+            5 => drawn.with_penalties(penalties).with_top_p(Some(0.9)),
+            6 => Sampling::greedy().with_penalties(penalties),
+            _ => Sampling::greedy(),
+        };
+        let (biases, likeliest) = (if text % 8 == 5 { vec![(0, 1.0)] } else { vec![] }, (text % 8 == 7).then_some(2));
+        Request { sampling, biases, likeliest, ..request }
     }
 }
