@@ -18,6 +18,8 @@ const REQUESTS: usize = 200;
 const PROMPT: [usize; 2] = [32, 2000];
 const ANSWER: [usize; 2] = [16, 512];
 const CPU_FRACTION: usize = 8;
+/// Requests that are written alone, too.
+const ALONE: usize = 40;
 
 /// Requests that come and go, each case told to `show` as soon as it is measured.
 pub struct RequestsBench<S> {
@@ -34,6 +36,10 @@ struct Served {
     /// The longest that a text which was being written waited for more tokens, in ms.
     longest_wait: f64,
     preemptions: usize,
+    /// The most that pages held, but for one a text, for each token in them, while a text waited for pages; none did where it is 0.
+    memory: f64,
+    /// The tokens of each request.
+    texts: Vec<Vec<u32>>,
 }
 
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S> {
@@ -75,6 +81,7 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                 (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
                 ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest), Some(steady_rate)),
             ];
+            let mut alone: Vec<Vec<u32>> = Vec::new();
             for (case, requests, cache_tokens, steady_rate) in cases {
                 let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS / fraction, cache_tokens };
                 let mut served = Vec::new();
@@ -94,6 +101,26 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                 })?;
                 let waits = format!("{case}, longest wait for a token");
                 (self.show)(Measurement::new(&what, waits, "ms", of(|served| served.longest_wait)))?;
+                if steady_rate.is_some() {
+                    let first = &requests[..requests.len().min(ALONE)];
+                    for request in &first[alone.len()..] {
+                        let cache_tokens = length(request).next_multiple_of(PAGE_TOKENS);
+                        let one = std::slice::from_ref(request);
+                        alone.append(
+                            &mut serve(&model, one, SchedulerOptions { cache_tokens, ..options }, &device)?.texts,
+                        );
+                    }
+                    let equal = |served: &Served| {
+                        let equal = served.texts.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
+                        100.0 * equal as f64 / alone.len() as f64
+                    };
+                    let what_equal = format!("{case}, equal to their texts alone, of {}", alone.len());
+                    (self.show)(Measurement::new(&what, what_equal, "%", served.iter().map(equal).collect()))?;
+                }
+                if served.iter().any(|served| served.memory > 0.0) {
+                    let waiting = format!("{case}, memory to tokens' bytes, a page a text left out");
+                    (self.show)(Measurement::new(&what, waiting, "times", of(|served| served.memory)))?;
+                }
                 let preemptions: usize = served.iter().map(|served| served.preemptions).sum();
                 if preemptions > 0 {
                     let each = preemptions.div_ceil(served.len());
@@ -153,11 +180,12 @@ fn serve<B: Backend>(
     let (begun, key) = (Instant::now(), RandomKey::new(9));
     let mut coming = requests.iter();
     let mut last: HashMap<RequestId, Instant> = HashMap::new();
-    let (mut tokens, mut longest) = (0, 0.0f64);
+    let (mut ids, mut texts) = (HashMap::new(), vec![Vec::new(); requests.len()]);
+    let (mut longest, mut memory) = (0.0f64, 0.0f64);
     for step in 0.. {
         if scheduler.load().waiting < options.rows / 2 {
             for request in coming.by_ref().take(key.bits(step, 0) as usize % 4) {
-                scheduler.add(request.clone())?;
+                ids.insert(scheduler.add(request.clone())?, ids.len());
             }
         }
         if scheduler.is_idle() && coming.len() == 0 {
@@ -165,8 +193,14 @@ fn serve<B: Backend>(
         }
         scheduler.step(model)?;
         let now = Instant::now();
+        let load = scheduler.load();
+        let running = load.reading + load.writing;
+        if load.waiting > 0 && load.pages_left == 0 && running < options.rows {
+            let held = (load.pages - load.pages_left).saturating_sub(running) * PAGE_TOKENS;
+            memory = memory.max(held as f64 / load.tokens as f64);
+        }
         for written in scheduler.take() {
-            tokens += written.tokens.len();
+            texts[ids[&written.id]].extend(written.tokens.iter().map(|written| written.token));
             if let Some(before) = last.insert(written.id, now) {
                 longest = longest.max((now - before).as_secs_f64());
             }
@@ -174,5 +208,6 @@ fn serve<B: Backend>(
     }
     let seconds = begun.elapsed().as_secs_f64();
     let Load { preemptions, .. } = scheduler.load();
-    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions })
+    let tokens: usize = texts.iter().map(Vec::len).sum();
+    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions, memory, texts })
 }

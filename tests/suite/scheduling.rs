@@ -141,6 +141,34 @@ backend_test!(texts_are_the_same_where_the_cache_is_far_too_small::<B>(device) {
     assert_eq!(texts, wanted);
 });
 
+backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(device) {
+    let model = model::<B>(&device)?;
+    let tight = SchedulerOptions { cache_tokens: 7 * 64, ..ROOMY };
+    let mut scheduler = Scheduler::new(&model, tight, device.clone());
+    // The first has the cache for itself, and takes pages ahead.
+    scheduler.add(Request::new(vec![1; 20], 100))?;
+    let mut texts = Texts::new();
+    for _ in 0..3 {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    for request in requests(24) {
+        scheduler.add(Request { ends: vec![], ..request })?;
+    }
+    let mut waited = 0;
+    while !scheduler.is_idle() {
+        step(&mut scheduler, &model, &mut texts)?;
+        let load = scheduler.load();
+        let running = load.reading + load.writing;
+        if load.waiting > 0 && load.pages_left == 0 && running < tight.rows {
+            let held = (load.pages - load.pages_left) * 64;
+            // A token on its way has its place, too.
+            assert!(held <= load.tokens + running * 64, "{load:?}");
+            waited += 1;
+        }
+    }
+    assert!(waited > 10, "some waited for pages in {waited} steps");
+});
+
 backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
     let model = model::<B>(&device)?;
     let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { ends: vec![], max_tokens: 40, ..request }).collect();

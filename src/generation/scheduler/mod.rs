@@ -136,6 +136,8 @@ pub struct Load {
     pub pages: usize,
     /// Pages that none of them has.
     pub pages_left: usize,
+    /// Tokens whose keys and values are in the pages that they have.
+    pub tokens: usize,
     /// How often a text gave up its pages for others so far, to be read again.
     pub preemptions: usize,
 }
@@ -356,7 +358,8 @@ impl<B: Backend> Scheduler<B> {
         let (pages, pages_left) = self.cache.pages();
         let writing = self.running.iter().filter(|text| text.drawn_at.is_some()).count();
         let (waiting, reading) = (self.waiting.len(), self.running.len() - writing);
-        Load { waiting, reading, writing, pages, pages_left, preemptions: self.preemptions }
+        let tokens = self.running.iter().filter_map(|text| Some(self.cache.length(text.row?))).sum();
+        Load { waiting, reading, writing, pages, pages_left, tokens, preemptions: self.preemptions }
     }
 
     /// What became of requests, in the order in which they were added: what was read from the device by now.
