@@ -9,6 +9,7 @@ use std::sync::Once;
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
@@ -109,7 +110,8 @@ pub(crate) fn clamp_index(id: i64, last: usize) -> usize {
     usize::try_from(id).unwrap_or(usize::MAX).min(last)
 }
 
-/// Runs `work` with the widest vectors that the processor has.
+/// Runs `work` with the widest vectors that the processor has. Closures that lead to it are `#[inline(always)]`, as are functions that it
+/// calls: what is not inlined is compiled once, without them.
 #[inline(always)]
 pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)
@@ -119,9 +121,17 @@ pub(crate) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
 pub(crate) fn for_rows(out: &mut [f32], columns: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
     let rows = (GRAIN / columns.max(1)).max(1);
     if out.len() <= rows * columns {
-        return vectorised(|| work(0, out));
+        return vectorised(
+            #[inline(always)]
+            || work(0, out),
+        );
     }
-    out.par_chunks_mut(rows * columns).enumerate().for_each(|(piece, out)| vectorised(|| work(piece * rows, out)));
+    out.par_chunks_mut(rows * columns).enumerate().for_each(|(piece, out)| {
+        vectorised(
+            #[inline(always)]
+            || work(piece * rows, out),
+        )
+    });
 }
 
 /// An address that threads share, each of which writes elsewhere.
@@ -140,7 +150,13 @@ pub(crate) fn new_rows<const N: usize>(
     columns: [usize; N],
     work: impl Fn(usize, [&mut [f32]; N]) + Sync,
 ) -> [Vec<f32>; N] {
-    new_rows_beside(rows, (&mut [], 0), columns, |first, _, pieces| work(first, pieces))
+    new_rows_beside(
+        rows,
+        (&mut [], 0),
+        columns,
+        #[inline(always)]
+        |first, _, pieces| work(first, pieces),
+    )
 }
 
 /// [`new_rows`] beside those of `x`, of `width` columns, which `work` gets too, to be changed.
@@ -169,7 +185,10 @@ pub(crate) fn new_rows_beside<const N: usize>(
             });
             (std::slice::from_raw_parts_mut(x.0.add(first * width), size * width), pieces)
         };
-        vectorised(|| work(first, x, pieces));
+        vectorised(
+            #[inline(always)]
+            || work(first, x, pieces),
+        );
     };
     match rows.div_ceil(piece) {
         pieces @ 0..=1 => (0..pieces).for_each(fill),
@@ -197,7 +216,10 @@ pub(crate) fn new_columns(
         let (range, begin) = (index * piece..columns.min((index + 1) * piece), begin);
         let width = range.len();
         let mut own = vec![0.0; rows * width];
-        vectorised(|| work(range.clone(), &mut own));
+        vectorised(
+            #[inline(always)]
+            || work(range.clone(), &mut own),
+        );
         for (row, own) in own.chunks_exact(width).enumerate() {
             // SAFETY: there is room for [rows, columns], and no other piece has these columns.
             unsafe { begin.0.add(row * columns + range.start).copy_from_nonoverlapping(own.as_ptr(), width) };
@@ -225,7 +247,10 @@ pub(crate) fn sum_over_rows(rows: usize, width: usize, work: impl Fn(Range<usize
         .into_par_iter()
         .map(|piece| {
             let mut sums = vec![0.0; width];
-            vectorised(|| work(piece * PIECE..rows.min((piece + 1) * PIECE), &mut sums));
+            vectorised(
+                #[inline(always)]
+                || work(piece * PIECE..rows.min((piece + 1) * PIECE), &mut sums),
+            );
             sums
         })
         .collect();
@@ -252,6 +277,91 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
+/// The sums of products of all rows of `a` with all of `b`, which have `size` elements, into `out` `[rows of a, rows of b]`: each is what
+/// [`sum_of`] gives.
+pub(crate) struct DotProducts<'a> {
+    pub(crate) a: &'a [f32],
+    pub(crate) b: &'a [f32],
+    pub(crate) size: usize,
+    pub(crate) out: &'a mut [f32],
+}
+
+impl DotProducts<'_> {
+    /// With the widest vectors that the processor has.
+    pub(crate) fn compute(self) {
+        pulp::Arch::new().dispatch(self);
+    }
+
+    /// The products of several rows with one of `b`, which comes from memory once and in order; a sum has `EACH` registers.
+    #[inline(always)]
+    fn by_rows<S: Simd, const MOST: usize, const EACH: usize>(self, simd: S) {
+        let Self { a, b, size, out } = self;
+        let rows = a.len() / size;
+        let columns = out.len() / rows;
+        for (column, b) in b.chunks_exact(size).enumerate() {
+            let mut put = |row: usize, sum: f32| out[row * columns + column] = sum;
+            let mut row = 0;
+            while row + MOST <= rows {
+                let a = std::array::from_fn(|i| &a[(row + i) * size..][..size]);
+                let sums = sums_of_products::<S, MOST, EACH>(simd, a, b);
+                sums.into_iter().enumerate().for_each(|(i, sum)| put(row + i, sum));
+                row += MOST;
+            }
+            while row + 2 <= rows {
+                let a = std::array::from_fn(|i| &a[(row + i) * size..][..size]);
+                let sums = sums_of_products::<S, 2, EACH>(simd, a, b);
+                sums.into_iter().enumerate().for_each(|(i, sum)| put(row + i, sum));
+                row += 2;
+            }
+            if row < rows {
+                put(row, sum_of(&a[row * size..][..size], b, |a, b| a * b));
+            }
+        }
+    }
+}
+
+impl WithSimd for DotProducts<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match LANES / S::F32_LANES {
+            1 => self.by_rows::<S, 8, 1>(simd),
+            2 => self.by_rows::<S, 4, 2>(simd),
+            4 => self.by_rows::<S, 4, 4>(simd),
+            _ => self.by_rows::<S, 2, LANES>(simd),
+        }
+    }
+}
+
+/// The sums of products of some rows with `b`, each as [`sum_of`] has it.
+#[inline(always)]
+fn sums_of_products<S: Simd, const ROWS: usize, const EACH: usize>(
+    simd: S,
+    a: [&[f32]; ROWS],
+    b: &[f32],
+) -> [f32; ROWS] {
+    let whole = b.len() / LANES * LANES;
+    fn vectors<S: Simd>(row: &[f32]) -> &[S::f32s] {
+        pulp::bytemuck::cast_slice(row)
+    }
+    let mut sums = [[simd.splat_f32s(0.0); EACH]; ROWS];
+    let (a_vectors, b_vectors) = (a.map(|row| vectors::<S>(&row[..whole])), vectors::<S>(&b[..whole]));
+    for at in (0..b_vectors.len()).step_by(EACH) {
+        for part in 0..EACH {
+            let b = b_vectors[at + part];
+            for row in 0..ROWS {
+                sums[row][part] = simd.add_f32s(sums[row][part], simd.mul_f32s(a_vectors[row][at + part], b));
+            }
+        }
+    }
+    std::array::from_fn(|row| {
+        let lanes: &[f32] = pulp::bytemuck::cast_slice(&sums[row]);
+        let rest: f32 = a[row][whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum();
+        lanes.iter().sum::<f32>() + rest
+    })
+}
+
 /// The sum of products with signed bytes, four in each word.
 #[inline(always)]
 pub(crate) fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
@@ -266,6 +376,34 @@ pub(crate) fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
         }
     }
     lanes.iter().sum::<f32>() + rest
+}
+
+/// Replaces what slices of one length have in one place, place after place, sixteen together: the compiler need not know that
+/// none of them lies in another's memory.
+#[inline(always)]
+pub(crate) fn for_lanes<const N: usize>(slices: [&mut [f32]; N], f: impl Fn([f32; N]) -> [f32; N]) {
+    let slices = slices.map(|slice| slice.as_chunks_mut::<LANES>());
+    let chunks = slices.iter().map(|(chunks, _)| chunks.len()).min().unwrap_or(0);
+    for at in 0..chunks {
+        let mut values: [[f32; LANES]; N] = std::array::from_fn(|i| slices[i].0[at]);
+        #[expect(clippy::needless_range_loop, reason = "a place of every slice, which the lint takes for one")]
+        for lane in 0..LANES {
+            let new = f(std::array::from_fn(|i| values[i][lane]));
+            for i in 0..N {
+                values[i][lane] = new[i];
+            }
+        }
+        for i in 0..N {
+            slices[i].0[at] = values[i];
+        }
+    }
+    let rest = slices.iter().map(|(_, rest)| rest.len()).min().unwrap_or(0);
+    for at in 0..rest {
+        let new = f(std::array::from_fn(|i| slices[i].1[at]));
+        for i in 0..N {
+            slices[i].1[at] = new[i];
+        }
+    }
 }
 
 /// The largest element.
@@ -433,12 +571,15 @@ pub(crate) unsafe fn new_product(
         unsafe {
             let (a, b) = (a.from(rows.start, 0), b.from(0, columns.start));
             product([rows.len(), k, columns.len()], at, a, b, false);
-            vectorised(|| {
-                for (index, row) in rows.enumerate() {
-                    let piece = std::slice::from_raw_parts_mut(at.pointer.add(index * n), columns.len());
-                    then(row, columns.start, piece);
-                }
-            });
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (index, row) in rows.enumerate() {
+                        let piece = std::slice::from_raw_parts_mut(at.pointer.add(index * n), columns.len());
+                        then(row, columns.start, piece);
+                    }
+                },
+            );
         }
     });
     // SAFETY: the slabs cover all columns.
@@ -459,6 +600,37 @@ mod tests {
         }
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(-1e30) < 1e-37);
+    }
+
+    #[test]
+    fn products_of_a_few_rows_are_what_each_row_has_alone() {
+        for [rows, columns, size] in [[1, 1, 1], [2, 3, 16], [3, 5, 40], [5, 2, 15], [11, 4, 33], [16, 7, 64]] {
+            let values = |count: usize, step: usize| -> Vec<f32> {
+                (0..count).map(|i| ((i * step) % 101) as f32 / 7.0 - 6.0).collect()
+            };
+            let (a, b) = (values(rows * size, 37), values(columns * size, 53));
+            let mut out = vec![f32::NAN; rows * columns];
+            DotProducts { a: &a, b: &b, size, out: &mut out }.compute();
+            for row in 0..rows {
+                for column in 0..columns {
+                    let (a, b) = (&a[row * size..][..size], &b[column * size..][..size]);
+                    assert_eq!(out[row * columns + column], sum_of(a, b, |a, b| a * b), "{rows}x{columns}x{size}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn lanes_are_replaced_place_by_place() {
+        for size in [0, 1, 15, 16, 17, 100] {
+            let mut x: Vec<f32> = (0..size).map(|i| i as f32).collect();
+            let mut y: Vec<f32> = x.iter().map(|x| 2.0 * x + 1.0).collect();
+            for_lanes([&mut x, &mut y], |[x, y]| [y - x, x * y]);
+            for i in 0..size {
+                let (was_x, was_y) = (i as f32, 2.0 * i as f32 + 1.0);
+                assert_eq!([x[i], y[i]], [was_y - was_x, was_x * was_y]);
+            }
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use burn_ndarray::NdArray;
 
 use super::{ActivateBackward, ActivateForward, Activation, ActivationKind, ActivationOps};
 use crate::checked::Checked;
-use crate::cpu::{Values, exp, for_rows, new_rows, new_rows_beside, sigmoid, tensor};
+use crate::cpu::{Values, exp, for_lanes, for_rows, new_rows, new_rows_beside, sigmoid, tensor};
 
 /// Calls a function with the activation's own: `f(x)` and its slope.
 macro_rules! with_kind {
@@ -47,20 +47,30 @@ pub(crate) fn activate_by_slopes(
     let slopes = Values::rows(slopes);
     if !activation.gated {
         let mut d_x = Values::rows(grad).into_vec();
-        for_rows(&mut d_x, width, |first, d_x| {
-            d_x.iter_mut().zip(&slopes[first * width..]).for_each(|(d_x, slope)| *d_x *= slope);
-        });
+        for_rows(
+            &mut d_x,
+            width,
+            #[inline(always)]
+            |first, d_x| {
+                d_x.iter_mut().zip(&slopes[first * width..]).for_each(|(d_x, slope)| *d_x *= slope);
+            },
+        );
         return tensor(d_x, [rows, width]);
     }
     let (columns, grad) = (width / 2, Values::rows(grad));
-    let [d_x] = new_rows(rows, [width], |first, [d_x]| {
-        for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
-            let grad = &grad[row * columns..][..columns];
-            for (d_x, slopes) in d_x.chunks_exact_mut(columns).zip(slopes[row * width..].chunks_exact(columns)) {
-                d_x.iter_mut().zip(slopes.iter().zip(grad)).for_each(|(d_x, (slope, grad))| *d_x = grad * slope);
+    let [d_x] = new_rows(
+        rows,
+        [width],
+        #[inline(always)]
+        |first, [d_x]| {
+            for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
+                let grad = &grad[row * columns..][..columns];
+                for (d_x, slopes) in d_x.chunks_exact_mut(columns).zip(slopes[row * width..].chunks_exact(columns)) {
+                    d_x.iter_mut().zip(slopes.iter().zip(grad)).for_each(|(d_x, (slope, grad))| *d_x = grad * slope);
+                }
             }
-        }
-    });
+        },
+    );
     tensor(d_x, [rows, width])
 }
 
@@ -71,20 +81,28 @@ fn beside(
     f: impl Fn(f32) -> (f32, f32) + Sync,
 ) -> Tensor<NdArray, 2> {
     let columns = if gated { width / 2 } else { width };
-    let [out] = new_rows_beside(rows, (x, width), [columns], |_, x, [out]| {
-        for (x, out) in x.chunks_exact_mut(width).zip(out.chunks_exact_mut(columns)) {
-            let (gate, up) = x.split_at_mut(columns);
-            if gated {
-                for (out, (gate, up)) in out.iter_mut().zip(gate.iter_mut().zip(up)) {
-                    let (value, slope) = f(*gate);
-                    *out = value * *up;
-                    (*gate, *up) = (*up * slope, value);
+    let [out] = new_rows_beside(
+        rows,
+        (x, width),
+        [columns],
+        #[inline(always)]
+        |_, x, [out]| {
+            for (x, out) in x.chunks_exact_mut(width).zip(out.chunks_exact_mut(columns)) {
+                let (gate, up) = x.split_at_mut(columns);
+                if gated {
+                    for_lanes([gate, up, out], |[gate, up, _]| {
+                        let (value, slope) = f(gate);
+                        [up * slope, value, value * up]
+                    });
+                } else {
+                    for_lanes([gate, out], |[x, _]| {
+                        let (value, slope) = f(x);
+                        [slope, value]
+                    });
                 }
-            } else {
-                out.iter_mut().zip(gate).for_each(|(out, x)| (*out, *x) = f(*x));
             }
-        }
-    });
+        },
+    );
     tensor(out, [rows, columns])
 }
 
@@ -92,14 +110,19 @@ fn forward(x: Tensor<NdArray, 2>, gated: bool, f: impl Fn(f32) -> (f32, f32) + S
     let [rows, width] = x.dims();
     let columns = if gated { width / 2 } else { width };
     let x = Values::rows(x);
-    let [out] = new_rows(rows, [columns], |first, [out]| {
-        for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
-            let (x, up) = x[row * width..][..width].split_at(columns);
-            out.iter_mut().zip(x).for_each(|(out, x)| *out = f(*x).0);
-            // Empty where nothing is gated.
-            out.iter_mut().zip(up).for_each(|(out, up)| *out *= up);
-        }
-    });
+    let [out] = new_rows(
+        rows,
+        [columns],
+        #[inline(always)]
+        |first, [out]| {
+            for (row, out) in (first..).zip(out.chunks_exact_mut(columns)) {
+                let (x, up) = x[row * width..][..width].split_at(columns);
+                out.iter_mut().zip(x).for_each(|(out, x)| *out = f(*x).0);
+                // Empty where nothing is gated.
+                out.iter_mut().zip(up).for_each(|(out, up)| *out *= up);
+            }
+        },
+    );
     tensor(out, [rows, columns])
 }
 
@@ -112,23 +135,28 @@ fn backward(
     let [rows, width] = x.dims();
     let columns = if gated { width / 2 } else { width };
     let (grad, x) = (Values::rows(grad), Values::rows(x));
-    let [d_x] = new_rows(rows, [width], |first, [d_x]| {
-        for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
-            let (gate, up) = x[row * width..][..width].split_at(columns);
-            let grad = &grad[row * columns..][..columns];
-            let (d_gate, d_up) = d_x.split_at_mut(columns);
-            if gated {
-                for ((d_gate, d_up), ((gate, up), grad)) in
-                    d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up).zip(grad))
-                {
-                    let (value, slope) = f(*gate);
-                    (*d_gate, *d_up) = (grad * up * slope, grad * value);
+    let [d_x] = new_rows(
+        rows,
+        [width],
+        #[inline(always)]
+        |first, [d_x]| {
+            for (row, d_x) in (first..).zip(d_x.chunks_exact_mut(width)) {
+                let (gate, up) = x[row * width..][..width].split_at(columns);
+                let grad = &grad[row * columns..][..columns];
+                let (d_gate, d_up) = d_x.split_at_mut(columns);
+                if gated {
+                    for ((d_gate, d_up), ((gate, up), grad)) in
+                        d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up).zip(grad))
+                    {
+                        let (value, slope) = f(*gate);
+                        (*d_gate, *d_up) = (grad * up * slope, grad * value);
+                    }
+                } else {
+                    d_gate.iter_mut().zip(gate.iter().zip(grad)).for_each(|(d_x, (x, grad))| *d_x = grad * f(*x).1);
                 }
-            } else {
-                d_gate.iter_mut().zip(gate.iter().zip(grad)).for_each(|(d_x, (x, grad))| *d_x = grad * f(*x).1);
             }
-        }
-    });
+        },
+    );
     tensor(d_x, [rows, width])
 }
 

@@ -276,18 +276,21 @@ fn softmax(problem: &Problem, batch: usize, query: usize, seen: &Range<usize>, r
     let visible = problem.visible(batch, query);
     let (from, to) = (visible.start - seen.start, visible.end - seen.start);
     let scale = problem.options.scale as f32;
-    vectorised(|| {
-        row[..from].fill(0.0);
-        row[to..].fill(0.0);
-        let row = &mut row[from..to];
-        row.iter_mut().for_each(|x| *x *= scale);
-        let max = max_of(row);
-        row.iter_mut().for_each(|x| *x = exp(*x - max));
-        let sum = sum_of(row, row, |x, _| x);
-        let inverse = 1.0 / sum;
-        row.iter_mut().for_each(|x| *x *= inverse);
-        max + sum.ln()
-    })
+    vectorised(
+        #[inline(always)]
+        || {
+            row[..from].fill(0.0);
+            row[to..].fill(0.0);
+            let row = &mut row[from..to];
+            row.iter_mut().for_each(|x| *x *= scale);
+            let max = max_of(row);
+            row.iter_mut().for_each(|x| *x = exp(*x - max));
+            let sum = sum_of(row, row, |x, _| x);
+            let inverse = 1.0 / sum;
+            row.iter_mut().for_each(|x| *x *= inverse);
+            max + sum.ln()
+        },
+    )
 }
 
 fn attention_backward(operands: AttentionBackward<NdArray>) -> AttentionGradients<NdArray> {
@@ -371,18 +374,21 @@ fn gradients_into(
                         }
                         let (from, to) = (visible.start - seen.start, visible.end - seen.start);
                         let sum = log_sum_exp[line];
-                        vectorised(|| {
-                            let (grad, output) = (&grad[place..][..head_dim], &output[place..][..head_dim]);
-                            let delta = sum_of(grad, output, |a, b| a * b);
-                            for outside in [0..from, to..columns] {
-                                row[outside.clone()].fill(0.0);
-                                d_row[outside].fill(0.0);
-                            }
-                            for (p, d) in row[from..to].iter_mut().zip(&mut d_row[from..to]) {
-                                *p = exp(*p * scale - sum);
-                                *d = *p * (*d - delta) * scale;
-                            }
-                        });
+                        vectorised(
+                            #[inline(always)]
+                            || {
+                                let (grad, output) = (&grad[place..][..head_dim], &output[place..][..head_dim]);
+                                let delta = sum_of(grad, output, |a, b| a * b);
+                                for outside in [0..from, to..columns] {
+                                    row[outside.clone()].fill(0.0);
+                                    d_row[outside].fill(0.0);
+                                }
+                                for (p, d) in row[from..to].iter_mut().zip(&mut d_row[from..to]) {
+                                    *p = exp(*p * scale - sum);
+                                    *d = *p * (*d - delta) * scale;
+                                }
+                            },
+                        );
                     }
                     let d_scores = Matrix::of(d_tile, columns);
                     let d_query_rows = dq.matrix(batch, head, queries.start);

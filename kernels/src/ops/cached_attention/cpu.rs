@@ -31,24 +31,27 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
     let table = placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| Values::rows(x.clone())));
     let gammas = [&placement.query_norm, &placement.key_norm]
         .map(|norm| norm.as_ref().map(|norm| (Values::rows(norm.gamma.clone()), norm.epsilon as f32)));
-    vectorised(|| {
-        let mut rotated = vec![0.0; head_dim];
-        for (position, row) in positions.iter().zip(qkv.chunks_exact_mut(width)) {
-            for (head, x) in row.chunks_exact_mut(head_dim).take(n_heads + n_kv_heads).enumerate() {
-                if let Some((gamma, epsilon)) = &gammas[usize::from(head >= n_heads)] {
-                    let square = sum_of(x, x, |x, _| x * x) / head_dim as f32;
-                    let inverse = 1.0 / (square + epsilon).sqrt();
-                    x.iter_mut().zip(&gamma[..]).for_each(|(x, gamma)| *x *= inverse * gamma);
-                }
-                if let Some([cos, sin]) = &table {
-                    let half = head_dim / 2;
-                    let at = clamp_index(*position, cos.len() / half - 1) * half;
-                    rotate(x, &mut rotated, &cos[at..][..half], &sin[at..][..half], 1.0);
-                    x.copy_from_slice(&rotated);
+    vectorised(
+        #[inline(always)]
+        || {
+            let mut rotated = vec![0.0; head_dim];
+            for (position, row) in positions.iter().zip(qkv.chunks_exact_mut(width)) {
+                for (head, x) in row.chunks_exact_mut(head_dim).take(n_heads + n_kv_heads).enumerate() {
+                    if let Some((gamma, epsilon)) = &gammas[usize::from(head >= n_heads)] {
+                        let square = sum_of(x, x, |x, _| x * x) / head_dim as f32;
+                        let inverse = 1.0 / (square + epsilon).sqrt();
+                        x.iter_mut().zip(&gamma[..]).for_each(|(x, gamma)| *x *= inverse * gamma);
+                    }
+                    if let Some([cos, sin]) = &table {
+                        let half = head_dim / 2;
+                        let at = clamp_index(*position, cos.len() / half - 1) * half;
+                        rotate(x, &mut rotated, &cos[at..][..half], &sin[at..][..half], 1.0);
+                        x.copy_from_slice(&rotated);
+                    }
                 }
             }
-        }
-    });
+        },
+    );
     for (first, held) in [(n_heads, &mut cache.keys), (n_heads + n_kv_heads, &mut cache.values)] {
         append(held, &qkv, heads, first, &at.rows);
     }
@@ -193,7 +196,10 @@ fn attend(qkv: &[f32], heads: PackedHeads, held: Pages<'_>, rows: &[CachedRow], 
         }
     }
     groups.into_par_iter().for_each(|(row, head, query, out)| {
-        vectorised(|| attend_one(query, held, row, head, window, out));
+        vectorised(
+            #[inline(always)]
+            || attend_one(query, held, row, head, window, out),
+        );
     });
     output
 }

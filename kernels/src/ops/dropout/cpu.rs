@@ -14,11 +14,16 @@ impl DropoutOps for NdArray {
         let columns = shape[1];
         let mut values = Values::rows(x).into_vec();
         let (threshold, scale) = (dropout.threshold(), dropout.scale() as f32);
-        for_rows(&mut values, columns, |first, rows| {
-            for (row, values) in (first..).zip(rows.chunks_exact_mut(columns)) {
-                dropout.key.row(row as u32).drop(0, values, threshold, scale);
-            }
-        });
+        for_rows(
+            &mut values,
+            columns,
+            #[inline(always)]
+            |first, rows| {
+                for (row, values) in (first..).zip(rows.chunks_exact_mut(columns)) {
+                    dropout.key.row(row as u32).drop(0, values, threshold, scale);
+                }
+            },
+        );
         tensor(values, shape)
     }
 }

@@ -16,11 +16,16 @@ impl EmbedOps for NdArray {
         let [batch_size, seq_length] = tokens.dims();
         let tokens = integers(tokens);
         let looked_up = |row: &(dyn Fn(usize, &mut [f32]) + Sync)| {
-            let [out] = new_rows(tokens.len(), [d_model], |first, [out]| {
-                for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_model)) {
-                    row(clamp_index(*token, vocabulary - 1), out);
-                }
-            });
+            let [out] = new_rows(
+                tokens.len(),
+                [d_model],
+                #[inline(always)]
+                |first, [out]| {
+                    for (token, out) in tokens[first..].iter().zip(out.chunks_exact_mut(d_model)) {
+                        row(clamp_index(*token, vocabulary - 1), out);
+                    }
+                },
+            );
             tensor(out, [batch_size, seq_length, d_model])
         };
         let rows: Tensor<Self, 3> = match table {
@@ -46,12 +51,15 @@ impl EmbedOps for NdArray {
         let d_model = grad.dims()[1];
         let grad = Values::rows(grad);
         let mut out = zeros(vocabulary * d_model);
-        vectorised(|| {
-            for (token, row) in integers(tokens).into_iter().zip(grad.chunks_exact(d_model)) {
-                let sums = &mut out[clamp_index(token, vocabulary - 1) * d_model..][..d_model];
-                sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-            }
-        });
+        vectorised(
+            #[inline(always)]
+            || {
+                for (token, row) in integers(tokens).into_iter().zip(grad.chunks_exact(d_model)) {
+                    let sums = &mut out[clamp_index(token, vocabulary - 1) * d_model..][..d_model];
+                    sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                }
+            },
+        );
         tensor(out, [vocabulary, d_model])
     }
 }

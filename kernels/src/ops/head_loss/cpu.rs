@@ -25,7 +25,12 @@ impl HeadLossOps for NdArray {
             }
             let shape = gradient.dims();
             let mut values = Values::rows(gradient).into_vec();
-            for_rows(&mut values, shape[1], |_, values| values.iter_mut().for_each(|value| *value *= grad));
+            for_rows(
+                &mut values,
+                shape[1],
+                #[inline(always)]
+                |_, values| values.iter_mut().for_each(|value| *value *= grad),
+            );
             tensor(values, shape)
         };
         (scaled(d_hidden), scaled(d_weight))
@@ -62,27 +67,32 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
             let head = Matrix::of(&weight, d_model).transposed();
             wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
         }
-        for_rows(logits, vocabulary, |first, logits| {
-            for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
-                let set = |value: f32| nats[row].store(value.to_bits(), std::sync::atomic::Ordering::Relaxed);
-                let Some(target) = targets[start + row] else {
-                    logits.fill(0.0);
-                    set(0.0);
-                    continue;
-                };
-                let max = max_of(logits);
-                let hit = logits[target];
-                let mean = if smoothing > 0.0 { sum_of(logits, logits, |x, _| x) / vocabulary as f32 } else { 0.0 };
-                logits.iter_mut().for_each(|x| *x = exp(*x - max));
-                let sum = sum_of(logits, logits, |x, _| x);
-                set(max + sum.ln() - (1.0 - smoothing) * hit - smoothing * mean);
-                if gradients {
-                    let scale = 1.0 / sum;
-                    logits.iter_mut().for_each(|x| *x = (*x * scale - spread) / counted);
-                    logits[target] -= (1.0 - smoothing) / counted;
+        for_rows(
+            logits,
+            vocabulary,
+            #[inline(always)]
+            |first, logits| {
+                for (row, logits) in (first..).zip(logits.chunks_exact_mut(vocabulary)) {
+                    let set = |value: f32| nats[row].store(value.to_bits(), std::sync::atomic::Ordering::Relaxed);
+                    let Some(target) = targets[start + row] else {
+                        logits.fill(0.0);
+                        set(0.0);
+                        continue;
+                    };
+                    let max = max_of(logits);
+                    let hit = logits[target];
+                    let mean = if smoothing > 0.0 { sum_of(logits, logits, |x, _| x) / vocabulary as f32 } else { 0.0 };
+                    logits.iter_mut().for_each(|x| *x = exp(*x - max));
+                    let sum = sum_of(logits, logits, |x, _| x);
+                    set(max + sum.ln() - (1.0 - smoothing) * hit - smoothing * mean);
+                    if gradients {
+                        let scale = 1.0 / sum;
+                        logits.iter_mut().for_each(|x| *x = (*x * scale - spread) / counted);
+                        logits[target] -= (1.0 - smoothing) / counted;
+                    }
                 }
-            }
-        });
+            },
+        );
         let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
         loss += row_nats.map(f64::from).sum::<f64>();
         if gradients {

@@ -5,7 +5,9 @@ use burn_ndarray::NdArray;
 
 use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
 use crate::checked::Checked;
-use crate::cpu::{Matrix, Values, dot_bytes, new_columns, new_product, sum_of, sum_over_rows, tensor, wide_product};
+use crate::cpu::{
+    DotProducts, Matrix, Values, dot_bytes, new_columns, new_product, sum_over_rows, tensor, wide_product,
+};
 use crate::ops::activation::activate_rows;
 use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
 use crate::ops::dropout::dropout_rows;
@@ -71,17 +73,23 @@ fn int8_linear(
     let [d_output, words_each] = weight.packed.dims();
     let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed), Values::rows(weight.scales));
     let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
-    let out = new_columns(rows, d_output, rows * d_input, |columns, out| {
-        for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
-            let x = &x[row * d_input..][..d_input];
-            for (column, out) in columns.clone().zip(out) {
-                let product = dot_bytes(x, &packed[column * words_each..][..words_each]);
-                let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
-                let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
-                *out = product * scales[column] + added + around;
+    let out = new_columns(
+        rows,
+        d_output,
+        rows * d_input,
+        #[inline(always)]
+        |columns, out| {
+            for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+                let x = &x[row * d_input..][..d_input];
+                for (column, out) in columns.clone().zip(out) {
+                    let product = dot_bytes(x, &packed[column * words_each..][..words_each]);
+                    let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
+                    let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
+                    *out = product * scales[column] + added + around;
+                }
             }
-        }
-    });
+        },
+    );
     tensor(out, [rows, d_output])
 }
 
@@ -118,15 +126,19 @@ fn project(
     };
     if rows <= DOT_PRODUCT_ROWS {
         // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
-        return new_columns(rows, d_output, rows * d_input, |columns, out| {
-            for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
-                let x = &x[row * d_input..][..d_input];
-                for (column, out) in columns.clone().zip(&mut *out) {
-                    *out = sum_of(x, &weight[column * d_input..][..d_input], |x, weight| x * weight);
+        return new_columns(
+            rows,
+            d_output,
+            rows * d_input,
+            #[inline(always)]
+            |columns, out| {
+                let weight = &weight[columns.start * d_input..columns.end * d_input];
+                DotProducts { a: &x, b: weight, size: d_input, out }.compute();
+                for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
+                    then(row, columns.start, out);
                 }
-                then(row, columns.start, out);
-            }
-        });
+            },
+        );
     }
     // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were checked.
     unsafe {
@@ -163,11 +175,16 @@ fn linear_backward(
     };
     let bias = || {
         has_bias.then(|| {
-            sum_over_rows(rows, d_output, |range, sums| {
-                for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
-                    sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
-                }
-            })
+            sum_over_rows(
+                rows,
+                d_output,
+                #[inline(always)]
+                |range, sums| {
+                    for row in grad[range.start * d_output..range.end * d_output].chunks_exact(d_output) {
+                        sums.iter_mut().zip(row).for_each(|(sum, grad)| *sum += grad);
+                    }
+                },
+            )
         })
     };
     // Where one runs out of slabs, the others still have some.

@@ -20,7 +20,12 @@ impl OptimizerOps for NdArray {
 fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray>) -> Stepped<NdArray> {
     let square = |parameter: &AdamWParameter<NdArray>| {
         let gradient = Values::rows(parameter.gradient.clone());
-        let sum = |piece: &[f32]| f64::from(vectorised(|| sum_of(piece, piece, |a, b| a * b)));
+        let sum = |piece: &[f32]| {
+            f64::from(vectorised(
+                #[inline(always)]
+                || sum_of(piece, piece, |a, b| a * b),
+            ))
+        };
         let pieces: Vec<f64> = gradient.par_chunks(PIECE).map(sum).collect();
         pieces.iter().sum::<f64>()
     };
@@ -46,14 +51,17 @@ fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray
         let pieces = pieces.zip(seconds.par_chunks_mut(PIECE)).zip(gradients.par_chunks(PIECE));
         pieces.for_each(|(((values, firsts), seconds), gradients)| {
             let moments = firsts.iter_mut().zip(seconds);
-            vectorised(|| {
-                for ((value, (first, second)), gradient) in values.iter_mut().zip(moments).zip(gradients) {
-                    let gradient = gradient * clip;
-                    *first = beta_1 * *first + (1.0 - beta_1) * gradient;
-                    *second = beta_2 * *second + (1.0 - beta_2) * gradient * gradient;
-                    *value = kept * *value - rate * *first / ((*second * second_bias).sqrt() + epsilon);
-                }
-            });
+            vectorised(
+                #[inline(always)]
+                || {
+                    for ((value, (first, second)), gradient) in values.iter_mut().zip(moments).zip(gradients) {
+                        let gradient = gradient * clip;
+                        *first = beta_1 * *first + (1.0 - beta_1) * gradient;
+                        *second = beta_2 * *second + (1.0 - beta_2) * gradient * gradient;
+                        *value = kept * *value - rate * *first / ((*second * second_bias).sqrt() + epsilon);
+                    }
+                },
+            );
         });
         let [value, first_moment, second_moment] =
             [values, firsts, seconds].map(|values| -> Tensor<NdArray, 1> { tensor(values, size) });

@@ -17,16 +17,21 @@ impl RotaryOps for NdArray {
         let (cos, sin) = (Values::rows(table.cos), Values::rows(table.sin));
         let positions = integers(positions);
         let sign = if inverse { -1.0 } else { 1.0 };
-        let [out] = new_rows(batch_size * seq_length, [heads * head_dim], |first, [out]| {
-            for (token, out) in (first..).zip(out.chunks_exact_mut(heads * head_dim)) {
-                let at = clamp_index(positions[token], last) * half;
-                let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
-                let x = &x[token * heads * head_dim..][..heads * head_dim];
-                for (x, out) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
-                    rotate(x, out, cos, sin, sign);
+        let [out] = new_rows(
+            batch_size * seq_length,
+            [heads * head_dim],
+            #[inline(always)]
+            |first, [out]| {
+                for (token, out) in (first..).zip(out.chunks_exact_mut(heads * head_dim)) {
+                    let at = clamp_index(positions[token], last) * half;
+                    let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
+                    let x = &x[token * heads * head_dim..][..heads * head_dim];
+                    for (x, out) in x.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                        rotate(x, out, cos, sin, sign);
+                    }
                 }
-            }
-        });
+            },
+        );
         tensor(out, [batch_size, seq_length, heads, head_dim]).swap_dims(1, 2)
     }
 
@@ -40,17 +45,22 @@ impl RotaryOps for NdArray {
         let (cos, sin) = (Values::rows(table.cos), Values::rows(table.sin));
         let positions = integers(positions);
         let sign = if inverse { -1.0 } else { 1.0 };
-        let [out] = new_rows(shape[0] * shape[1], [width], |first, [out]| {
-            for (token, out) in (first..).zip(out.chunks_exact_mut(width)) {
-                let at = clamp_index(positions[token], last) * half;
-                let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
-                let (rotated_heads, values) = qkv[token * width..][..width].split_at(rotated);
-                for (x, out) in rotated_heads.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
-                    rotate(x, out, cos, sin, sign);
+        let [out] = new_rows(
+            shape[0] * shape[1],
+            [width],
+            #[inline(always)]
+            |first, [out]| {
+                for (token, out) in (first..).zip(out.chunks_exact_mut(width)) {
+                    let at = clamp_index(positions[token], last) * half;
+                    let (cos, sin) = (&cos[at..][..half], &sin[at..][..half]);
+                    let (rotated_heads, values) = qkv[token * width..][..width].split_at(rotated);
+                    for (x, out) in rotated_heads.chunks_exact(head_dim).zip(out.chunks_exact_mut(head_dim)) {
+                        rotate(x, out, cos, sin, sign);
+                    }
+                    out[rotated..].copy_from_slice(values);
                 }
-                out[rotated..].copy_from_slice(values);
-            }
-        });
+            },
+        );
         tensor(out, shape)
     }
 }

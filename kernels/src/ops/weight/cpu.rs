@@ -59,11 +59,16 @@ impl WeightOps for NdArray {
         let [d_output, words_each] = weight.packed.dims();
         let d_input = words_each * PACKED;
         let (words, scales) = (Words::of(weight.packed), Values::rows(weight.scales));
-        let [out] = new_rows(d_output, [d_input], |first, [out]| {
-            for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
-                spread(&words[row * words_each..][..words_each], scales[row], out);
-            }
-        });
+        let [out] = new_rows(
+            d_output,
+            [d_input],
+            #[inline(always)]
+            |first, [out]| {
+                for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
+                    spread(&words[row * words_each..][..words_each], scales[row], out);
+                }
+            },
+        );
         tensor(out, [d_output, d_input])
     }
 }
