@@ -609,13 +609,22 @@ mod tests {
                 (0..count).map(|i| ((i * step) % 101) as f32 / 7.0 - 6.0).collect()
             };
             let (a, b) = (values(rows * size, 37), values(columns * size, 53));
-            let mut out = vec![f32::NAN; rows * columns];
-            DotProducts { a: &a, b: &b, size, out: &mut out }.compute();
-            for row in 0..rows {
-                for column in 0..columns {
-                    let (a, b) = (&a[row * size..][..size], &b[column * size..][..size]);
-                    assert_eq!(out[row * columns + column], sum_of(a, b, |a, b| a * b), "{rows}x{columns}x{size}");
+            let check = |compute: &dyn Fn(DotProducts)| {
+                let mut out = vec![f32::NAN; rows * columns];
+                compute(DotProducts { a: &a, b: &b, size, out: &mut out });
+                for row in 0..rows {
+                    for column in 0..columns {
+                        let (a, b) = (&a[row * size..][..size], &b[column * size..][..size]);
+                        assert_eq!(out[row * columns + column], sum_of(a, b, |a, b| a * b), "{rows}x{columns}x{size}");
+                    }
                 }
+            };
+            check(&|products| products.compute());
+            // With vectors that are narrower than this processor's, too.
+            check(&|products| Simd::vectorize(pulp::Scalar::new(), products));
+            #[cfg(target_arch = "x86_64")]
+            if let Some(avx2) = pulp::x86::V3::try_new() {
+                check(&|products| Simd::vectorize(avx2, products));
             }
         }
     }
