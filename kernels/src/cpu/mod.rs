@@ -3,14 +3,17 @@
 //! New memory is cleared by the thread that fills it, a piece at a time: clearing all of it first would be one more pass
 //! over it, by one thread.
 
+mod dot_products;
+
 use std::ops::Range;
 use std::sync::Once;
 
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
 use ndarray::IxDyn;
-use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+pub(crate) use self::dot_products::DotProducts;
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
 /// where that leaves an even number of slabs.
@@ -277,91 +280,6 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// The sums of products of all rows of `a` with all of `b`, which have `size` elements, into `out` `[rows of a, rows of b]`: each is what
-/// [`sum_of`] gives.
-pub(crate) struct DotProducts<'a> {
-    pub(crate) a: &'a [f32],
-    pub(crate) b: &'a [f32],
-    pub(crate) size: usize,
-    pub(crate) out: &'a mut [f32],
-}
-
-impl DotProducts<'_> {
-    /// With the widest vectors that the processor has.
-    pub(crate) fn compute(self) {
-        pulp::Arch::new().dispatch(self);
-    }
-
-    /// The products of several rows with one of `b`, which comes from memory once and in order; a sum has `EACH` registers.
-    #[inline(always)]
-    fn by_rows<S: Simd, const MOST: usize, const EACH: usize>(self, simd: S) {
-        let Self { a, b, size, out } = self;
-        let rows = a.len() / size;
-        let columns = out.len() / rows;
-        for (column, b) in b.chunks_exact(size).enumerate() {
-            let mut put = |row: usize, sum: f32| out[row * columns + column] = sum;
-            let mut row = 0;
-            while row + MOST <= rows {
-                let a = std::array::from_fn(|i| &a[(row + i) * size..][..size]);
-                let sums = sums_of_products::<S, MOST, EACH>(simd, a, b);
-                sums.into_iter().enumerate().for_each(|(i, sum)| put(row + i, sum));
-                row += MOST;
-            }
-            while row + 2 <= rows {
-                let a = std::array::from_fn(|i| &a[(row + i) * size..][..size]);
-                let sums = sums_of_products::<S, 2, EACH>(simd, a, b);
-                sums.into_iter().enumerate().for_each(|(i, sum)| put(row + i, sum));
-                row += 2;
-            }
-            if row < rows {
-                put(row, sum_of(&a[row * size..][..size], b, |a, b| a * b));
-            }
-        }
-    }
-}
-
-impl WithSimd for DotProducts<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        match LANES / S::F32_LANES {
-            1 => self.by_rows::<S, 8, 1>(simd),
-            2 => self.by_rows::<S, 4, 2>(simd),
-            4 => self.by_rows::<S, 4, 4>(simd),
-            _ => self.by_rows::<S, 2, LANES>(simd),
-        }
-    }
-}
-
-/// The sums of products of some rows with `b`, each as [`sum_of`] has it.
-#[inline(always)]
-fn sums_of_products<S: Simd, const ROWS: usize, const EACH: usize>(
-    simd: S,
-    a: [&[f32]; ROWS],
-    b: &[f32],
-) -> [f32; ROWS] {
-    let whole = b.len() / LANES * LANES;
-    fn vectors<S: Simd>(row: &[f32]) -> &[S::f32s] {
-        pulp::bytemuck::cast_slice(row)
-    }
-    let mut sums = [[simd.splat_f32s(0.0); EACH]; ROWS];
-    let (a_vectors, b_vectors) = (a.map(|row| vectors::<S>(&row[..whole])), vectors::<S>(&b[..whole]));
-    for at in (0..b_vectors.len()).step_by(EACH) {
-        for part in 0..EACH {
-            let b = b_vectors[at + part];
-            for row in 0..ROWS {
-                sums[row][part] = simd.add_f32s(sums[row][part], simd.mul_f32s(a_vectors[row][at + part], b));
-            }
-        }
-    }
-    std::array::from_fn(|row| {
-        let lanes: &[f32] = pulp::bytemuck::cast_slice(&sums[row]);
-        let rest: f32 = a[row][whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum();
-        lanes.iter().sum::<f32>() + rest
-    })
-}
-
 /// The sum of products with signed bytes, four in each word.
 #[inline(always)]
 pub(crate) fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
@@ -600,33 +518,6 @@ mod tests {
         }
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(-1e30) < 1e-37);
-    }
-
-    #[test]
-    fn products_of_a_few_rows_are_what_each_row_has_alone() {
-        for [rows, columns, size] in [[1, 1, 1], [2, 3, 16], [3, 5, 40], [5, 2, 15], [11, 4, 33], [16, 7, 64]] {
-            let values = |count: usize, step: usize| -> Vec<f32> {
-                (0..count).map(|i| ((i * step) % 101) as f32 / 7.0 - 6.0).collect()
-            };
-            let (a, b) = (values(rows * size, 37), values(columns * size, 53));
-            let check = |compute: &dyn Fn(DotProducts)| {
-                let mut out = vec![f32::NAN; rows * columns];
-                compute(DotProducts { a: &a, b: &b, size, out: &mut out });
-                for row in 0..rows {
-                    for column in 0..columns {
-                        let (a, b) = (&a[row * size..][..size], &b[column * size..][..size]);
-                        assert_eq!(out[row * columns + column], sum_of(a, b, |a, b| a * b), "{rows}x{columns}x{size}");
-                    }
-                }
-            };
-            check(&|products| products.compute());
-            // With vectors that are narrower than this processor's, too.
-            check(&|products| Simd::vectorize(pulp::Scalar::new(), products));
-            #[cfg(target_arch = "x86_64")]
-            if let Some(avx2) = pulp::x86::V3::try_new() {
-                check(&|products| Simd::vectorize(avx2, products));
-            }
-        }
     }
 
     #[test]
