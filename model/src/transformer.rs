@@ -8,10 +8,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Activation, ActivationKind, AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel,
-    DecodePlan, Decoded, Dropout, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows,
-    TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm,
-    reshape,
+    AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
+    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight, draw, dropout,
+    embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -357,34 +356,42 @@ impl<B: Backend> Transformer<B> {
     fn decode_model(&self) -> Result<DecodeModel<B>, Declined> {
         let declined = |what: &str| Err(Declined::new(format!("whole steps are not for {what}")));
         let config = &self.config;
-        let gated = config.kernel_activation() == Activation { kind: ActivationKind::Silu, gated: true };
         let Some(final_norm) = &self.final_norm else { return declined("models without a last norm") };
-        if !gated || config.norm_placement != NormPlacement::Pre || config.sliding_window.is_some() {
-            return declined("other activations than SiLU-gated ones, norms behind layers, or windows");
+        if config.norm_placement != NormPlacement::Pre || self.embedding_norm.is_some() {
+            return declined("norms behind layers");
         }
-        if self.position_embedding.is_some() || self.embedding_norm.is_some() || self.token_type_embedding.is_some() {
-            return declined("learned positions and types");
-        }
-        if config.qkv_bias || config.output_bias || config.feed_forward_bias {
-            return declined("biases");
+        if self.token_type_embedding.is_some() {
+            return declined("token types");
         }
         let rotary = match (&self.rotary_cos, &self.rotary_sin) {
             (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
             _ => None,
         };
         let heads = PackedHeads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+        let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
         let block = |block: &Block<B>| DecodeBlock {
             attention_norm: block.attention_norm.weights(),
             qkv: block.attention.qkv.weight(),
+            qkv_bias: value(&block.attention.qkv_bias),
             placement: block.attention.placed_by(rotary.clone()),
             output: block.attention.output.weight(),
+            output_bias: value(&block.attention.output_bias),
             feed_forward_norm: block.feed_forward_norm.weights(),
             up: block.feed_forward.up.weight(),
+            up_bias: value(&block.feed_forward.up_bias),
             down: block.feed_forward.down.weight(),
+            down_bias: value(&block.feed_forward.down_bias),
         };
-        let blocks = self.blocks.iter().map(block).collect();
-        let (embedding, head) = (self.embedding.weight(), self.head_weight());
-        Ok(DecodeModel { embedding, head, blocks, final_norm: final_norm.weights(), heads })
+        Ok(DecodeModel {
+            embedding: self.embedding.weight(),
+            position_embedding: self.position_embedding.as_ref().map(Param::val),
+            head: self.head_weight(),
+            blocks: self.blocks.iter().map(block).collect(),
+            final_norm: final_norm.weights(),
+            heads,
+            activation: config.kernel_activation(),
+            window: config.sliding_window,
+        })
     }
 
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has

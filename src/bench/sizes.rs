@@ -11,7 +11,7 @@ pub const TRAINERS: [&str; 7] =
     ["gpt2-124m", "shakespeare-char", "llama-1b", "intent-slot", "cpu-4x128", "cpu-6x384", "cpu-6x256"];
 
 /// What `bench decode` knows.
-pub const DECODERS: [&str; 3] = ["qwen3-0.6b", "llama-15m", "gpt2-124m"];
+pub const DECODERS: [&str; 5] = ["qwen3-0.6b", "llama-15m", "gpt2-124m", "llama-1b", "qwen2.5-0.5b"];
 
 /// Training steps of a language model.
 pub(super) struct TrainSize {
@@ -80,6 +80,15 @@ pub(super) fn decoder(name: &str) -> Result<(TransformerConfig, FloatDType), Fai
         }
         "llama-15m" => Ok((TransformerConfig::llama(32_000, 1024, 288, 6, 6).with_d_ff(768), FloatDType::F32)),
         "gpt2-124m" => Ok((TransformerConfig::gpt2(50_257, 1024, 768, 12, 12), FloatDType::BF16)),
+        // Llama 3.2's.
+        "llama-1b" => {
+            let config = TransformerConfig::llama(128_256, 32_768, 2048, 16, 32).with_n_kv_heads(8).with_d_ff(8192);
+            Ok((config.with_tied_embeddings(true), FloatDType::BF16))
+        }
+        "qwen2.5-0.5b" => {
+            let config = TransformerConfig::qwen2(151_936, 32_768, 896, 24, 14).with_n_kv_heads(2).with_d_ff(4864);
+            Ok((config.with_tied_embeddings(true), FloatDType::BF16))
+        }
         _ => Err(unknown("decode", name, &DECODERS)),
     }
 }

@@ -36,7 +36,8 @@ pub(super) struct BenchArgs {
     /// What is measured
     benchmark: Benchmark,
     /// A model and batch by name, several times for several: to train gpt2-124m, shakespeare-char, llama-1b, intent-slot,
-    /// cpu-4x128, cpu-6x384, cpu-6x256; to decode qwen3-0.6b, llama-15m, gpt2-124m
+    /// cpu-4x128, cpu-6x384, cpu-6x256; to decode qwen3-0.6b, qwen2.5-0.5b, llama-1b, llama-15m,
+    /// gpt2-124m
     #[arg(long, value_name = "NAME")]
     size: Vec<String>,
     /// Rows, in place of the size's own

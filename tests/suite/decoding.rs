@@ -249,8 +249,11 @@ backend_test!(a_decoded_token_sends_nothing_and_reads_its_number::<B>(device) {
         assert_eq!(tokens.len(), 8);
         println!("{report}");
         assert!(report.fallbacks.is_empty(), "{report}");
-        assert_eq!(report.calls("cached_attention"), 8 * 4, "{report}");
-        assert_eq!(report.calls("head_sample"), 8, "{report}");
+        // Whole steps are one operation, and drawing from their logits is another.
+        let whole = report.calls("decode_step");
+        assert!(whole == 8 || whole == 0, "{report}");
+        assert_eq!(report.calls("cached_attention"), (8 - whole) * 4, "{report}");
+        assert_eq!(report.calls("head_sample"), 8 - whole, "{report}");
         match report.source {
             Source::Calls | Source::Host | Source::Waits => assert_eq!(report.total.to_host, None, "nothing tells of copies here"),
             Source::Cupti => {

@@ -137,7 +137,10 @@ fn decoding_is_profiled_without_its_prompt() {
     let rows = profile["rows"].as_array().expect("rows");
     let calls =
         |op: &str| rows.iter().filter(|row| row["op"] == op).filter_map(|row| row["calls"].as_u64()).sum::<u64>();
-    assert_eq!((calls("head_sample"), calls("cached_attention")), (40, 80), "{line}");
+    // A whole step is one operation, on devices that have a kernel for it.
+    let whole = calls("decode_step");
+    assert!(whole == 40 || whole == 0, "{line}");
+    assert_eq!((calls("head_sample"), calls("cached_attention")), (40 - whole, 80 - 2 * whole), "{line}");
 }
 
 #[test]

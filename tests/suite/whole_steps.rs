@@ -7,8 +7,10 @@ use fireclay::Failure;
 use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
-use fireclay_kernels::{Backend, SampledRow, SampledRows, Sampling};
-use fireclay_model::{Cache, Hidden, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
+use fireclay_kernels::{ActivationKind, Backend, SampledRow, SampledRows, Sampling};
+use fireclay_model::{
+    Cache, Hidden, ModelFolder, NormKind, PAGE_TOKENS, Positions, RowId, Transformer, TransformerConfig,
+};
 
 use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
@@ -29,9 +31,36 @@ fn model<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(Tr
     let folder = tempfile::tempdir().expect("a folder");
     save::<B>([d_model, n_heads, head_dim], folder.path(), device)?;
     let (dtype, bound) = if half { (FloatDType::BF16, 0.03) } else { (FloatDType::F32, 1e-4) };
-    let model = ModelFolder::new(folder.path()).load_in::<B>(dtype, &mut |_, _| {}, device)?.with_activations(dtype);
-    let model = if int8 { model.with_int8_matrices().expect("a device that works") } else { model };
-    Ok((model, bound))
+    Ok((loaded(folder.path(), dtype, int8, device)?, bound))
+}
+
+/// The model of a folder in a dtype, its matrices as bytes or not.
+fn loaded<B: Backend>(
+    folder: &Path,
+    dtype: FloatDType,
+    int8: bool,
+    device: &B::Device,
+) -> Result<Transformer<B>, Failure> {
+    let model = ModelFolder::new(folder).load_in::<B>(dtype, &mut |_, _| {}, device)?.with_activations(dtype);
+    Ok(if int8 { model.with_int8_matrices().expect("a device that works") } else { model })
+}
+
+/// Models of all causal families, in small and odd sizes, and of none.
+fn families() -> Vec<(&'static str, TransformerConfig)> {
+    let gpt2 = TransformerConfig::gpt2(VOCABULARY, 512, 96, 2, 6);
+    let llama = TransformerConfig::llama(VOCABULARY, 512, 144, 2, 6).with_d_ff(352);
+    let gated = llama.clone().with_positions(Positions::None).with_head_dim(96).with_feed_forward_bias(true);
+    let small = gpt2.clone().with_norm(NormKind::RmsNorm).with_head_dim(8).with_n_kv_heads(3).with_d_ff(112);
+    vec![
+        ("gpt2", gpt2),
+        ("llama", llama.clone().with_n_kv_heads(2)),
+        ("mistral", TransformerConfig::mistral(VOCABULARY, 512, 64, 2, 8, 70).with_n_kv_heads(1).with_d_ff(176)),
+        ("qwen2", TransformerConfig::qwen2(VOCABULARY, 512, 448, 2, 14).with_n_kv_heads(2).with_d_ff(1216)),
+        ("qwen3", TransformerConfig::qwen3(VOCABULARY, 512, 128, 2, 4, 128).with_n_kv_heads(1).with_d_ff(272)),
+        ("layer norms, gates of GELU", gated.with_norm(NormKind::LayerNorm).with_activation(ActivationKind::GeluErf)),
+        ("ReLU, heads of 8", small.with_activation(ActivationKind::Relu)),
+        ("heads of 256", llama.with_head_dim(256).with_n_kv_heads(3)),
+    ]
 }
 
 fn save<B: Backend>(
@@ -171,11 +200,45 @@ backend_test!(a_step_of_few_rows_is_right_where_keys_begin_to_be_split::<B>(devi
     }
 });
 
+// Alone, in twos and more, with keys that are cut between blocks and ones that a window hides.
+backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
+    let bounds = [
+        (FloatDType::F32, if B::name(&device).contains("cuda") { 5e-3 } else { 1e-4 }),
+        (FloatDType::BF16, 0.03),
+        (FloatDType::F16, 5e-3),
+    ];
+    let bounds: Vec<(FloatDType, f64)> =
+        bounds.into_iter().filter(|(dtype, _)| B::supports_dtype(&device, DType::from(*dtype))).collect();
+    for (at, (name, config)) in families().into_iter().enumerate() {
+        let folder = tempfile::tempdir().expect("a folder");
+        ModelFolder::new(folder.path()).save(&config.with_init_deviation(0.05).init::<B>(3, &device)?)?;
+        // Where a family in a dtype is some twenty kernels to compile, each is there in one.
+        let (dtype, bound) = bounds[at % bounds.len()];
+        let ways = if bounds.len() == 1 { vec![false, true] } else { vec![at % 2 == 1] };
+        for int8 in ways {
+            println!("{name}, {dtype:?}, INT8: {int8}");
+            let model = loaded::<B>(folder.path(), dtype, int8, &device)?;
+            let lengths: [usize; 9] = [1, 130, 63, 300, 64, 5, 180, 17, 2];
+            let room = lengths.iter().map(|length| (length + 8).next_multiple_of(PAGE_TOKENS)).sum();
+            let mut rows = Rows::new(&model, bound, room, &device);
+            for (row, length) in lengths.into_iter().enumerate() {
+                assert!(rows.add(text(row, length), 8));
+                if [1, 2, 4, 7, 9].contains(&rows.rows.len()) {
+                    rows.step();
+                }
+            }
+            rows.remove(0);
+            rows.step();
+        }
+    }
+});
+
 backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it::<B>(device) {
     let name = crate::backend().devices()?.into_iter().next().map(|device| device.name).unwrap_or_default();
     let hopper = B::name(&device).contains("cuda") && ["H100", "H200"].iter().any(|known| name.contains(known));
-    for int8 in [false, true] {
-        let (model, bound) = model::<B>(16, int8, &device)?;
+    let gpt2 = TransformerConfig::gpt2(VOCABULARY, 512, 96, 2, 6).init::<B>(3, &device)?;
+    let models = [(gpt2, 0.03), model::<B>(16, false, &device)?, model::<B>(16, true, &device)?];
+    for (model, bound) in models {
         let mut rows = Rows::new(&model, bound, 2 * PAGE_TOKENS, &device);
         assert!(rows.add(text(0, 5), 20));
         rows.step();

@@ -51,7 +51,7 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 }
 
 /// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
-/// them. None of them may spill registers. Whole decode steps of few rows are not among them, which spill some 20 bytes a thread.
+/// them. None of them may spill registers. Whole decode steps of few rows are among them only for models of any shape, and one row: others spill some 20 bytes a thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<(String, String)> {
     use crate::ops::{attention, decode_step, linear};
     linear::hopper_sources().chain(attention::hopper_sources()).chain(decode_step::hopper_sources()).collect()

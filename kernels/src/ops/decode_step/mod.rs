@@ -19,6 +19,7 @@ use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cuda")]
 pub(crate) use self::cuda::hopper_sources;
 
+use super::activation::Activation;
 use super::cached_attention::{CachedAttentionOps, CachedTokens, LayerCache, Placement};
 use super::norm::Norm;
 use super::weight::Weight;
@@ -46,23 +47,31 @@ impl Declined {
     }
 }
 
-/// A block whose norms are RMS norms before its layers, without biases, and whose feed-forward layer is SiLU-gated.
+/// A block whose norms stand before its layers.
 #[derive(Clone, Debug)]
 pub struct DecodeBlock<B: Backend> {
     /// Before attention.
     pub attention_norm: Norm<B>,
     /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
     pub qkv: Weight<B>,
+    /// Their bias.
+    pub qkv_bias: Option<Tensor<B, 1>>,
     /// What happens to queries and keys; the rotation is the same in each block.
     pub placement: Placement<B>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
     pub output: Weight<B>,
+    /// Its bias.
+    pub output_bias: Option<Tensor<B, 1>>,
     /// Before the feed-forward layer.
     pub feed_forward_norm: Norm<B>,
-    /// Gate, then up, `[2 * d_ff, d_model]`.
+    /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where the activation gates.
     pub up: Weight<B>,
-    /// `[d_model, d_ff]`.
+    /// Its bias.
+    pub up_bias: Option<Tensor<B, 1>>,
+    /// Second projection, `[d_model, d_ff]`.
     pub down: Weight<B>,
+    /// Its bias.
+    pub down_bias: Option<Tensor<B, 1>>,
 }
 
 /// What [`decode_step`] computes with, but for the tokens and the cache.
@@ -70,6 +79,8 @@ pub struct DecodeBlock<B: Backend> {
 pub struct DecodeModel<B: Backend> {
     /// `[vocab_size, d_model]`.
     pub embedding: Weight<B>,
+    /// A row for each position, `[positions, d_model]`.
+    pub position_embedding: Option<Tensor<B, 2>>,
     /// Output projection, `[vocab_size, d_model]`.
     pub head: Weight<B>,
     /// From the first to the last.
@@ -78,6 +89,10 @@ pub struct DecodeModel<B: Backend> {
     pub final_norm: Norm<B>,
     /// How queries, keys and values lie in their projection.
     pub heads: PackedHeads,
+    /// Between the projections of the feed-forward layers.
+    pub activation: Activation,
+    /// Keys that a token sees at the most, its own included.
+    pub window: Option<usize>,
 }
 
 /// What a backend has made ready for a model and a cache. It holds both: as long as it is there, their memory is theirs.
@@ -132,25 +147,32 @@ pub struct DecodePlanned<'a, B: Backend> {
 impl<B: Backend> Operands for DecodePlanned<'_, B> {
     fn check(&self) {
         let op = "decode_step";
-        let DecodeModel { embedding, head, blocks, final_norm, heads } = self.model;
+        let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, .. } = self.model;
         let [_, d_model] = embedding.dims();
         let gamma = part(op, "gamma", &final_norm.gamma).float();
         embedding.check(op, "embedding", final_norm.gamma.dims() == [d_model], &gamma);
         head.check(op, "head", head.dims() == embedding.dims(), &gamma);
+        if let Some(table) = position_embedding {
+            part(op, "position_embedding", table).float().fits(table.dims()[1] == d_model, &gamma);
+        }
         assert_eq!(blocks.len(), self.caches.len(), "{op}: a cache for each block");
         let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
-        let width = (n_heads + 2 * n_kv_heads) * head_dim;
+        let width = heads.width();
         for (block, cache) in blocks.iter().zip(self.caches) {
             block.attention_norm.check(op, &gamma, d_model);
             block.feed_forward_norm.check(op, &gamma, d_model);
-            let [d_ff_twice, _] = block.up.dims();
-            for (name, weight, shape) in [
-                ("qkv", &block.qkv, [width, d_model]),
-                ("output", &block.output, [d_model, n_heads * head_dim]),
-                ("up", &block.up, [d_ff_twice, d_model]),
-                ("down", &block.down, [d_model, d_ff_twice / 2]),
+            let [up_width, _] = block.up.dims();
+            let whole = !activation.gated || up_width.is_multiple_of(2);
+            for (name, weight, shape, bias) in [
+                ("qkv", &block.qkv, [width, d_model], &block.qkv_bias),
+                ("output", &block.output, [d_model, n_heads * head_dim], &block.output_bias),
+                ("up", &block.up, [up_width, d_model], &block.up_bias),
+                ("down", &block.down, [d_model, activation.output_width(up_width)], &block.down_bias),
             ] {
-                weight.check(op, name, weight.dims() == shape && d_ff_twice % 2 == 0, &gamma);
+                weight.check(op, name, weight.dims() == shape && whole, &gamma);
+                if let Some(bias) = bias {
+                    part(op, "bias", bias).float().shaped(&shape[..1], &gamma);
+                }
             }
             let norms = [&block.placement.query_norm, &block.placement.key_norm].map(Option::as_ref);
             norms.into_iter().flatten().for_each(|norm| norm.check(op, &gamma, head_dim));
@@ -189,13 +211,15 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
         let most_rows = self.body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
-        assert!(self.at.window.is_none(), "{op}: all keys are seen");
+        assert_eq!(self.at.window, self.model.window, "{op}: keys that a token sees");
         let tables = self.model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
-        let positions = tables.map(|table| table.cos.dims()[0]).min().unwrap_or(usize::MAX);
+        let tables = tables.map(|table| table.cos.dims()[0]);
+        let tables = tables.chain(self.model.position_embedding.as_ref().map(|table| table.dims()[0]));
+        let positions = tables.min().unwrap_or(usize::MAX);
         let [pages, _, page_tokens, _] = self.caches[0].dims();
         for row in &self.at.rows {
             assert_eq!(row.tokens, 1, "{op}: one token of each row");
-            assert!(row.keys <= positions, "{op}: {} keys in a rotary table of {positions} positions", row.keys);
+            assert!(row.keys <= positions, "{op}: {} keys in a table of {positions} positions", row.keys);
             let room = row.pages.len().saturating_mul(page_tokens);
             assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
             let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);

@@ -1,10 +1,5 @@
 // What both kernels of whole decode steps share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
 // and whether weights are INT8: bytes with a scale for each row.
-#define LIMIT_NS 1000000000u
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
 #if INT8
 using Weight = unsigned char;
 #else
@@ -25,17 +20,9 @@ struct Scales {
     const float *qkv, *out, *up, *down;                // of a block
     const float *embedding, *head;                     // the same for all
 };
-struct State {
-    u32 epoch, error;                                  // of few rows; of all
-    u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
-};
 struct Numbers {
     u64 rows, pages_a_row, vocabulary, scales;
 };
-
-// Shared memory: the last bytes are the watch's.
-constexpr int SHARED_BYTES = 232448, AT_WATCH = SHARED_BYTES - 16;
-extern __shared__ __align__(1024) unsigned char memory[];
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
@@ -45,44 +32,12 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
-__device__ __forceinline__ float exp_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float gated(float gate, float up) { return gate / (1 + exp_2(-1.4426950408889634f * gate)) * up; }
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
-// No wait is for ever: past the limit all waits are over at once, and the error stands in the state.
-struct Watch {
-    static __device__ __forceinline__ volatile u32* at(int i) { return reinterpret_cast<volatile u32*>(memory + AT_WATCH) + i; }
-    static __device__ __forceinline__ u32 ticks() {
-        u32 t;
-        asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
-        return t;
-    }
-    static __device__ __forceinline__ void begin() { *at(0) = ticks(), *at(1) = 0; }
-    static __device__ __forceinline__ bool dead() { return *at(1); }
-    static __device__ __forceinline__ bool late() {
-        const bool late = ticks() - *at(0) > LIMIT_NS;
-        if (late) *at(1) = 1;
-        return late;
-    }
-    static __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-        #pragma unroll 1
-        do {
-            u32 done;
-            asm volatile(
-                "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
-                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-            if (done) return;
-        } while (!late());
-    }
-};
 
 // A warp's wait for one of a layer's four inputs. How long it was in the layer before, which shared memory keeps, tells for how long
 // there is no need to ask: each question takes from what L2 gives to the weights.

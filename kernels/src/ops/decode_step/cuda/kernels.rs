@@ -3,6 +3,7 @@
 
 use std::sync::Mutex;
 
+use super::any_shape;
 use crate::cuda::{self, CudaKernel, Tried};
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
@@ -56,7 +57,8 @@ impl Sizes {
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
-        format!("{defined}#define EPSILON {epsilon:e}f\n{}{body}", include_str!("decode_step.cuh"))
+        let shared = [include_str!("watch.cuh"), include_str!("decode_step.cuh")].concat();
+        format!("{defined}#define EPSILON {epsilon:e}f\n{shared}{body}")
     }
 }
 
@@ -159,12 +161,13 @@ impl CudaKernel for DecodeStepManyRows {
     }
 }
 
-/// The kernels for many rows in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes.
+/// The kernels for many rows in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes; those for a row of any shape.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let sizes = |(n_heads, d_ff)| {
         let epsilon = 1e-6f32.to_bits();
         Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon }
     };
     let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
-    [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels).map(cuda::named)
+    let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);
+    many.map(cuda::named).chain(any_shape::kernels().map(cuda::named))
 }

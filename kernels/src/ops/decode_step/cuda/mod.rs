@@ -1,7 +1,8 @@
-//! Whole decode steps for Hopper, in CUDA C++: one launch for up to 32 rows with weights in bf16, for up to four
-//! in bf16 or INT8 with the head in it.
+//! Whole decode steps for Hopper, in CUDA C++: kernels for models of one width, and one for models of any shape.
 
+mod any_shape;
 mod kernels;
+mod width_1024;
 
 use std::any::Any;
 use std::sync::Once;
@@ -13,59 +14,24 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::client::ComputeClient;
 
-pub(crate) use kernels::hopper_sources;
-use kernels::{
-    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_BLOCKS, MOST_ROWS, PAGE_TOKENS,
-    SLICE, Sizes,
-};
-
-use super::{Declined, DecodeBlock, DecodeBody, DecodeModel, DecodePlanned, DecodeStep, Decoded, Predicted};
+use self::any_shape::AnyShape;
+pub(crate) use self::kernels::hopper_sources;
+use self::width_1024::Width1024;
+use super::{Declined, DecodeBody, DecodePlanned, DecodeStep, Decoded};
 use crate::checked::Checked;
-use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, grouped_map};
-use crate::ops::cached_attention::Held;
-use crate::ops::norm::NormKind;
+use crate::cuda::{self, CudaKernel};
 use crate::ops::weight::Weight;
 use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
-use crate::packed_heads::PackedHeads;
-use crate::tensor::{float, primitive};
+use crate::tensor::primitive;
 
-/// Addresses of a block in the table.
-const POINTERS: usize = 10;
-/// Of its scales, with those of the embedding and the head.
-const SCALES: usize = 6;
+/// What keeps the memory of a tensor whose address a kernel has.
+type Kept = Box<dyn Any + Send>;
 
-/// What is ready for a model and a cache.
-struct Body<R: CubeRuntime> {
-    sizes: Sizes,
-    /// Whether weights are INT8.
-    int8: bool,
-    /// Of the kernel for few rows.
-    blocks: u32,
-    /// Addresses of each block's tensors.
-    table: CubeTensor<R>,
-    /// How the kernel for many rows reads them by TMA.
-    maps: CubeTensor<R>,
-    embedding: CubeTensor<R>,
-    head: CubeTensor<R>,
-    /// Where the addresses of scales are, if weights are INT8.
-    scales: usize,
-    final_norm: CubeTensor<R>,
-    cos: CubeTensor<R>,
-    sin: CubeTensor<R>,
-    /// How far the exchange is, and whether a wait was too long.
-    state: CubeTensor<R>,
-    /// Words that blocks exchange: of few rows, and of each number of many.
-    few: CubeTensor<R>,
-    many: Vec<CubeTensor<R>>,
-    /// Keeps the memory at these addresses.
-    _held: Vec<Box<dyn Any + Send>>,
-}
-
-/// A matrix in bf16, or its bytes and scales.
+/// A matrix in `dtype`, or its bytes and scales.
 fn matrix<R, F, I, BT>(
     weight: &Weight<CubeBackend<R, F, I, BT>>,
     name: &str,
+    dtype: DType,
     int8: bool,
 ) -> Result<(CubeTensor<R>, Option<CubeTensor<R>>), Declined>
 where
@@ -75,13 +41,13 @@ where
     BT: BoolElement,
 {
     match weight {
-        Weight::Float(weight) if !int8 && weight.dtype() == DType::BF16 => Ok((primitive(weight.clone()), None)),
+        Weight::Float(weight) if !int8 && weight.dtype() == dtype => Ok((primitive(weight.clone()), None)),
         Weight::Int8(weight) if int8 => {
             let CubeInt8 { packed, scales } = cube_int8(weight.clone());
             Ok((packed, Some(scales)))
         }
         _ if int8 => Err(Declined::new(format!("{name} is not INT8, as the embedding is"))),
-        _ => Err(Declined::new(format!("{name} is not bf16 or INT8"))),
+        _ => Err(Declined::new(format!("{name} is not {}, as activations are", dtype.name()))),
     }
 }
 
@@ -92,7 +58,7 @@ fn packed<R: CubeRuntime>(x: CubeTensor<R>, name: &str) -> Result<CubeTensor<R>,
 }
 
 /// The address of a tensor, and what keeps its memory.
-fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Box<dyn Any + Send>), Declined> {
+fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Kept), Declined> {
     let client: &dyn Any = &x.client;
     let Some(client) = client.downcast_ref::<ComputeClient<CudaRuntime>>() else {
         return Err(Declined::new("no device of CUDA"));
@@ -103,7 +69,43 @@ fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Box<dyn Any + Send
     Ok((address, Box::new(resource)))
 }
 
-/// Makes the kernel ready for a model and its caches, if it is one that the kernel takes.
+/// The address of what a tensor holds, or 0 of what there is not; its memory is kept with others.
+fn kept<R: CubeRuntime>(x: Option<CubeTensor<R>>, name: &str, held: &mut Vec<Kept>) -> Result<u64, Declined> {
+    let Some(x) = x else { return Ok(0) };
+    let (address, kept) = address(&x)?;
+    if !address.is_multiple_of(16) {
+        return Err(Declined::new(format!("{name} begins where 16 bytes cannot be read at once")));
+    }
+    held.push(kept);
+    Ok(address)
+}
+
+/// Numbers on the device.
+fn integers<R, F, I, BT>(values: Vec<i32>, device: &R::Device) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let count = values.len();
+    let data = TensorData::new(values, [count]);
+    Tensor::<CubeBackend<R, F, I, BT>, 1, Int>::from_data(data, (device, DType::I32)).into_primitive()
+}
+
+/// Words of 64 bits on the device.
+fn halves<R, F, I, BT>(words: Vec<u64>, device: &R::Device) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let halves = words.into_iter().flat_map(|word| [word as u32 as i32, (word >> 32) as u32 as i32]);
+    integers::<R, F, I, BT>(halves.collect(), device)
+}
+
+/// Makes a kernel ready for a model and its caches, if there is one that takes them.
 pub(super) fn plan<R, F, I, BT>(
     planned: Checked<DecodePlanned<'_, CubeBackend<R, F, I, BT>>>,
 ) -> Result<DecodeBody, Declined>
@@ -118,162 +120,19 @@ where
     if !cuda::on_hopper(&on_device) {
         return Err(Declined::new("the device is none of compute capability 9.0"));
     }
-    let made = cuda::in_context(&on_device, || made(planned));
+    let made = cuda::in_context(&on_device, || {
+        if let Ok((body, most_rows)) = width_1024::plan(&planned) {
+            return Ok(DecodeBody { most_rows, head_rows: kernels::FEW_ROWS, body: Box::new(body) });
+        }
+        let (body, most_rows) = any_shape::plan(&planned)?;
+        Ok(DecodeBody { most_rows, head_rows: most_rows, body: Box::new(body) })
+    });
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
         static TOLD: Once = Once::new();
         TOLD.call_once(|| eprintln!("note: decoding runs operation by operation, not in one launch a step: {reason}"));
     }
     made
-}
-
-fn made<R, F, I, BT>(
-    DecodePlanned { model, caches }: DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
-) -> Result<DecodeBody, Declined>
-where
-    R: CubeRuntime,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
-{
-    let DecodeModel { blocks, final_norm, heads, embedding, head } = model;
-    let int8 = matches!(embedding, Weight::Int8(_));
-    let [_, d_model] = embedding.dims();
-    let (embedding, embedding_scales) = matrix(embedding, "the embedding", int8)?;
-    let (head, head_scales) = matrix(head, "the head", int8)?;
-    let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
-    let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
-    let d_ff = first.up.dims()[0] / 2;
-    let [_, _, page_tokens, _] = caches[0].dims();
-    let sizes = [
-        ("d_model", d_model == SLICE),
-        ("head_dim", head_dim == HEAD_DIM),
-        ("n_heads", (n_heads * HEAD_DIM).is_multiple_of(SLICE) && n_heads == 2 * n_kv_heads && n_kv_heads <= 8),
-        // As many of each as the kernels have registers for.
-        ("d_ff", d_ff.is_multiple_of(SLICE) && d_ff <= 3 * SLICE),
-        ("the cache's pages", page_tokens == PAGE_TOKENS),
-        ("the widths of the blocks", blocks.iter().all(|block| block.up.dims()[0] == 2 * d_ff)),
-    ];
-    if let Some((name, _)) = sizes.iter().find(|(_, fits)| !fits) {
-        return Err(Declined::new(format!("the kernel was not written for {name}")));
-    }
-    let multiprocessors = multiprocessors(&embedding);
-    if multiprocessors < BLOCKS {
-        return Err(Declined::new(format!(
-            "the device has {multiprocessors} multiprocessors, and the kernel needs {BLOCKS}"
-        )));
-    }
-    let epsilon = final_norm.epsilon;
-    let mut addresses: Vec<u64> = Vec::new();
-    let mut maps: Vec<u64> = Vec::new();
-    let mut held = Vec::new();
-    // The address of what a tensor holds, or none of what there is not.
-    let mut hold = |x: Option<CubeTensor<R>>, name: &str| {
-        let Some(x) = x else { return Ok(0) };
-        let (address, kept) = address(&packed(x, name)?)?;
-        held.push(kept);
-        Ok::<u64, Declined>(address)
-    };
-    let embedding_scales = hold(embedding_scales, "the embedding's scales")?;
-    let head_scales = hold(head_scales, "the head's scales")?;
-    let mut scales_at = Vec::new();
-    let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
-        maps.extend(
-            grouped_map(address, shape, tile).map_err(|error| Declined::new(format!("no tensor map: {error}")))?,
-        );
-        Ok::<(), Declined>(())
-    };
-    let gamma = |norm: &crate::ops::norm::Norm<CubeBackend<R, F, I, BT>>| {
-        let fits = norm.kind == NormKind::RmsNorm && norm.beta.is_none() && norm.epsilon == epsilon;
-        // Of 16-bit checkpoints it loses nothing.
-        let halves = || primitive(norm.gamma.clone().cast(DType::BF16));
-        fits.then(halves).ok_or_else(|| Declined::new("norms are not RMS norms of one epsilon"))
-    };
-    for (DecodeBlock { attention_norm, qkv, placement, output, feed_forward_norm, up, down }, cache) in
-        blocks.iter().zip(caches)
-    {
-        let norms = placement.query_norm.as_ref().zip(placement.key_norm.as_ref());
-        let (query_norm, key_norm) = norms.ok_or_else(|| Declined::new("queries and keys have no norms"))?;
-        for (weight, name) in [(qkv, "qkv"), (output, "output"), (up, "up"), (down, "down")] {
-            let [rows, columns] = weight.dims();
-            let (values, scales) = matrix(weight, name, int8)?;
-            let at = hold(Some(values), name)?;
-            addresses.push(at);
-            scales_at.push(hold(scales, name)?);
-            if !int8 {
-                // Gate and up are read apart from each other.
-                let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
-                map(at, [rows, columns], tile)?;
-            }
-        }
-        scales_at.extend([embedding_scales, head_scales]);
-        for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
-            addresses.push(hold(Some(gamma(norm)?), "gamma")?);
-        }
-        for cached in [&cache.keys, &cache.values] {
-            match cached {
-                Held::Float(floats) if floats.dtype() == DType::BF16 => {
-                    let at = hold(Some(primitive(floats.clone())), "the cache")?;
-                    addresses.push(at);
-                    let rows = floats.dims()[..3].iter().product();
-                    map(at, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
-                }
-                _ => return Err(Declined::new("the cache is not bf16")),
-            }
-        }
-    }
-    debug_assert_eq!([addresses.len(), scales_at.len()], [POINTERS, SCALES].map(|each| each * blocks.len()));
-    let table = first.placement.rotary.as_ref().ok_or_else(|| Declined::new("positions are not rotary"))?;
-    let [cos, sin] = [&table.cos, &table.sin].map(|table| primitive(table.clone()));
-    if cos.dtype != DType::F32 {
-        return Err(Declined::new("the rotary table is not f32"));
-    }
-    let sizes =
-        Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
-    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
-    let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
-    // All bits of a word that is not there yet are ones.
-    let many = MANY.into_iter().filter(|_| !int8);
-    let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
-    let many: Vec<Vec<i32>> = many.collect();
-    let device = final_norm.gamma.device();
-    let integers = |values: Vec<i32>| {
-        let count = values.len();
-        let data = TensorData::new(values, [count]);
-        Tensor::<CubeBackend<R, F, I, BT>, 1, Int>::from_data(data, (&device, DType::I32)).into_primitive()
-    };
-    let halves = |words: Vec<u64>| {
-        integers(words.into_iter().flat_map(|word| [word as u32 as i32, (word >> 32) as u32 as i32]).collect())
-    };
-    let maps = halves(maps);
-    if !address(&maps)?.0.is_multiple_of(64) {
-        return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
-    }
-    let mut scales = 0;
-    if int8 {
-        let (at, kept) = address(&halves(scales_at))?;
-        scales = at as usize;
-        held.push(kept);
-    }
-    let body = Body::<R> {
-        sizes,
-        int8,
-        blocks: multiprocessors.min(MOST_BLOCKS),
-        table: halves(addresses),
-        maps,
-        embedding: packed(embedding, "the embedding")?,
-        head: packed(head, "the head")?,
-        scales,
-        final_norm: packed(gamma(final_norm)?, "gamma")?,
-        cos: packed(cos, "cosines")?,
-        sin: packed(sin, "sines")?,
-        state: integers(vec![0; 64]),
-        few: integers(few),
-        many: many.into_iter().map(integers).collect(),
-        _held: held,
-    };
-    let most_rows = if int8 { FEW_ROWS } else { MOST_ROWS };
-    Ok(DecodeBody { most_rows, head_rows: FEW_ROWS, body: Box::new(body) })
 }
 
 /// One token more of each row.
@@ -287,46 +146,11 @@ where
     BT: BoolElement,
 {
     let DecodeStep { body, tokens, at, .. } = operands.into_inner();
-    let Some(body) = body.body.downcast_ref::<Body<R>>() else { unreachable!("a plan of another backend") };
-    let rows = at.rows.len();
-    let hidden = empty(&body.embedding, [rows, body.sizes.d_model], DType::BF16);
-    let tokens = contiguous(tokens.into_primitive());
-    let positions = contiguous(at.positions.clone().into_primitive());
-    let pages = contiguous(at.pages.clone().into_primitive());
-    let model = [&body.embedding, &body.final_norm, &body.cos, &body.sin, &body.state];
-    let step = [&tokens, &positions, &pages, &hidden];
-    let vocab_size = body.embedding.meta.shape()[0];
-    let all = |arguments, words| {
-        let pointers = model.into_iter().chain([words]).chain(step);
-        let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
-        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size).word(body.scales)
-    };
-    let sizes = body.sizes.clone();
-    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
-    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
-    // pages were checked by the operands: positions are the host's, or a step's one further. Results have a line for each row. All blocks are resident at once: one on each multiprocessor, for which there is
-    // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
-    if rows <= FEW_ROWS {
-        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
-        let logits = empty(&hidden, [rows, vocab_size], DType::F32);
-        let likeliest = empty(&tokens, [rows], DType::I32);
-        let following = empty(&positions, [1, rows], DType::I32);
-        let of_head = [&body.head, &logits, &likeliest, &following];
-        let arguments = || {
-            let arguments = all(Arguments::default().pointer(&body.table), &body.few);
-            of_head.into_iter().fold(arguments, Arguments::pointer)
-        };
-        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
-        let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
-        let following = Some(Tensor::from_primitive(following));
-        return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
+    if let Some(body) = body.body.downcast_ref::<Width1024<R>>() {
+        return width_1024::decode_step(body, tokens, at);
     }
-    let variant = MANY.iter().position(|most| rows <= *most).unwrap_or(MANY.len() - 1);
-    let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
-    let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
-    let arguments = || all(tables(), &body.many[variant]);
-    launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
-    Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
+    let Some(body) = body.body.downcast_ref::<AnyShape<R>>() else { unreachable!("a plan of another backend") };
+    any_shape::decode_step(body, tokens, at)
 }
 
 /// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would.

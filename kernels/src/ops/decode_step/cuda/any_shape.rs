@@ -1,0 +1,484 @@
+//! Whole decode steps of models of any shape: one launch for up to eight rows, with weights in f32, bf16, f16 or INT8.
+
+use std::sync::Mutex;
+
+use burn::tensor::{DType, Tensor};
+use burn_cubecl::element::BoolElement;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
+
+use super::{Kept, halves, integers, kept, launch_tried, matrix, packed};
+use crate::cubecl::{contiguous, empty, multiprocessors};
+use crate::cuda::{self, Arguments, CudaKernel, Tried};
+use crate::ops::activation::ActivationKind;
+use crate::ops::cached_attention::{CachedTokens, Held};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
+use crate::ops::norm::{Norm, NormKind};
+use crate::ops::weight::{PACKED, Weight};
+use crate::packed_heads::PackedHeads;
+use crate::tensor::{float, primitive};
+
+/// Addresses of a layer in the table.
+const POINTERS: usize = 20;
+/// Parameters of a layer up to which steps of eight rows are faster in one launch: of GPT-2's 7 million they are, of Qwen2.5-0.5B's 15 they
+/// are not.
+const FEW_PARAMETERS: usize = 8_000_000;
+/// The rows that the kernel is compiled for.
+const ROWS: [usize; 4] = [1, 2, 4, 8];
+/// Warps of a block.
+const WARPS: usize = 16;
+/// Rows that a warp multiplies at a time.
+const TILE: usize = 2;
+/// Bytes that a lane reads at a time.
+const LOAD: usize = 16;
+/// Blocks that share the keys of a kv head at the most.
+const MOST_SPLITS: usize = 16;
+/// Bytes of shared memory, of which the source needs the last 16 itself.
+const SHARED_BYTES: usize = 227 << 10;
+
+/// All that the kernel is compiled for, but for the rows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    n_layers: usize,
+    d_model: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    d_ff: usize,
+    vocab_size: usize,
+    page_tokens: usize,
+    window: Option<usize>,
+    /// The bits of an f32.
+    epsilon: u32,
+    layer_norm: bool,
+    activation: ActivationKind,
+    gated: bool,
+    /// Of activations, of the cache, and of weights that are not INT8.
+    dtype: DType,
+    int8: bool,
+    /// Blocks, one on each multiprocessor.
+    blocks: usize,
+    /// Elements from row to row.
+    pitches: Pitches,
+}
+
+/// Elements from one row of a matrix to the next.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Pitches {
+    qkv: usize,
+    output: usize,
+    up: usize,
+    down: usize,
+    embedding: usize,
+    head: usize,
+    positions: usize,
+    angles: usize,
+}
+
+impl Shape {
+    /// Weights that a lane reads at a time.
+    fn together(&self) -> usize {
+        if self.int8 { LOAD } else { LOAD / self.dtype.size() }
+    }
+
+    /// Blocks that a kv head's keys are cut between at the most, as the source has it.
+    fn splits(&self, rows: usize) -> usize {
+        let chunks = (self.n_heads / self.n_kv_heads).div_ceil(4);
+        (self.blocks / (rows * self.n_kv_heads * chunks)).clamp(1, MOST_SPLITS)
+    }
+
+    fn qkv_rows(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Words that blocks exchange, as the source counts them.
+    fn words(&self, rows: usize) -> usize {
+        let Self { d_model, n_heads, head_dim, d_ff, blocks, .. } = *self;
+        let parts = rows * n_heads * self.splits(rows);
+        let between = if self.dtype == DType::F32 { d_ff } else { d_ff / 2 };
+        let lines = rows * (2 * d_model + self.qkv_rows() + between + 2 * blocks);
+        lines + parts * head_dim + parts.next_multiple_of(2)
+    }
+
+    /// Rows of a weight that a block owns at the most, of `count` weights in one, shared out by `unit`.
+    fn own(&self, n: usize, count: usize, unit: usize) -> usize {
+        count * unit * (n / unit).div_ceil(self.blocks)
+    }
+
+    /// Sums of a block's `own` rows of a weight of `k` columns, as the source has them: a number for each warp that shares a row.
+    fn sums(&self, rows: usize, own: usize, k: usize) -> usize {
+        let (tiles, steps) = (own.div_ceil(TILE), (k / self.together()).div_ceil(32));
+        let taken = |split: usize| (tiles * split).div_ceil(WARPS) * (steps.div_ceil(split) + 2);
+        let splits = [1, 2, 4, 8, 16].into_iter().filter(|split| *split <= WARPS.min(steps));
+        let split = splits.min_by_key(|split| taken(*split)).unwrap_or(1);
+        split * own * rows
+    }
+
+    /// Bytes of shared memory, as the source counts them.
+    fn shared_bytes(&self, rows: usize) -> usize {
+        let Self { d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size, .. } = *self;
+        let width = n_heads * head_dim;
+        let input = rows * d_model.max(width).max(d_ff) * self.dtype.size();
+        let group = n_heads / n_kv_heads;
+        let heads = group.div_ceil(group.div_ceil(4));
+        let attention = 4 * (heads * head_dim + 2 * head_dim + WARPS * head_dim + WARPS * 2);
+        let of_up = self.own(d_ff, if self.gated { 2 } else { 1 }, 2);
+        let of_output = self.own(d_model, 1, 2);
+        let of_qkv = self.own(self.qkv_rows(), 1, 2);
+        let products = [
+            self.sums(rows, of_qkv, d_model),
+            self.sums(rows, of_output, width),
+            self.sums(rows, of_up, d_model),
+            self.sums(rows, of_output, d_ff),
+            self.sums(rows, self.own(vocab_size, 1, 1), d_model),
+        ];
+        let sums = 4 * products.into_iter().fold(0, usize::max);
+        let others = 4 * rows * of_output;
+        let layers =
+            (input.max(attention).next_multiple_of(16) + sums.next_multiple_of(16) + others).next_multiple_of(16);
+        layers + 2 * 8 * POINTERS + 16 * of_qkv.max(of_output).max(of_up) + WARPS * 16
+    }
+
+    /// The most rows of a step: as many as there is shared memory for, and for which it is faster than one operation after the other, whose
+    /// products of more rows are on tensor cores.
+    fn most_rows(&self) -> Result<usize, Declined> {
+        let Self { d_model, n_heads, head_dim, d_ff, gated, .. } = *self;
+        let of_layer = d_model * (self.qkv_rows() + n_heads * head_dim + d_ff * if gated { 3 } else { 2 });
+        let most = if of_layer <= FEW_PARAMETERS { 8 } else { 4 };
+        let fits = |rows: &usize| *rows <= most && self.shared_bytes(*rows) + 16 <= SHARED_BYTES;
+        ROWS.into_iter().rfind(fits).ok_or_else(|| Declined::new("the model is too wide for shared memory"))
+    }
+}
+
+/// For up to so many rows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DecodeStepAnyShape {
+    rows: usize,
+    shape: Shape,
+}
+
+impl CudaKernel for DecodeStepAnyShape {
+    fn threads(&self) -> u32 {
+        32 * WARPS as u32
+    }
+
+    fn entry(&self) -> &'static str {
+        "decode_step_any_shape"
+    }
+
+    fn source(&self) -> String {
+        let shape = &self.shape;
+        let activation = match shape.activation {
+            ActivationKind::GeluErf => 0,
+            ActivationKind::GeluTanh => 1,
+            ActivationKind::Relu => 2,
+            ActivationKind::Silu => 3,
+        };
+        let dtype = match shape.dtype {
+            DType::BF16 => 1,
+            DType::F16 => 2,
+            _ => 0,
+        };
+        let defined = [
+            ("BATCH", self.rows),
+            ("N_LAYERS", shape.n_layers),
+            ("D_MODEL", shape.d_model),
+            ("N_HEADS", shape.n_heads),
+            ("N_KV_HEADS", shape.n_kv_heads),
+            ("HEAD_DIM", shape.head_dim),
+            ("D_FF", shape.d_ff),
+            ("VOCABULARY", shape.vocab_size),
+            ("PAGE_TOKENS", shape.page_tokens),
+            ("WINDOW", shape.window.unwrap_or(0)),
+            ("LAYER_NORM", shape.layer_norm.into()),
+            ("ACTIVATION", activation),
+            ("GATED", shape.gated.into()),
+            ("DTYPE", dtype),
+            ("INT8", shape.int8.into()),
+            ("BLOCKS", shape.blocks),
+            ("QKV_PITCH", shape.pitches.qkv),
+            ("OUT_PITCH", shape.pitches.output),
+            ("UP_PITCH", shape.pitches.up),
+            ("DOWN_PITCH", shape.pitches.down),
+            ("EMBEDDING_PITCH", shape.pitches.embedding),
+            ("HEAD_PITCH", shape.pitches.head),
+            ("POSITION_PITCH", shape.pitches.positions),
+            ("ANGLE_PITCH", shape.pitches.angles),
+            ("WORDS", shape.words(self.rows)),
+            ("SHARED", shape.shared_bytes(self.rows)),
+        ];
+        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let epsilon = f32::from_bits(shape.epsilon);
+        let body = [include_str!("watch.cuh"), include_str!("any_shape.cu")].concat();
+        format!("{defined}#define EPSILON {epsilon:e}f\n{body}")
+    }
+
+    fn shared_bytes(&self) -> usize {
+        SHARED_BYTES
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<DecodeStepAnyShape> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// Those for a row of GPT-2, a Llama of a billion parameters, and a Qwen2 in INT8.
+pub(super) fn kernels() -> impl Iterator<Item = DecodeStepAnyShape> {
+    let gpt2 = Shape {
+        n_layers: 12,
+        d_model: 768,
+        n_heads: 12,
+        n_kv_heads: 12,
+        head_dim: 64,
+        d_ff: 3072,
+        vocab_size: 50_257,
+        page_tokens: 64,
+        window: None,
+        epsilon: 1e-5f32.to_bits(),
+        layer_norm: true,
+        activation: ActivationKind::GeluTanh,
+        gated: false,
+        dtype: DType::BF16,
+        int8: false,
+        blocks: 132,
+        pitches: Pitches::default(),
+    };
+    let silu = |shape: Shape| Shape { layer_norm: false, activation: ActivationKind::Silu, gated: true, ..shape };
+    let llama = Shape { n_layers: 16, d_model: 2048, n_heads: 32, n_kv_heads: 8, d_ff: 8192, ..silu(gpt2.clone()) };
+    let qwen2 = Shape { d_model: 896, n_heads: 14, n_kv_heads: 2, d_ff: 4864, int8: true, ..silu(gpt2.clone()) };
+    [gpt2, llama, qwen2].into_iter().map(|shape| {
+        let [model, heads] = [shape.d_model, shape.n_heads * shape.head_dim];
+        let [embedding, head, positions] = [model; 3];
+        let pitches =
+            Pitches { qkv: model, output: heads, up: model, down: shape.d_ff, embedding, head, positions, angles: 32 };
+        DecodeStepAnyShape { rows: 1, shape: Shape { pitches, ..shape } }
+    })
+}
+
+/// What is ready for a model and a cache.
+pub(super) struct AnyShape<R: CubeRuntime> {
+    shape: Shape,
+    /// Addresses of each layer's tensors.
+    table: CubeTensor<R>,
+    /// The same of what layers share, as the source has them behind the numbers of a step.
+    shared: [u64; 9],
+    /// How far the exchange is, and whether a wait was too long.
+    state: CubeTensor<R>,
+    /// What blocks exchange.
+    scratch: CubeTensor<R>,
+    /// Keeps the memory at these addresses.
+    _held: Vec<Kept>,
+}
+
+/// A matrix whose columns lie one after another; between its rows are `pitch` of what an element has `in_element` of, as between those of others.
+fn with_pitch<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    name: &str,
+    in_element: usize,
+    pitch: &mut usize,
+) -> Result<CubeTensor<R>, Declined> {
+    let ([rows, columns], strides) = (x.meta.shape().dims(), x.meta.strides());
+    let own = if rows == 1 { columns } else { strides[0] };
+    let aligned = (own * x.dtype.size()).is_multiple_of(LOAD) || rows == 1;
+    if strides[1] != 1 || !aligned || (*pitch != 0 && *pitch != own * in_element) {
+        return Err(Declined::new(format!("the rows of {name} lie in another way than the kernel reads them")));
+    }
+    *pitch = own * in_element;
+    Ok(x)
+}
+
+/// What the kernel needs for a model and its caches, if it takes it, and the most rows of a step.
+pub(super) fn plan<R, F, I, BT>(
+    DecodePlanned { model, caches }: &DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
+) -> Result<(AnyShape<R>, usize), Declined>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, window } = model;
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
+    let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
+    let int8 = matches!(embedding, Weight::Int8(_));
+    let Held::Float(keys) = &caches[0].keys else { return Err(Declined::new("the cache is INT8")) };
+    let dtype = keys.dtype();
+    let [vocab_size, d_model] = embedding.dims();
+    let up_width = first.up.dims()[0];
+    let (epsilon, kind) = (final_norm.epsilon, final_norm.kind);
+    let on_device = primitive(final_norm.gamma.clone());
+    let mut shape = Shape {
+        n_layers: blocks.len(),
+        d_model,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        d_ff: activation.output_width(up_width),
+        vocab_size,
+        page_tokens: caches[0].dims()[2],
+        window: *window,
+        epsilon: (epsilon as f32).to_bits(),
+        layer_norm: kind == NormKind::LayerNorm,
+        activation: activation.kind,
+        gated: activation.gated,
+        dtype,
+        int8,
+        blocks: multiprocessors(&on_device) as usize,
+        pitches: Pitches::default(),
+    };
+    let columns = shape.together().max(8);
+    for (name, fits) in [
+        ("activations that are not f32, bf16 or f16", matches!(dtype, DType::F32 | DType::BF16 | DType::F16)),
+        ("this d_model", d_model.is_multiple_of(columns)),
+        ("heads of this width", head_dim.is_multiple_of(8) && head_dim <= 256),
+        ("all heads together of this width", (n_heads * head_dim).is_multiple_of(columns)),
+        ("this d_ff", shape.d_ff.is_multiple_of(columns)),
+        ("blocks of several widths", blocks.iter().all(|block| block.up.dims()[0] == up_width)),
+        ("more than 2^30 tokens", vocab_size < 1 << 30),
+    ] {
+        if !fits {
+            return Err(Declined::new(format!("no kernel is for {name}")));
+        }
+    }
+    let most_rows = shape.most_rows()?;
+    let mut held = Vec::new();
+    let mut pitches = Pitches::default();
+    let mut hold = |x: Option<CubeTensor<R>>, name: &str| kept(x, name, &mut held);
+    // Words of INT8 have several weights.
+    let in_element = if int8 { PACKED } else { 1 };
+    // Vectors are few: as f32, whatever they are stored in.
+    let vector = |x: &Tensor<CubeBackend<R, F, I, BT>, 1>| contiguous(primitive(x.clone().cast(DType::F32)));
+    type OfNorm<R> = [Option<CubeTensor<R>>; 2];
+    let of_norm = |norm: &Norm<CubeBackend<R, F, I, BT>>, of: NormKind| -> Result<OfNorm<R>, Declined> {
+        if norm.kind != of || norm.epsilon != epsilon || (of == NormKind::RmsNorm && norm.beta.is_some()) {
+            return Err(Declined::new("norms are not of one kind and one epsilon"));
+        }
+        Ok([Some(vector(&norm.gamma)), norm.beta.as_ref().map(vector)])
+    };
+    let mut addresses: Vec<u64> = Vec::new();
+    for (block, cache) in blocks.iter().zip(*caches) {
+        let DecodeBlock { attention_norm, qkv, placement, output, feed_forward_norm, up, down, .. } = block;
+        let mut scales = Vec::new();
+        let Pitches { qkv: of_qkv, output: of_output, up: of_up, down: of_down, .. } = &mut pitches;
+        for (weight, name, pitch) in
+            [(qkv, "qkv", of_qkv), (output, "output", of_output), (up, "up", of_up), (down, "down", of_down)]
+        {
+            let (values, of_rows) = matrix(weight, name, dtype, int8)?;
+            addresses.push(hold(Some(with_pitch(values, name, in_element, pitch)?), name)?);
+            scales.push(hold(of_rows, "scales")?);
+        }
+        addresses.extend(scales);
+        for bias in [&block.qkv_bias, &block.output_bias, &block.up_bias, &block.down_bias] {
+            addresses.push(hold(bias.as_ref().map(vector), "bias")?);
+        }
+        for norm in [attention_norm, feed_forward_norm] {
+            for part in of_norm(norm, kind)? {
+                addresses.push(hold(part, "norm")?);
+            }
+        }
+        for norm in [&placement.query_norm, &placement.key_norm] {
+            let gamma = norm.as_ref().map(|norm| of_norm(norm, NormKind::RmsNorm)).transpose()?;
+            addresses.push(hold(gamma.and_then(|[gamma, _]| gamma), "gamma")?);
+        }
+        for cached in [&cache.keys, &cache.values] {
+            match cached {
+                Held::Float(floats) if floats.dtype() == dtype => {
+                    addresses.push(hold(Some(packed(primitive(floats.clone()), "the cache")?), "the cache")?);
+                }
+                _ => return Err(Declined::new("the caches are not of one dtype")),
+            }
+        }
+    }
+    debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
+    let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, int8)?;
+    let embedding = with_pitch(embedding, "the embedding", in_element, &mut pitches.embedding)?;
+    let (head, head_scales) = matrix(head, "the head", dtype, int8)?;
+    let head = with_pitch(head, "the head", in_element, &mut pitches.head)?;
+    let [final_gamma, final_beta] = of_norm(final_norm, kind)?;
+    let positions = position_embedding.as_ref().map(|table| primitive(table.clone().cast(dtype)));
+    let positions = positions.map(|table| with_pitch(table, "the position embedding", 1, &mut pitches.positions));
+    let positions = positions.transpose()?;
+    let angles = first.placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone())));
+    if angles.iter().flatten().any(|table| table.dtype != DType::F32) {
+        return Err(Declined::new("the rotary table is not f32"));
+    }
+    let mut angle = |table: CubeTensor<R>| with_pitch(table, "angles", 1, &mut pitches.angles);
+    let [cos, sin] = match angles {
+        Some([cos, sin]) => [Some(angle(cos)?), Some(angle(sin)?)],
+        None => [None, None],
+    };
+    let mut shared = [0; 9];
+    let of_all = [
+        (Some(embedding), "the embedding"),
+        (Some(head), "the head"),
+        (embedding_scales, "scales"),
+        (head_scales, "scales"),
+        (final_gamma, "gamma"),
+        (final_beta, "beta"),
+        (positions, "the position embedding"),
+        (cos, "cosines"),
+        (sin, "sines"),
+    ];
+    for (at, (x, name)) in shared.iter_mut().zip(of_all) {
+        *at = hold(x, name)?;
+    }
+    shape.pitches = pitches;
+    let words = ROWS.into_iter().filter(|rows| *rows <= most_rows).map(|rows| shape.words(rows)).max();
+    let device = final_norm.gamma.device();
+    let body = AnyShape {
+        table: halves::<R, F, I, BT>(addresses, &device),
+        shared,
+        state: integers::<R, F, I, BT>(vec![0; 64], &device),
+        // No epoch is 0.
+        scratch: integers::<R, F, I, BT>(vec![0; 2 * words.unwrap_or(0)], &device),
+        shape,
+        _held: held,
+    };
+    Ok((body, most_rows))
+}
+
+/// One token more of each row.
+pub(super) fn decode_step<R, F, I, BT>(
+    body: &AnyShape<R>,
+    tokens: Tensor<CubeBackend<R, F, I, BT>, 1, burn::tensor::Int>,
+    at: &CachedTokens<CubeBackend<R, F, I, BT>>,
+) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let AnyShape { shape, table, shared, state, scratch, .. } = body;
+    let rows = at.rows.len();
+    let tokens = contiguous(tokens.into_primitive());
+    let positions = contiguous(at.positions.clone().into_primitive());
+    let pages = contiguous(at.pages.clone().into_primitive());
+    let hidden = empty(scratch, [rows, shape.d_model], shape.dtype);
+    let logits = empty(scratch, [rows, shape.vocab_size], DType::F32);
+    let likeliest = empty(&tokens, [rows], DType::I32);
+    let following = empty(&positions, [1, rows], DType::I32);
+    let kernel = DecodeStepAnyShape { rows: rows.next_power_of_two(), shape: shape.clone() };
+    let arguments = || {
+        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &likeliest, &following];
+        let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
+        let arguments = arguments.word(rows).word(pages.meta.shape()[1]);
+        shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
+    };
+    // SAFETY: the plan checked the dtype of each matrix and cache, and that they have no gaps, are of the sizes that the kernel is compiled
+    // for, and begin where 16 bytes can be read at once; vectors and tables are f32 by a cast, or checked; it holds the memory at the
+    // addresses in its table. Tokens are clamped to the vocabulary; positions and pages were checked by the operands. The scratch
+    // is as large as the source says for any number of rows, and results have a line for each row. All blocks are resident at
+    // once, one on each multiprocessor, for which there is shared memory; were they not, waits would end after a second. Checked by the tests of whole steps and of
+    // all families on CUDA, and by compute-sanitizer.
+    launch_tried(&hidden, &kernel, || unsafe {
+        cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
+    })?;
+    let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
+    Ok(Decoded {
+        hidden: float(hidden),
+        predicted: Some(predicted),
+        following: Some(Tensor::from_primitive(following)),
+    })
+}

@@ -1,0 +1,258 @@
+//! Whole decode steps of models of 1,024 columns with heads of 128, two to a key head: one launch for up to 32 rows with weights in bf16,
+//! for up to four in bf16 or INT8 with the head in it.
+
+use std::any::Any;
+
+use burn::tensor::{DType, Int, Tensor};
+use burn_cubecl::element::BoolElement;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
+
+use super::kernels::{
+    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_BLOCKS, MOST_ROWS, PAGE_TOKENS,
+    SLICE, Sizes,
+};
+use super::{address, halves, integers, kept, launch_tried, matrix, packed};
+use crate::cubecl::{contiguous, empty, multiprocessors};
+use crate::cuda::{self, Arguments, grouped_map};
+use crate::ops::activation::{Activation, ActivationKind};
+use crate::ops::cached_attention::{CachedTokens, Held};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
+use crate::ops::norm::{Norm, NormKind};
+use crate::ops::weight::Weight;
+use crate::packed_heads::PackedHeads;
+use crate::tensor::{float, primitive};
+
+/// Addresses of a block in the table.
+const POINTERS: usize = 10;
+/// Of its scales, with those of the embedding and the head.
+const SCALES: usize = 6;
+
+/// What is ready for a model and a cache.
+pub(super) struct Width1024<R: CubeRuntime> {
+    sizes: Sizes,
+    /// Whether weights are INT8.
+    int8: bool,
+    /// Of the kernel for few rows.
+    blocks: u32,
+    /// Addresses of each block's tensors.
+    table: CubeTensor<R>,
+    /// How the kernel for many rows reads them by TMA.
+    maps: CubeTensor<R>,
+    embedding: CubeTensor<R>,
+    head: CubeTensor<R>,
+    /// Where the addresses of scales are, if weights are INT8.
+    scales: usize,
+    final_norm: CubeTensor<R>,
+    cos: CubeTensor<R>,
+    sin: CubeTensor<R>,
+    /// How far the exchange is, and whether a wait was too long.
+    state: CubeTensor<R>,
+    /// Words that blocks exchange: of few rows, and of each number of many.
+    few: CubeTensor<R>,
+    many: Vec<CubeTensor<R>>,
+    /// Keeps the memory at these addresses.
+    _held: Vec<Box<dyn Any + Send>>,
+}
+
+/// What the kernels need for a model and its caches, if they take it, and the most rows of a step.
+pub(super) fn plan<R, F, I, BT>(
+    DecodePlanned { model, caches }: &DecodePlanned<'_, CubeBackend<R, F, I, BT>>,
+) -> Result<(Width1024<R>, usize), Declined>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let DecodeModel { blocks, final_norm, heads, embedding, position_embedding, head, activation, window } = model;
+    if *activation != Activation::gated(ActivationKind::Silu) || window.is_some() || position_embedding.is_some() {
+        return Err(Declined::new(
+            "it is not for other activations than SiLU-gated ones, windows, or learned positions",
+        ));
+    }
+    let int8 = matches!(embedding, Weight::Int8(_));
+    let [_, d_model] = embedding.dims();
+    let (embedding, embedding_scales) = matrix(embedding, "the embedding", DType::BF16, int8)?;
+    let (head, head_scales) = matrix(head, "the head", DType::BF16, int8)?;
+    let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
+    let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
+    let d_ff = first.up.dims()[0] / 2;
+    let [_, _, page_tokens, _] = caches[0].dims();
+    let sizes = [
+        ("d_model", d_model == SLICE),
+        ("head_dim", head_dim == HEAD_DIM),
+        ("n_heads", (n_heads * HEAD_DIM).is_multiple_of(SLICE) && n_heads == 2 * n_kv_heads && n_kv_heads <= 8),
+        // As many of each as the kernels have registers for.
+        ("d_ff", d_ff.is_multiple_of(SLICE) && d_ff <= 3 * SLICE),
+        ("the cache's pages", page_tokens == PAGE_TOKENS),
+        ("the widths of the blocks", blocks.iter().all(|block| block.up.dims()[0] == 2 * d_ff)),
+    ];
+    if let Some((name, _)) = sizes.iter().find(|(_, fits)| !fits) {
+        return Err(Declined::new(format!("the kernel was not written for {name}")));
+    }
+    let multiprocessors = multiprocessors(&embedding);
+    if multiprocessors < BLOCKS {
+        return Err(Declined::new(format!(
+            "the device has {multiprocessors} multiprocessors, and the kernel needs {BLOCKS}"
+        )));
+    }
+    let epsilon = final_norm.epsilon;
+    let mut addresses: Vec<u64> = Vec::new();
+    let mut maps: Vec<u64> = Vec::new();
+    let mut held = Vec::new();
+    let mut hold = |x: Option<CubeTensor<R>>, name: &str| {
+        let x = x.map(|x| packed(x, name)).transpose()?;
+        kept(x, name, &mut held)
+    };
+    let embedding_scales = hold(embedding_scales, "the embedding's scales")?;
+    let head_scales = hold(head_scales, "the head's scales")?;
+    let mut scales_at = Vec::new();
+    let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
+        maps.extend(
+            grouped_map(address, shape, tile).map_err(|error| Declined::new(format!("no tensor map: {error}")))?,
+        );
+        Ok::<(), Declined>(())
+    };
+    let gamma = |norm: &Norm<CubeBackend<R, F, I, BT>>| {
+        let fits = norm.kind == NormKind::RmsNorm && norm.beta.is_none() && norm.epsilon == epsilon;
+        // Of 16-bit checkpoints it loses nothing.
+        let halves = || primitive(norm.gamma.clone().cast(DType::BF16));
+        fits.then(halves).ok_or_else(|| Declined::new("norms are not RMS norms of one epsilon"))
+    };
+    for (block, cache) in blocks.iter().zip(*caches) {
+        let DecodeBlock { attention_norm, qkv, placement, output, feed_forward_norm, up, down, .. } = block;
+        let biases = [&block.qkv_bias, &block.output_bias, &block.up_bias, &block.down_bias];
+        if biases.iter().any(|bias| bias.is_some()) {
+            return Err(Declined::new("it is not for biases"));
+        }
+        let norms = placement.query_norm.as_ref().zip(placement.key_norm.as_ref());
+        let (query_norm, key_norm) = norms.ok_or_else(|| Declined::new("queries and keys have no norms"))?;
+        for (weight, name) in [(qkv, "qkv"), (output, "output"), (up, "up"), (down, "down")] {
+            let [rows, columns] = weight.dims();
+            let (values, scales) = matrix(weight, name, DType::BF16, int8)?;
+            let at = hold(Some(values), name)?;
+            addresses.push(at);
+            scales_at.push(hold(scales, name)?);
+            if !int8 {
+                // Gate and up are read apart from each other.
+                let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
+                map(at, [rows, columns], tile)?;
+            }
+        }
+        scales_at.extend([embedding_scales, head_scales]);
+        for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
+            addresses.push(hold(Some(gamma(norm)?), "gamma")?);
+        }
+        for cached in [&cache.keys, &cache.values] {
+            match cached {
+                Held::Float(floats) if floats.dtype() == DType::BF16 => {
+                    let at = hold(Some(primitive(floats.clone())), "the cache")?;
+                    addresses.push(at);
+                    let rows = floats.dims()[..3].iter().product();
+                    map(at, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
+                }
+                _ => return Err(Declined::new("the cache is not bf16")),
+            }
+        }
+    }
+    debug_assert_eq!([addresses.len(), scales_at.len()], [POINTERS, SCALES].map(|each| each * blocks.len()));
+    let table = first.placement.rotary.as_ref().ok_or_else(|| Declined::new("positions are not rotary"))?;
+    let [cos, sin] = [&table.cos, &table.sin].map(|table| primitive(table.clone()));
+    if cos.dtype != DType::F32 {
+        return Err(Declined::new("the rotary table is not f32"));
+    }
+    let sizes =
+        Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
+    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
+    let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
+    // All bits of a word that is not there yet are ones.
+    let many = MANY.into_iter().filter(|_| !int8);
+    let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
+    let many: Vec<Vec<i32>> = many.collect();
+    let device = final_norm.gamma.device();
+    let integers = |values| integers::<R, F, I, BT>(values, &device);
+    let halves = |words| halves::<R, F, I, BT>(words, &device);
+    let maps = halves(maps);
+    if !address(&maps)?.0.is_multiple_of(64) {
+        return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
+    }
+    let mut scales = 0;
+    if int8 {
+        let (at, kept) = address(&halves(scales_at))?;
+        scales = at as usize;
+        held.push(kept);
+    }
+    let body = Width1024::<R> {
+        sizes,
+        int8,
+        blocks: multiprocessors.min(MOST_BLOCKS),
+        table: halves(addresses),
+        maps,
+        embedding: packed(embedding, "the embedding")?,
+        head: packed(head, "the head")?,
+        scales,
+        final_norm: packed(gamma(final_norm)?, "gamma")?,
+        cos: packed(cos, "cosines")?,
+        sin: packed(sin, "sines")?,
+        state: integers(vec![0; 64]),
+        few: integers(few),
+        many: many.into_iter().map(integers).collect(),
+        _held: held,
+    };
+    let most_rows = if int8 { FEW_ROWS } else { MOST_ROWS };
+    Ok((body, most_rows))
+}
+
+/// One token more of each row.
+pub(super) fn decode_step<R, F, I, BT>(
+    body: &Width1024<R>,
+    tokens: Tensor<CubeBackend<R, F, I, BT>, 1, Int>,
+    at: &CachedTokens<CubeBackend<R, F, I, BT>>,
+) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let rows = at.rows.len();
+    let hidden = empty(&body.embedding, [rows, body.sizes.d_model], DType::BF16);
+    let tokens = contiguous(tokens.into_primitive());
+    let positions = contiguous(at.positions.clone().into_primitive());
+    let pages = contiguous(at.pages.clone().into_primitive());
+    let model = [&body.embedding, &body.final_norm, &body.cos, &body.sin, &body.state];
+    let step = [&tokens, &positions, &pages, &hidden];
+    let vocab_size = body.embedding.meta.shape()[0];
+    let all = |arguments, words| {
+        let pointers = model.into_iter().chain([words]).chain(step);
+        let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
+        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size).word(body.scales)
+    };
+    let sizes = body.sizes.clone();
+    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
+    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
+    // pages were checked by the operands: positions are the host's, or a step's one further. Results have a line for each row. All blocks are resident at once: one on each multiprocessor, for which there is
+    // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
+    if rows <= FEW_ROWS {
+        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
+        let logits = empty(&hidden, [rows, vocab_size], DType::F32);
+        let likeliest = empty(&tokens, [rows], DType::I32);
+        let following = empty(&positions, [1, rows], DType::I32);
+        let of_head = [&body.head, &logits, &likeliest, &following];
+        let arguments = || {
+            let arguments = all(Arguments::default().pointer(&body.table), &body.few);
+            of_head.into_iter().fold(arguments, Arguments::pointer)
+        };
+        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
+        let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
+        let following = Some(Tensor::from_primitive(following));
+        return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
+    }
+    let variant = MANY.iter().position(|most| rows <= *most).unwrap_or(MANY.len() - 1);
+    let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
+    let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
+    let arguments = || all(tables(), &body.many[variant]);
+    launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
+}
