@@ -223,8 +223,8 @@ impl CudaKernel for DecodeStepAnyShape {
     }
 }
 
-/// Those for a row of GPT-2, a Llama of a billion parameters, and a Qwen2 in INT8.
-pub(super) fn kernels() -> impl Iterator<Item = DecodeStepAnyShape> {
+/// Those for a row of GPT-2, a Llama of a billion parameters, and a Qwen2 in INT8, by name.
+pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
     let gpt2 = Shape {
         n_layers: 12,
         d_model: 768,
@@ -247,12 +247,13 @@ pub(super) fn kernels() -> impl Iterator<Item = DecodeStepAnyShape> {
     let silu = |shape: Shape| Shape { layer_norm: false, activation: ActivationKind::Silu, gated: true, ..shape };
     let llama = Shape { n_layers: 16, d_model: 2048, n_heads: 32, n_kv_heads: 8, d_ff: 8192, ..silu(gpt2.clone()) };
     let qwen2 = Shape { d_model: 896, n_heads: 14, n_kv_heads: 2, d_ff: 4864, int8: true, ..silu(gpt2.clone()) };
-    [gpt2, llama, qwen2].into_iter().map(|shape| {
+    [("gpt2", gpt2), ("llama", llama), ("qwen2-int8", qwen2)].into_iter().map(|(name, shape)| {
         let [model, heads] = [shape.d_model, shape.n_heads * shape.head_dim];
         let [embedding, head, positions] = [model; 3];
         let pitches =
             Pitches { qkv: model, output: heads, up: model, down: shape.d_ff, embedding, head, positions, angles: 32 };
-        DecodeStepAnyShape { rows: 1, shape: Shape { pitches, ..shape } }
+        let kernel = DecodeStepAnyShape { rows: 1, shape: Shape { pitches, ..shape } };
+        (format!("{}-{name}", kernel.entry()), kernel.source())
     })
 }
 

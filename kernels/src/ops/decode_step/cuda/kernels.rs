@@ -169,5 +169,5 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     };
     let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
     let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);
-    many.map(cuda::named).chain(any_shape::kernels().map(cuda::named))
+    many.map(cuda::named).chain(any_shape::sources())
 }
