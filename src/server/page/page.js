@@ -288,8 +288,8 @@ async function answer() {
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
   }
-  // What came all at once is measured from the question on.
-  const now = performance.now(), seconds = (now - (now > first ? first : begun)) / 1000;
+  // What came nearly all at once is measured from the question on: how long it took to arrive says nothing.
+  const now = performance.now(), seconds = (now - (now - first < 100 ? begun : first)) / 1000, speed = tokens / seconds;
   running = null;
   busy(false);
   shown.text.classList.remove("cursor");
@@ -298,7 +298,7 @@ async function answer() {
   else shown.article.remove();
   const follow = atEnd();
   if (message.content) {
-    const told = complete && tokens > 1 ? `${tokens} tokens, ${(tokens / seconds).toFixed(1)} tokens/s, the first after ${(first - begun).toFixed(0)} ms` : "stopped";
+    const told = complete && tokens > 1 ? `${tokens} tokens, ${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s, the first after ${(first - begun).toFixed(0)} ms` : "stopped";
     document.querySelectorAll(".regenerate").forEach(button => button.remove());
     const again = element("button", "Regenerate");
     again.type = "button";
