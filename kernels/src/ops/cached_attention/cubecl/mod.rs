@@ -1,6 +1,7 @@
 //! Cached attention in CubeCL: for one new token a row, all in one kernel, which cuts long rows of keys into pieces ([`planes`], or [`units`] where
-//! there are none); for more, [`prompts`].
+//! there are none); for more, [`append`] and then [`prompts`].
 
+mod append;
 mod planes;
 mod prompts;
 mod units;
@@ -12,7 +13,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use self::prompts::{over_pages, prefill, rotary_append};
+use self::append::rotary_append;
+use self::prompts::{over_pages, prefill};
 use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
 use crate::checked::Checked;
 use crate::cubecl::reduce::RowUnits;
