@@ -10,7 +10,7 @@ use super::decode::{Drawn, LAST, TIMED, decode};
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::generation::STEP_TOKENS;
+use crate::generation::Generator;
 use crate::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
 
 /// Requests, and the tokens of their prompts and texts on a device of its own; on the CPU, a fraction of them.
@@ -83,7 +83,8 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             ];
             let mut alone: Vec<Vec<u32>> = Vec::new();
             for (case, requests, cache_tokens, steady_rate) in cases {
-                let options = SchedulerOptions { rows, step_tokens: STEP_TOKENS / fraction, cache_tokens };
+                let options =
+                    SchedulerOptions { rows, step_tokens: Generator::<B>::step_tokens() / fraction, cache_tokens };
                 let mut served = Vec::new();
                 // The first time compiles.
                 for _ in 0..self.options.repeats + 1 {

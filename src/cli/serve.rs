@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::generation::STEP_TOKENS;
 use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
 use fireclay::stdout;
 use serde_json::json;
@@ -56,9 +55,10 @@ pub(super) struct ServeArgs {
     /// Tokens that the cache holds [default: as many as the rows may need, up to 4 GiB]
     #[arg(long, value_name = "N")]
     cache_tokens: Option<usize>,
-    /// Tokens of a step, one for each text that is written and the rest of prompts: with more, prompts are read faster, and texts wait longer beside them
-    #[arg(long, value_name = "N", default_value_t = STEP_TOKENS)]
-    step_tokens: usize,
+    /// Tokens of a step, one for each text that is written and the rest of prompts: with more, prompts are read faster, and texts wait longer beside
+    /// them [default: 4096 on CUDA, 2048 elsewhere]
+    #[arg(long, value_name = "N")]
+    step_tokens: Option<usize>,
     /// Texts that wait beside those that are written; more are refused
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
@@ -83,12 +83,11 @@ pub(super) struct ServeArgs {
 pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("serve")?;
-    let step_tokens = Some(args.step_tokens);
     let sizes = [
         ("rows", args.rows),
         ("context", args.context),
         ("cache-tokens", args.cache_tokens),
-        ("step-tokens", step_tokens),
+        ("step-tokens", args.step_tokens),
     ];
     for (flag, value) in sizes {
         if value == Some(0) {

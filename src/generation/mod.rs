@@ -27,8 +27,9 @@ const LEAST_TEMPERATURE: f64 = 1e-3;
 /// Prompts that are continued together, at the most: on a device of its own, and on the CPU.
 const ROWS: usize = 256;
 const CPU_ROWS: usize = 16;
-/// Tokens of a step where nothing else is asked for: of prompts no more are read while texts are written.
-pub const STEP_TOKENS: usize = 2048;
+/// Tokens of a step where nothing else is asked for: on CUDA, which reads so many in some ten milliseconds, and elsewhere.
+const CUDA_STEP_TOKENS: usize = 4096;
+const STEP_TOKENS: usize = 2048;
 /// Bytes of the cache, at the most, and of the keys of one layer in it, which WGPU binds no more than 128 MiB of on some
 /// devices; but for those that one text needs.
 const CACHE_BYTES: usize = 4 << 30;
@@ -260,12 +261,17 @@ impl<B: Backend> Generator<B> {
 
     /// A scheduler for texts that have so many tokens each at the most, with their prompts.
     pub fn scheduler(&self, lengths: impl Iterator<Item = usize>) -> Scheduler<B> {
-        self.scheduler_of(Self::rows(), STEP_TOKENS, lengths, None)
+        self.scheduler_of(Self::rows(), Self::step_tokens(), lengths, None)
     }
 
     /// Texts that are written at a time where nothing else is asked for.
     pub fn rows() -> usize {
         if B::is_synchronous() { CPU_ROWS } else { ROWS }
+    }
+
+    /// Tokens of a step where nothing else is asked for: of prompts no more are read while texts are written.
+    pub fn step_tokens() -> usize {
+        if B::downloads_at_once() { CUDA_STEP_TOKENS } else { STEP_TOKENS }
     }
 
     /// [`scheduler`](Self::scheduler) of up to `rows` texts at a time and `step_tokens` a step, with a cache of so many tokens, if that is

@@ -120,8 +120,9 @@ impl<R: FnOnce()> Engine<R> {
         if context == 0 || context > longest {
             return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
         }
+        let step_tokens = limits.step_tokens.unwrap_or_else(Generator::<B>::step_tokens);
         let mut scheduler =
-            generator.scheduler_of(rows, limits.step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
+            generator.scheduler_of(rows, step_tokens, std::iter::repeat_n(context, rows), limits.cache_tokens);
         if !B::is_synchronous() {
             scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
         }

@@ -35,7 +35,6 @@ use self::queue::Queue;
 use self::served::Served;
 use crate::backend::BackendName;
 use crate::failure::Failure;
-use crate::generation::STEP_TOKENS;
 use crate::precision::{CachePrecision, Precision};
 
 /// Threads that speak HTTP; the device has one of its own.
@@ -88,8 +87,8 @@ pub struct Limits {
     pub context: Option<usize>,
     /// Tokens that the cache holds; as many as suit the rows where `None`.
     pub cache_tokens: Option<usize>,
-    /// Tokens of a step: of prompts no more are read while texts are written.
-    pub step_tokens: usize,
+    /// Tokens of a step: of prompts no more are read while texts are written; as many as suit the device where `None`.
+    pub step_tokens: Option<usize>,
     /// What it keeps keys and values as.
     pub cache: CachePrecision,
     /// Texts that wait beside them.
@@ -112,7 +111,7 @@ impl Default for Limits {
             rows: None,
             context: None,
             cache_tokens: None,
-            step_tokens: STEP_TOKENS,
+            step_tokens: None,
             cache: CachePrecision::Auto,
             queue: 256,
             body_bytes: 4 << 20,
