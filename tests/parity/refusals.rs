@@ -6,10 +6,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
-    CachedTokens, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RandomKey,
-    RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, activate, attention, cached_attention,
-    dropout, embed, embed_add, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up,
-    norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm,
+    PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, TokenCounts, Weight, activate,
+    attention, cached_attention, decode_step, dropout, embed, embed_add, head_loss, head_sample, linear, linear_add,
+    next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -238,6 +238,51 @@ backend_test!(rotary_embeddings_refuse_what_does_not_fit::<B>(device) {
     let table = RotaryTable { sin: make.float([9, 4]), ..make.table(10, 4) };
     refused("rotary", &["sines [9, 4]", "cosines [10, 4]"], || rotary(x(), &table, make.ints([2, 5])));
     refused("next_positions", &["too far"], || next_positions(make.ints([2, 1]), usize::MAX));
+});
+
+backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
+    let make = Make::<B>(device);
+    let heads = PackedHeads { n_heads: 4, n_kv_heads: 2, head_dim: 8 };
+    let model = |heads: PackedHeads, window| {
+        let weight = |rows, columns| Weight::Float(make.float([rows, columns]));
+        let block = DecodeBlock {
+            attention_norm: make.rms(32),
+            qkv: weight(64, 32),
+            qkv_bias: None,
+            placement: Placement { query_norm: None, key_norm: None, rotary: None },
+            output: weight(32, heads.n_heads * heads.head_dim),
+            output_bias: None,
+            feed_forward_norm: make.rms(32),
+            up: weight(64, 32),
+            up_bias: None,
+            down: weight(32, 32),
+            down_bias: None,
+        };
+        DecodeModel {
+            embedding: weight(40, 32),
+            position_embedding: None,
+            head: weight(40, 32),
+            blocks: vec![block],
+            final_norm: make.rms(32),
+            heads,
+            activation: GATED,
+            window,
+        }
+    };
+    let caches = |pages, heads| vec![LayerCache::<B>::new(pages, 64, heads, CacheDType::Float(FloatDType::F32), &make.0)];
+    let op = "decode_step";
+    let new = |other, window| DecodePlan::new(model(other, window), &caches(3, heads));
+    refused(op, &["window of no keys"], || new(heads, Some(0)));
+    refused(op, &["divide the query heads"], || new(PackedHeads { n_heads: 2, n_kv_heads: 3, ..heads }, None));
+    refused(op, &["there are some"], || new(PackedHeads { n_heads: 8, n_kv_heads: 0, ..heads }, None));
+    refused(op, &["a cache for each block"], || DecodePlan::new(model(heads, None), &[]));
+    // Where there is a kernel.
+    if let Ok(plan) = new(heads, None) {
+        let at = |page: u32| CachedTokens::<B>::new(vec![CachedRow { pages: [page].into(), tokens: 1, keys: 4 }], None, &make.0);
+        refused(op, &["page 3", "cache of 3"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(3, heads)));
+        refused(op, &["the plan was made with"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(4, heads)));
+        decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads)).expect("what fits is taken");
+    }
 });
 
 backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {

@@ -319,6 +319,20 @@ pub(crate) fn works<R: CubeRuntime, K: CudaKernel>(
     instead: &str,
     probe: impl FnOnce(),
 ) -> bool {
+    works_without(x, kernel, instead, probe, || None)
+}
+
+/// [`works`], if there is no `fault` once the kernel ran, either.
+///
+/// # Panics
+/// As [`works`] does.
+pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
+    x: &CubeTensor<R>,
+    kernel: &K,
+    instead: &str,
+    probe: impl FnOnce(),
+    fault: impl FnOnce() -> Option<String>,
+) -> bool {
     let mut tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);
     let key = (x.device.to_id(), kernel.clone());
     *tried.get_or_insert_default().entry(key).or_insert_with(|| {
@@ -328,8 +342,13 @@ pub(crate) fn works<R: CubeRuntime, K: CudaKernel>(
             panic!("the device failed before {kernel:?} was tried: {error}");
         }
         probe();
-        let Err(error) = wait() else { return true };
-        let error = error.to_string();
+        let error = match wait() {
+            Err(error) => error.to_string(),
+            Ok(()) => match fault() {
+                Some(fault) => fault,
+                None => return true,
+            },
+        };
         // NVRTC's message, if there is one, and not the source behind it.
         let reason = error.lines().find(|line| line.contains("error")).or_else(|| error.lines().next());
         let mut driver = 0;

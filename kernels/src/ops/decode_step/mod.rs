@@ -100,6 +100,8 @@ pub struct DecodeModel<B: Backend> {
 pub struct DecodePlan<B: Backend> {
     model: DecodeModel<B>,
     body: DecodeBody,
+    /// Of the cache of each layer.
+    cache_dims: [usize; 4],
 }
 
 /// A backend's own part of a plan.
@@ -125,8 +127,10 @@ impl<B: DecodeStepOps> DecodePlan<B> {
         if reference_only() {
             return Err(Declined::new("the references are asked for"));
         }
-        let body = B::decode_plan(Checked::new(DecodePlanned { model: &model, caches }))?;
-        Ok(Self { model, body })
+        let planned = Checked::new(DecodePlanned { model: &model, caches });
+        let cache_dims = caches.first().ok_or_else(|| Declined::new("there are no blocks"))?.dims();
+        let body = B::decode_plan(planned)?;
+        Ok(Self { model, body, cache_dims })
     }
 
     /// The most rows that a step takes.
@@ -147,7 +151,9 @@ pub struct DecodePlanned<'a, B: Backend> {
 impl<B: Backend> Operands for DecodePlanned<'_, B> {
     fn check(&self) {
         let op = "decode_step";
-        let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, .. } = self.model;
+        let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, window } =
+            self.model;
+        assert!(*window != Some(0), "{op}: a window of no keys");
         let [_, d_model] = embedding.dims();
         let gamma = part(op, "gamma", &final_norm.gamma).float();
         embedding.check(op, "embedding", final_norm.gamma.dims() == [d_model], &gamma);
@@ -155,12 +161,13 @@ impl<B: Backend> Operands for DecodePlanned<'_, B> {
         if let Some(table) = position_embedding {
             part(op, "position_embedding", table).float().fits(table.dims()[1] == d_model, &gamma);
         }
-        assert_eq!(blocks.len(), self.caches.len(), "{op}: a cache for each block");
+        assert!(blocks.len() == self.caches.len(), "{op}: a cache for each block");
         let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
         let width = heads.width();
         for (block, cache) in blocks.iter().zip(self.caches) {
             block.attention_norm.check(op, &gamma, d_model);
             block.feed_forward_norm.check(op, &gamma, d_model);
+            heads.check(op, "qkv", [1, 1, block.qkv.dims()[0]]);
             let [up_width, _] = block.up.dims();
             let whole = !activation.gated || up_width.is_multiple_of(2);
             for (name, weight, shape, bias) in [
@@ -189,10 +196,8 @@ impl<B: Backend> Operands for DecodePlanned<'_, B> {
 /// What [`decode_step`] computes with.
 #[derive(Debug)]
 pub struct DecodeStep<'a, B: Backend> {
-    /// The model, as the plan has it.
-    pub model: &'a DecodeModel<B>,
-    /// What the backend made ready.
-    pub body: &'a DecodeBody,
+    /// The model, and what the backend made ready.
+    pub plan: &'a DecodePlan<B>,
     /// `[rows]`.
     pub tokens: Tensor<B, 1, Int>,
     /// Where they stand.
@@ -209,16 +214,20 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         let positions = part(op, "positions", &self.at.positions).integer().shaped(&[1, rows], &tokens);
         part(op, "tokens", &self.tokens).shaped(&[rows], &positions).alike(&positions);
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
-        let most_rows = self.body.most_rows;
+        let DecodePlan { model, body, cache_dims } = self.plan;
+        let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
-        assert_eq!(self.at.window, self.model.window, "{op}: keys that a token sees");
-        let tables = self.model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
+        assert!(self.at.window == model.window, "{op}: keys that a token sees");
+        let tables = model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
         let tables = tables.map(|table| table.cos.dims()[0]);
-        let tables = tables.chain(self.model.position_embedding.as_ref().map(|table| table.dims()[0]));
+        let tables = tables.chain(model.position_embedding.as_ref().map(|table| table.dims()[0]));
         let positions = tables.min().unwrap_or(usize::MAX);
-        let [pages, _, page_tokens, _] = self.caches[0].dims();
+        let planned =
+            self.caches.len() == model.blocks.len() && self.caches.iter().all(|cache| cache.dims() == *cache_dims);
+        assert!(planned, "{op}: the caches that the plan was made with");
+        let [pages, _, page_tokens, _] = *cache_dims;
         for row in &self.at.rows {
-            assert_eq!(row.tokens, 1, "{op}: one token of each row");
+            assert!(row.tokens == 1, "{op}: one token of each row");
             assert!(row.keys <= positions, "{op}: {} keys in a table of {positions} positions", row.keys);
             let room = row.pages.len().saturating_mul(page_tokens);
             assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
@@ -279,14 +288,14 @@ pub struct Predicted<B: Backend> {
 /// If it turns out not to run on this device. The pages may have got keys and values of the token by then, which are the right ones.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or there are more rows than [`rows`](DecodePlan::rows).
+/// If the sizes do not fit each other or those of the plan's caches, or there are more rows than [`rows`](DecodePlan::rows).
 pub fn decode_step<B: DecodeStepOps>(
     plan: &DecodePlan<B>,
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
 ) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
-    let DecodePlan { model, body } = plan;
+    let DecodePlan { model, body, .. } = plan;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
         let matrices = model.blocks.iter().flat_map(|block| [&block.qkv, &block.output, &block.up, &block.down]);
@@ -299,7 +308,7 @@ pub fn decode_step<B: DecodeStepOps>(
         let flops = (2 * at.rows.len() * products) as u64;
         Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
     });
-    let decoded = B::decode_step(Checked::new(DecodeStep { model, body, tokens, at, caches }))?;
+    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches }))?;
     let at = match &decoded.following {
         Some(positions) => at.clone().followed_by(positions.clone()),
         None => at.clone(),

@@ -12,9 +12,9 @@ use cubecl::prelude::*;
 
 use super::{
     Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
-    scale_of, sizes, stored,
+    scale_of, sizes, stored, vector,
 };
-use crate::cubecl::reduce::{lanes_max, lanes_sum, row_vector};
+use crate::cubecl::reduce::{lanes_max, lanes_sum};
 use crate::cubecl::{array, clamp_index, empty, grid, launch, optional};
 use crate::ops::weight::PACKED;
 
@@ -30,11 +30,23 @@ pub(super) fn rotary_append<R: CubeRuntime>(
     let bound = bind(pass, MOST_HEADS, held[0].is_int8());
     let query = empty(qkv, [qkv.meta.shape()[0], heads.n_heads, heads.head_dim], qkv.dtype);
     assert_eq!(rows.dtype, positions.dtype, "cached_attention: integers of one dtype");
-    match Lanes::new(&bound, pass, held) {
-        Some(lanes) => by_lines(&bound, lanes, pass, run, &rows, held, &query),
-        None => by_heads(&bound, pass, run, &rows, held, &query),
+    let append = Append { bound, pass, run, rows, held, query };
+    match append.lanes() {
+        Some(lanes) => append.by_lines(lanes),
+        None => append.by_heads(),
     }
-    query
+    append.query
+}
+
+/// What is appended, and where to.
+struct Append<'a, R: CubeRuntime> {
+    bound: Bound<R>,
+    pass: &'a Pass<R>,
+    run: &'a Run,
+    rows: CubeTensor<R>,
+    /// Keys and values.
+    held: [&'a CubeHeld<R>; 2],
+    query: CubeTensor<R>,
 }
 
 /// How lanes share a head.
@@ -46,111 +58,97 @@ struct Lanes {
     width: usize,
 }
 
-impl Lanes {
+impl<R: CubeRuntime> Append<'_, R> {
     /// If a plane has lanes for all vectors of half a head.
-    fn new<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, [keys, values]: [&CubeHeld<R>; 2]) -> Option<Self> {
+    fn lanes(&self) -> Option<Lanes> {
+        let Self { bound, pass, held: [keys, _], .. } = self;
         let plane = bound.variant.row_units.plane;
         let head_dim = pass.heads.head_dim;
-        let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
-        let mut tensors = vec![&pass.qkv, query_gamma, key_gamma, cos, sin];
-        // Words of bytes are aligned for two of them.
-        tensors.extend([keys, values].into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
         if plane == 1 || !UNITS.is_multiple_of(plane) || !head_dim.is_multiple_of(2) {
             return None;
         }
-        let width = row_vector(&tensors, &[head_dim / 2]);
+        let width = vector(bound, pass, self.held, head_dim / 2);
         let across = (head_dim / 2 / width).next_power_of_two() as u32;
-        let fits = across <= plane && (!keys.is_int8() || width.is_multiple_of(PACKED));
-        fits.then_some(Self { across, width })
+        // A vector of bytes is one or two words: they are aligned for no more.
+        let fits = across <= plane && (!keys.is_int8() || [PACKED, 2 * PACKED].contains(&width));
+        fits.then_some(Lanes { across, width })
     }
-}
 
-fn by_lines<R: CubeRuntime>(
-    bound: &Bound<R>,
-    lanes: Lanes,
-    pass: &Pass<R>,
-    run: &Run,
-    rows: &CubeTensor<R>,
-    [keys, values]: [&CubeHeld<R>; 2],
-    query: &CubeTensor<R>,
-) {
-    let Pass { qkv, heads, positions, table, .. } = pass;
-    let lines = run.tokens * (heads.n_heads + 2 * heads.n_kv_heads);
-    // SAFETY: lanes read and write vectors of lines below `lines`, which lie in `qkv`, and of these lines alone; rows are those of the tokens,
-    // positions are held within the rotary table, pages within the cache.
-    unsafe {
-        launch!(
-            lines_kernel::LinesKernel,
-            &qkv.client,
-            grid(lines.div_ceil((UNITS / lanes.across) as usize)),
-            CubeDim::new_1d(UNITS),
-            [N = lanes.width, M = keys.width(lanes.width)],
-            [
-                F = qkv.dtype,
-                K = keys.dtype(),
-                G = bound.gammas[0].dtype,
-                T = bound.table[0].dtype,
-                I = positions.dtype,
-            ],
-            [
-                qkv: Array<Vector<lines_kernel::F, lines_kernel::N>> = array(qkv),
-                query_gamma: Array<Vector<lines_kernel::G, lines_kernel::N>> = array(&bound.gammas[0]),
-                key_gamma: Array<Vector<lines_kernel::G, lines_kernel::N>> = array(&bound.gammas[1]),
-                cos: Array<Vector<lines_kernel::T, lines_kernel::N>> = array(&bound.table[0]),
-                sin: Array<Vector<lines_kernel::T, lines_kernel::N>> = array(&bound.table[1]),
-                positions: Array<lines_kernel::I> = array(positions),
-                rows: Array<lines_kernel::I> = array(rows),
-                table: Array<lines_kernel::I> = array(table),
-                query: Array<Vector<lines_kernel::F, lines_kernel::N>> = array(query),
-                keys: Array<Vector<lines_kernel::K, lines_kernel::M>> = array(&keys.stored),
-                values: Array<Vector<lines_kernel::K, lines_kernel::M>> = array(&values.stored),
-                key_scales: ComptimeOption<Array<f32>> = optional(&keys.scales),
-                value_scales: ComptimeOption<Array<f32>> = optional(&values.scales),
-                sizes: Sizes = sizes(bound, pass, run, keys, [1, 0]),
-            ],
-            [variant: Variant = bound.variant, lanes: Lanes = lanes]
-        );
+    fn by_lines(&self, lanes: Lanes) {
+        let Self { bound, pass, run, rows, held: [keys, values], query } = self;
+        let Pass { qkv, heads, positions, table, .. } = pass;
+        let lines = run.tokens * (heads.n_heads + 2 * heads.n_kv_heads);
+        // SAFETY: lanes read vectors of the run's `lines`, which lie in `qkv`, and write those of queries in their places, and keys and values in
+        // cells of their tokens, which no two of a pass share; rows are those of the tokens, positions are held within the rotary table, pages
+        // within the cache; tensors begin where a vector can be read.
+        unsafe {
+            launch!(
+                lines_kernel::LinesKernel,
+                &qkv.client,
+                grid(lines.div_ceil((UNITS / lanes.across) as usize)),
+                CubeDim::new_1d(UNITS),
+                [N = lanes.width, M = keys.width(lanes.width)],
+                [
+                    F = qkv.dtype,
+                    K = keys.dtype(),
+                    G = bound.gammas[0].dtype,
+                    T = bound.table[0].dtype,
+                    I = positions.dtype,
+                ],
+                [
+                    qkv: Array<Vector<lines_kernel::F, lines_kernel::N>> = array(qkv),
+                    query_gamma: Array<Vector<lines_kernel::G, lines_kernel::N>> = array(&bound.gammas[0]),
+                    key_gamma: Array<Vector<lines_kernel::G, lines_kernel::N>> = array(&bound.gammas[1]),
+                    cos: Array<Vector<lines_kernel::T, lines_kernel::N>> = array(&bound.table[0]),
+                    sin: Array<Vector<lines_kernel::T, lines_kernel::N>> = array(&bound.table[1]),
+                    positions: Array<lines_kernel::I> = array(positions),
+                    rows: Array<lines_kernel::I> = array(rows),
+                    table: Array<lines_kernel::I> = array(table),
+                    query: Array<Vector<lines_kernel::F, lines_kernel::N>> = array(query),
+                    keys: Array<Vector<lines_kernel::K, lines_kernel::M>> = array(&keys.stored),
+                    values: Array<Vector<lines_kernel::K, lines_kernel::M>> = array(&values.stored),
+                    key_scales: ComptimeOption<Array<f32>> = optional(&keys.scales),
+                    value_scales: ComptimeOption<Array<f32>> = optional(&values.scales),
+                    sizes: Sizes = sizes(bound, pass, run, keys, [1, 0]),
+                ],
+                [variant: Variant = bound.variant, lanes: Lanes = lanes]
+            );
+        }
     }
-}
 
-fn by_heads<R: CubeRuntime>(
-    bound: &Bound<R>,
-    pass: &Pass<R>,
-    run: &Run,
-    rows: &CubeTensor<R>,
-    [keys, values]: [&CubeHeld<R>; 2],
-    query: &CubeTensor<R>,
-) {
-    let Pass { qkv, heads, positions, table, .. } = pass;
-    let turns = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
-    // SAFETY: each cube places heads of its own token, below all heads; rows are those of the tokens, positions are held within the rotary
-    // table, pages within the cache.
-    unsafe {
-        heads_kernel::launch_unchecked(
-            &qkv.client,
-            grid(run.tokens * turns),
-            CubeDim::new_1d(UNITS),
-            array(qkv),
-            array(&bound.gammas[0]),
-            array(&bound.gammas[1]),
-            array(&bound.table[0]),
-            array(&bound.table[1]),
-            array(positions),
-            array(rows),
-            array(table),
-            array(query),
-            array(&keys.stored),
-            array(&values.stored),
-            optional(&keys.scales),
-            optional(&values.scales),
-            sizes(bound, pass, run, keys, [turns, 0]),
-            bound.variant,
-            qkv.dtype.into(),
-            keys.dtype(),
-            bound.gammas[0].dtype.into(),
-            bound.table[0].dtype.into(),
-            positions.dtype.into(),
-        );
+    fn by_heads(&self) {
+        let Self { bound, pass, run, rows, held: [keys, values], query } = self;
+        let Pass { qkv, heads, positions, table, .. } = pass;
+        let cubes = (heads.n_heads + heads.n_kv_heads).div_ceil(MOST_HEADS);
+        // SAFETY: each cube places heads of its own token, below all heads; rows are those of the tokens, positions are held within the rotary
+        // table, pages within the cache.
+        unsafe {
+            heads_kernel::launch_unchecked(
+                &qkv.client,
+                grid(run.tokens * cubes),
+                CubeDim::new_1d(UNITS),
+                array(qkv),
+                array(&bound.gammas[0]),
+                array(&bound.gammas[1]),
+                array(&bound.table[0]),
+                array(&bound.table[1]),
+                array(positions),
+                array(rows),
+                array(table),
+                array(query),
+                array(&keys.stored),
+                array(&values.stored),
+                optional(&keys.scales),
+                optional(&values.scales),
+                sizes(bound, pass, run, keys, [cubes, 0]),
+                bound.variant,
+                qkv.dtype.into(),
+                keys.dtype(),
+                bound.gammas[0].dtype.into(),
+                bound.table[0].dtype.into(),
+                positions.dtype.into(),
+            );
+        }
     }
 }
 
@@ -183,11 +181,11 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
     let half = comptime!(columns / 2);
     let int8 = comptime!(variant.int8);
     let heads = sizes.n_heads + 2 * sizes.n_kv_heads;
-    let own = ABSOLUTE_POS as u32 / lanes.across;
+    let index = ABSOLUTE_POS as u32 / lanes.across;
     let lane = UNIT_POS % lanes.across;
     // All lanes of a plane take part in what they exchange; those of no line, or of no vector in it, write nothing.
-    let there = own < sizes.tokens * heads && lane < half;
-    let line = min(own, sizes.tokens * heads - 1);
+    let there = index < sizes.tokens * heads && lane < half;
+    let line = min(index, sizes.tokens * heads - 1);
     let token = sizes.first_token + line / heads;
     let head = line % heads;
     let column = min(lane, half - 1);
@@ -217,8 +215,8 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
         }
     }
     if comptime!(variant.rotated) {
-        let turns = !is_value;
-        if turns {
+        let rotates = !is_value;
+        if rotates {
             let angle = (min(position, sizes.last) * half + column) as usize;
             let cos = Vector::<f32, N>::cast_from(cos[angle]);
             let sin = Vector::<f32, N>::cast_from(sin[angle]);
@@ -227,12 +225,12 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
             first = turned;
         }
     }
-    let upper = Vector::<F, N>::cast_from(first);
-    let lower = Vector::<F, N>::cast_from(second);
+    let first = Vector::<F, N>::cast_from(first);
+    let second = Vector::<F, N>::cast_from(second);
     let mut scale = 1.0f32;
     if int8 {
         let mut of = Magnitude { largest: 0.0f32, sum: 0.0f32 };
-        let magnitudes = (Vector::<f32, N>::cast_from(upper).abs(), Vector::<f32, N>::cast_from(lower).abs());
+        let magnitudes = (Vector::<f32, N>::cast_from(first).abs(), Vector::<f32, N>::cast_from(second).abs());
         if lane < half {
             of.largest = max(lanes_max::<N>(magnitudes.0), lanes_max::<N>(magnitudes.1));
             of.sum = lanes_sum::<N>(magnitudes.0) + lanes_sum::<N>(magnitudes.1);
@@ -247,24 +245,24 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
     if there {
         if head < sizes.n_heads {
             let to = (token * sizes.n_heads + head) * columns + column;
-            query[to as usize] = upper;
-            query[(to + half) as usize] = lower;
+            query[to as usize] = first;
+            query[(to + half) as usize] = second;
         } else {
             let kv_head = (head - sizes.n_heads) % sizes.n_kv_heads;
             let line = cell::<I>(table, u32::cast_from(rows[token as usize]), kv_head, position, sizes);
             let to = line * columns + column;
-            let upper = stored::<K, M, N>(Vector::cast_from(upper), scale, int8);
-            let lower = stored::<K, M, N>(Vector::cast_from(lower), scale, int8);
+            let first = stored::<K, M, N>(Vector::cast_from(first), scale, int8);
+            let second = stored::<K, M, N>(Vector::cast_from(second), scale, int8);
             if is_value {
-                values[to as usize] = upper;
-                values[(to + half) as usize] = lower;
+                values[to as usize] = first;
+                values[(to + half) as usize] = second;
             } else {
-                keys[to as usize] = upper;
-                keys[(to + half) as usize] = lower;
+                keys[to as usize] = first;
+                keys[(to + half) as usize] = second;
             }
             if int8 {
-                let first = lane == 0;
-                if first {
+                let is_first = lane == 0;
+                if is_first {
                     if is_value {
                         value_scales.as_mut().unwrap()[line as usize] = scale;
                     } else {

@@ -17,7 +17,7 @@ use self::append::rotary_append;
 use self::prompts::{over_pages, prefill};
 use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
 use crate::checked::Checked;
-use crate::cubecl::reduce::RowUnits;
+use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
 use crate::masked::MASKED;
 use crate::ops::weight::PACKED;
@@ -58,7 +58,7 @@ where
             window: at.window,
             qkv,
         };
-        let together = !cached[0].is_int8() || planes::take_int8(&all);
+        let together = !cached[0].is_int8() || planes::take_int8(&all, cached.each_ref());
         if !together {
             fell_back("cached_attention", &Self::name(&at.pages.device()), "a cache of INT8 is read row by row");
         }
@@ -279,6 +279,15 @@ fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize, int8: bool) -> Bound<R> {
     let (gammas, epsilon) = placement.norms.clone().unwrap_or_else(|| ([qkv.clone(), qkv.clone()], 0.0));
     let table = placement.rotary.clone().unwrap_or_else(|| [qkv.clone(), qkv.clone()]);
     Bound { gammas: gammas.map(contiguous), table: table.map(contiguous), variant, epsilon }
+}
+
+/// Numbers that units read at once, where so many of a head lie side by side.
+fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: [&CubeHeld<R>; 2], length: usize) -> usize {
+    let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
+    let mut tensors = vec![&pass.qkv, query_gamma, key_gamma, cos, sin];
+    // Words of bytes are aligned for two of them.
+    tensors.extend(held.into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
+    row_vector(&tensors, &[length])
 }
 
 fn sizes<R: CubeRuntime>(

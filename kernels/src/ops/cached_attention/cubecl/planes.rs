@@ -18,9 +18,9 @@ use cubecl::prelude::*;
 
 use super::{
     Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers, scale_of,
-    sizes, stored,
+    sizes, stored, vector,
 };
-use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum, row_vector};
+use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
 use crate::cubecl::{array, clamp_index, grid, launch, optional};
 use crate::masked::MASKED;
 use crate::ops::weight::PACKED;
@@ -72,19 +72,16 @@ impl Lanes {
     }
 }
 
-/// Numbers that units read at once, where `held` is what lies in memory beside what the pass has.
-fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: &[&CubeTensor<R>]) -> usize {
-    let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
-    let tensors = [&[&pass.qkv, query_gamma, key_gamma, cos, sin], held].concat();
-    // The two elements of a rotated pair lie half a head apart.
-    let head_dim = pass.heads.head_dim;
-    row_vector(&tensors, &[head_dim, if bound.variant.rotated { head_dim / 2 } else { head_dim }])
+/// How far the two elements of a rotated pair are apart; without pairs a head.
+fn pair_distance<R: CubeRuntime>(bound: &Bound<R>) -> usize {
+    let Variant { head_dim, rotated, .. } = bound.variant;
+    if rotated { head_dim / 2 } else { head_dim }
 }
 
 /// Whether the kernel reads a cache of bytes here: a vector is words of them.
-pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>) -> bool {
+pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>, held: [&CubeHeld<R>; 2]) -> bool {
     let bound = bind(pass, 1, true);
-    bound.variant.row_units.plane > 1 && vector(&bound, pass, &[]).is_multiple_of(PACKED)
+    bound.variant.row_units.plane > 1 && vector(&bound, pass, held, pair_distance(&bound)).is_multiple_of(PACKED)
 }
 
 /// Writes the result, or the pieces of it.
@@ -106,8 +103,7 @@ pub(super) fn attend<R: CubeRuntime>(
     let together = (1..=MOST_HEADS.min(group)).rev().find(possible).unwrap_or(1);
     let cubes = batch_size * (n_heads / together);
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
-    let floats = [&keys.stored, &values.stored];
-    let vector = vector(&bound, pass, if keys.is_int8() { &[] } else { &floats });
+    let vector = vector(&bound, pass, [keys, values], pair_distance(&bound));
     assert!(!keys.is_int8() || vector.is_multiple_of(PACKED), "cached_attention: vectors of whole words");
     // Many small cubes run beside each other, where few have a multiprocessor each.
     let (units, reads) = if cubes <= busy { (UNITS, RUN) } else { (UNITS / 2, SHORT_RUN) };

@@ -267,8 +267,8 @@ __device__ __forceinline__ Part part_of(const Step& step, const Weight* weight, 
 
 // ---- inputs, in shared memory [BATCH, K]
 
-// Norm of x: what blocks published, or else what enters the first layer.
-__device__ __forceinline__ void normed(const Step& step, const u64* published, const float* gamma, const float* beta, float broken) {
+// Norm of x: what blocks published, or else what enters the first layer. After the last layer it is no number where a wait was too long.
+__device__ __forceinline__ void normed(const Step& step, const u64* published, const float* gamma, const float* beta, bool last) {
     const u32 epoch = step.epoch;
     // Some warps to a row, and two columns to a lane.
     constexpr int OF_ROW = WARPS / BATCH, LANES = 32 * OF_ROW, N = ceil_div(D_MODEL, 2 * LANES), SOME = least(N, 8);
@@ -344,7 +344,10 @@ __device__ __forceinline__ void normed(const Step& step, const u64* published, c
         x[i][0] -= mean, x[i][1] -= mean;
         sum = fmaf(x[i][0], x[i][0], fmaf(x[i][1], x[i][1], sum));
     }
-    const float factor = rsqrtf(total(sum, reduced + WARPS) / D_MODEL + EPSILON) + broken;
+    const float squares = total(sum, reduced + WARPS);
+    // No warp of the block waits any longer.
+    const float broken = last && Watch::dead() ? __int_as_float(0x7fc00000) : 0;
+    const float factor = rsqrtf(squares / D_MODEL + EPSILON) + broken;
     if (!EARLY) weights();
     Half* to = reinterpret_cast<Half*>(memory) + row * D_MODEL;
     #pragma unroll
@@ -844,7 +847,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
         u64* next = kept + (l + 1) % 2 * POINTERS;
         #pragma unroll 1
         for (int turn = QKV; turn <= (last ? QKV : DOWN); turn++) {
-            // A block without rows may have none else.
+            // A block that owns no rows meets no other barrier: its warps would overwrite addresses that others still read.
             __syncthreads();
             // The next layer takes the place of the one before.
             if (turn == QKV && step.thread < POINTERS) next[step.thread] = reinterpret_cast<const u64*>(layers + min(l + 1, N_LAYERS - 1))[step.thread];
@@ -868,7 +871,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
                         const u64* from = turn == UP ? scratch + AT_Y : l > 0 ? scratch + AT_X : nullptr;
                         const float* gamma = turn == UP ? layer.feed_forward_gamma : last ? numbers.final_gamma : layer.attention_gamma;
                         const float* beta = turn == UP ? layer.feed_forward_beta : last ? numbers.final_beta : layer.attention_beta;
-                        normed(step, from, gamma, beta, last && Watch::dead() ? nan : 0);
+                        normed(step, from, gamma, beta, last);
                     }
                     if (!last) extras.keep(step);
                     multiply(step, part, weights, held);

@@ -7,7 +7,7 @@ use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use super::{Kept, halves, integers, kept, launch_tried, matrix, packed};
+use super::{Kept, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, Tried};
 use crate::ops::activation::ActivationKind;
@@ -33,6 +33,8 @@ const TILE: usize = 2;
 const LOAD: usize = 16;
 /// Blocks that share the keys of a kv head at the most.
 const MOST_SPLITS: usize = 16;
+/// Keys that a window sees, at the most: as many as there can be.
+const MOST_WINDOW: usize = 1 << 30;
 /// Bytes of shared memory, of which the source needs the last 16 itself.
 const SHARED_BYTES: usize = 227 << 10;
 
@@ -189,7 +191,7 @@ impl CudaKernel for DecodeStepAnyShape {
             ("D_FF", shape.d_ff),
             ("VOCABULARY", shape.vocab_size),
             ("PAGE_TOKENS", shape.page_tokens),
-            ("WINDOW", shape.window.unwrap_or(0)),
+            ("WINDOW", shape.window.map_or(0, |window| window.min(MOST_WINDOW))),
             ("LAYER_NORM", shape.layer_norm.into()),
             ("ACTIVATION", activation),
             ("GATED", shape.gated.into()),
@@ -400,12 +402,8 @@ where
     let positions = position_embedding.as_ref().map(|table| primitive(table.clone().cast(dtype)));
     let positions = positions.map(|table| with_pitch(table, "the position embedding", 1, &mut pitches.positions));
     let positions = positions.transpose()?;
-    let angles = first.placement.rotary.as_ref().map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone())));
-    if angles.iter().flatten().any(|table| table.dtype != DType::F32) {
-        return Err(Declined::new("the rotary table is not f32"));
-    }
     let mut angle = |table: CubeTensor<R>| with_pitch(table, "angles", 1, &mut pitches.angles);
-    let [cos, sin] = match angles {
+    let [cos, sin] = match angles(blocks)? {
         Some([cos, sin]) => [Some(angle(cos)?), Some(angle(sin)?)],
         None => [None, None],
     };
@@ -467,13 +465,14 @@ where
         let arguments = arguments.word(rows).word(pages.meta.shape()[1]);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
     };
-    // SAFETY: the plan checked the dtype of each matrix and cache, and that they have no gaps, are of the sizes that the kernel is compiled
-    // for, and begin where 16 bytes can be read at once; vectors and tables are f32 by a cast, or checked; it holds the memory at the
-    // addresses in its table. Tokens are clamped to the vocabulary; positions and pages were checked by the operands. The scratch
+    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those that the kernel is
+    // compiled for, and that they begin where 16 bytes can be read at once; vectors and tables are f32 by a cast, or checked; it holds the
+    // memory at the addresses in its table. Integers are of 32 bits, tokens clamped to the vocabulary. Positions and pages are those of rows
+    // that the operands checked against the plan's tables and caches, or a step's one further. The scratch
     // is as large as the source says for any number of rows, and results have a line for each row. All blocks are resident at
     // once, one on each multiprocessor, for which there is shared memory; were they not, waits would end after a second. Checked by the tests of whole steps and of
     // all families on CUDA, and by compute-sanitizer.
-    launch_tried(&hidden, &kernel, || unsafe {
+    launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
     let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };

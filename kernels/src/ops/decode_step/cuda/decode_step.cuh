@@ -1,4 +1,4 @@
-// What both kernels of whole decode steps share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
+// What the kernels of whole decode steps for models of 1,024 columns share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
 // and whether weights are INT8: bytes with a scale for each row.
 #if INT8
 using Weight = unsigned char;

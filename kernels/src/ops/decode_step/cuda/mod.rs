@@ -17,12 +17,15 @@ use cubecl::client::ComputeClient;
 use self::any_shape::AnyShape;
 pub(crate) use self::kernels::hopper_sources;
 use self::width_1024::Width1024;
-use super::{Declined, DecodeBody, DecodePlanned, DecodeStep, Decoded};
+use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decoded};
 use crate::checked::Checked;
 use crate::cuda::{self, CudaKernel};
 use crate::ops::weight::Weight;
 use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
 use crate::tensor::primitive;
+
+/// Where the state's second word begins, in bytes: whether a wait was too long.
+const AT_ERROR: usize = 4;
 
 /// What keeps the memory of a tensor whose address a kernel has.
 type Kept = Box<dyn Any + Send>;
@@ -67,6 +70,37 @@ fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Kept), Declined> {
         client.get_resource(x.handle.clone()).map_err(|error| Declined::new(format!("no address: {error}")))?;
     let address = resource.resource().ptr;
     Ok((address, Box::new(resource)))
+}
+
+/// The cosines and sines that all blocks rotate by, if they rotate.
+fn angles<R, F, I, BT>(blocks: &[DecodeBlock<CubeBackend<R, F, I, BT>>]) -> Result<Option<[CubeTensor<R>; 2]>, Declined>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let of = |block: &DecodeBlock<CubeBackend<R, F, I, BT>>| {
+        let table = block.placement.rotary.as_ref();
+        table.map(|table| [&table.cos, &table.sin].map(|x| primitive(x.clone())))
+    };
+    // Where a table lies, and how.
+    let place =
+        |x: &CubeTensor<R>| Ok::<_, Declined>((address(x)?.0, x.meta.shape().to_vec(), x.meta.strides().to_vec()));
+    let Some(first) = blocks.first() else { return Ok(None) };
+    let angles = of(first);
+    let places =
+        |angles: &Option<[CubeTensor<R>; 2]>| angles.iter().flatten().map(place).collect::<Result<Vec<_>, _>>();
+    let all = places(&angles)?;
+    for block in blocks {
+        if places(&of(block))? != all {
+            return Err(Declined::new("blocks rotate by tables of their own"));
+        }
+    }
+    if angles.iter().flatten().any(|table| table.dtype != DType::F32) {
+        return Err(Declined::new("the rotary table is not f32"));
+    }
+    Ok(angles)
 }
 
 /// The address of what a tensor holds, or 0 of what there is not; its memory is kept with others.
@@ -145,7 +179,11 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeStep { body, tokens, at, .. } = operands.into_inner();
+    let DecodeStep { plan, tokens, at, .. } = operands.into_inner();
+    if [tokens.dtype(), at.positions.dtype(), at.pages.dtype()].iter().any(|dtype| *dtype != DType::I32) {
+        return Err(Declined::new("tokens, positions and pages are not integers of 32 bits"));
+    }
+    let body = &plan.body;
     if let Some(body) = body.body.downcast_ref::<Width1024<R>>() {
         return width_1024::decode_step(body, tokens, at);
     }
@@ -153,17 +191,27 @@ where
     any_shape::decode_step(body, tokens, at)
 }
 
-/// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would.
+/// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would. So does its
+/// `state`, which says whether a wait was too long: its blocks may not all be resident.
 fn launch_tried<R: CubeRuntime>(
-    x: &CubeTensor<R>,
+    state: &CubeTensor<R>,
     kernel: &impl CudaKernel,
     launch: impl Fn(),
 ) -> Result<(), Declined> {
     let mut first = false;
-    let works = cuda::works(x, kernel, "decoding runs operation by operation", || {
+    let probe = || {
         first = true;
         launch();
-    });
+    };
+    let fault = || {
+        let words = match state.client.read_one(state.handle.clone()) {
+            Ok(words) => words,
+            Err(error) => return Some(error.to_string()),
+        };
+        let error = words.get(AT_ERROR..AT_ERROR + 4)?;
+        error.iter().any(|byte| *byte != 0).then(|| "its blocks waited too long for each other".to_string())
+    };
+    let works = cuda::works_without(state, kernel, "decoding runs operation by operation", probe, fault);
     if !works {
         return Err(Declined::new("the kernel does not run here"));
     }

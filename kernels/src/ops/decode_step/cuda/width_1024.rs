@@ -12,7 +12,7 @@ use super::kernels::{
     BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_BLOCKS, MOST_ROWS, PAGE_TOKENS,
     SLICE, Sizes,
 };
-use super::{address, halves, integers, kept, launch_tried, matrix, packed};
+use super::{address, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, grouped_map};
 use crate::ops::activation::{Activation, ActivationKind};
@@ -157,11 +157,7 @@ where
         }
     }
     debug_assert_eq!([addresses.len(), scales_at.len()], [POINTERS, SCALES].map(|each| each * blocks.len()));
-    let table = first.placement.rotary.as_ref().ok_or_else(|| Declined::new("positions are not rotary"))?;
-    let [cos, sin] = [&table.cos, &table.sin].map(|table| primitive(table.clone()));
-    if cos.dtype != DType::F32 {
-        return Err(Declined::new("the rotary table is not f32"));
-    }
+    let [cos, sin] = angles(blocks)?.ok_or_else(|| Declined::new("positions are not rotary"))?;
     let sizes =
         Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
     let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
@@ -244,7 +240,9 @@ where
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
             of_head.into_iter().fold(arguments, Arguments::pointer)
         };
-        launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), body.blocks, arguments()) })?;
+        launch_tried(&body.state, &kernel, || unsafe {
+            cuda::launch(&hidden, kernel.clone(), body.blocks, arguments())
+        })?;
         let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
         let following = Some(Tensor::from_primitive(following));
         return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
@@ -253,6 +251,6 @@ where
     let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
     let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
     let arguments = || all(tables(), &body.many[variant]);
-    launch_tried(&hidden, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
     Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
 }
