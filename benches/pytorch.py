@@ -2,7 +2,7 @@
 """The same work in PyTorch, as a peer for `fireclay bench`: one JSON line a measurement.
 
     fireclay bench train   --backend cuda --size gpt2-124m --peer "python3 benches/pytorch.py gpt2-124m"
-    fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"
+    fireclay bench decode  --backend cuda --peer "python3 benches/pytorch.py decode prefill"      # prefill:16384 for --length 16384
     fireclay bench kernels --backend cuda --peer "python3 benches/pytorch.py kernels"
     fireclay bench cpu     --size cpu-6x256 --peer "python3 benches/pytorch.py cpu-6x256"
 
@@ -267,15 +267,17 @@ PARTS = {"decode": decode, "prefill": prefill, "kernels": kernels}
 
 def main():
     names = sys.argv[1:]
-    known = [name for name in names if name in PARTS or name.partition(":")[0] in TRAINING]
+    known = [name for name in names if name in PARTS or name.partition(":")[0] in [*TRAINING, "prefill"]]
     if not names or known != names:
-        sys.exit(f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; to train also NAME:BATCH")
+        sys.exit(f"usage: pytorch.py NAME..., of {', '.join([*TRAINING, *PARTS])}; to train also NAME:BATCH, and prefill:LENGTH")
     for name in names:
-        if name in PARTS:
-            PARTS[name]()
+        name, _, number = name.partition(":")
+        if name in TRAINING:
+            train(name, int(number or 0))
+        elif number:
+            prefill(int(number))
         else:
-            size, _, batch = name.partition(":")
-            train(size, int(batch or 0))
+            PARTS[name]()
 
 
 if __name__ == "__main__":
