@@ -211,12 +211,14 @@ __device__ __forceinline__ void registers_lower() {
 // So many sums of a thread, as operands of `asm` and as their names in it.
 #define SUMS_8 SUMS(d[0]), SUMS(d[1])
 #define SUMS_16 SUMS_8, SUMS(d[2]), SUMS(d[3])
+#define SUMS_24 SUMS_16, SUMS(d[4]), SUMS(d[5])
 #define SUMS_32 EIGHT_SUMS(0)
 #define SUMS_64 SUMS_32, EIGHT_SUMS(8)
 #define SUMS_96 SUMS_64, EIGHT_SUMS(16)
 #define SUMS_128 SUMS_96, EIGHT_SUMS(24)
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -262,6 +264,11 @@ struct Wgmma<16> {
 template <>
 struct Wgmma<32> {
     WGMMA_OF_TILES(32, 16, "%16", "%17", "%18", "%19, %20")
+};
+
+template <>
+struct Wgmma<48> {
+    WGMMA_OF_TILES(48, 24, "%24", "%25", "%26", "%27, %28")
 };
 
 template <>

@@ -224,23 +224,43 @@ pub(crate) fn grouped_map(
     [rows, columns]: [usize; 2],
     [groups, box_rows]: [usize; 2],
 ) -> Result<[u64; 16], String> {
-    use cudarc::driver::sys::*;
-    let shape = [64, rows as u64, columns as u64 / 64];
     let strides = [columns as u64 * 2, 128];
-    let tile = [64, box_rows as u32, groups as u32];
+    tensor_map(address, [64, rows as u64, columns as u64 / 64], &strides, [64, box_rows as u32, groups as u32])
+}
+
+/// The same of a matrix whose rows are blocks of 16, `[rows / 16, columns / 64, 16, 64]`, read in boxes of so many whole blocks, which lie in shared memory one
+/// behind the other.
+///
+/// # Errors
+/// If the driver takes no such matrix.
+pub(crate) fn blocks_map(address: u64, [rows, columns]: [usize; 2], blocks: usize) -> Result<[u64; 16], String> {
+    let row = columns as u64 * 2;
+    let [groups, all] = [columns as u64 / 64, rows as u64 / 16];
+    tensor_map(address, [64, 16, groups, all], &[row, 128, 16 * row], [64, 16, groups as u32, blocks as u32])
+}
+
+/// A map of bf16 numbers with the 128-byte swizzle: sizes, distances in bytes (the first of all is two) and sizes of a box, the innermost dimension first.
+fn tensor_map<const N: usize>(
+    address: u64,
+    shape: [u64; N],
+    strides: &[u64],
+    tile: [u32; N],
+) -> Result<[u64; 16], String> {
+    use cudarc::driver::sys::*;
+    assert!(strides.len() + 1 == N, "a distance for each dimension but the first");
     let mut map = CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the driver reads three sizes, two strides and three times three more numbers, and writes one map. It does not read what is at
+    // SAFETY: the driver reads N sizes, one stride less and twice N more numbers, and writes one map. It does not read what is at
     // the address.
     let result = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,
             CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            3,
+            N as u32,
             address as *mut std::ffi::c_void,
             shape.as_ptr(),
             strides.as_ptr(),
             tile.as_ptr(),
-            [1u32; 3].as_ptr(),
+            [1u32; N].as_ptr(),
             CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
             CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -24,15 +24,9 @@ struct Numbers {
     u64 rows, pages_a_row, vocabulary, scales;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
-    return v;
-}
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1 + exp_2(-1.4426950408889634f * gate)) * up; }
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + exp_2(-1.4426950408889634f * gate)) * up; }
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -64,29 +58,24 @@ struct Patience {
     }
 };
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // The stages that the producer fills and the consumers read, with two barriers each: full, empty.
 template <int STAGE, int STAGES, int AT_BARRIERS>
 struct RingOf {
     u32 base, slot = 0, parity = 0;
+    u32 lost = 0;                                      // 1: a stage was waited for too long
 
     __device__ __forceinline__ u32 stage() const { return base + slot * STAGE; }
     __device__ __forceinline__ u32 full() const { return base + AT_BARRIERS + slot * 16; }
     __device__ __forceinline__ u32 empty() const { return full() + 8; }
-    __device__ __forceinline__ void await() const { Watch::wait(full(), parity); }
+    __device__ __forceinline__ void await() { lost |= Watch::wait(full(), parity) ? 0 : 1; }
     __device__ __forceinline__ void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     // Releases the stage once `value`, the last that was loaded from it, is there: an arrival does not wait for loads on
     // its own account. `nil` is a zero that the compiler does not know.
     __device__ __forceinline__ void release(int lane, u32 value, u32 nil) {
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
+        // Not one that was lost: the producer would fill it while the copy before is still on its way.
+        if (lane == 0 && !lost) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty() + (value & nil)) : "memory");
         advance();
     }
     __device__ __forceinline__ void skip(int stages) {

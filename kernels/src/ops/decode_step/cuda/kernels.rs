@@ -1,10 +1,10 @@
-//! The kernels of whole decode steps: one for few rows, of which each warp multiplies a slice of all weights of its block, and one for
-//! many, by clusters of two blocks.
+//! The kernels of whole decode steps: one for few rows, of which each warp multiplies a slice of all weights of its block, one for
+//! many, by clusters of two blocks that have half of the columns each, and one for large batches, by `wgmma`.
 
 use std::sync::Mutex;
 
 use super::any_shape;
-use crate::cuda::{self, CudaKernel, Tried};
+use crate::cuda::{self, CudaKernel, HOPPER, Tried};
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
 pub(super) const SLICE: usize = 1024;
@@ -15,10 +15,12 @@ pub(super) const FEW_ROWS: usize = 4;
 /// The most blocks of the kernel for few rows.
 pub(super) const MOST_BLOCKS: u32 = 256;
 /// The rows that the kernel for many is compiled for.
-pub(super) const MANY: [usize; 3] = [8, 16, MOST_ROWS];
-/// The most rows of a step: with more, products by themselves are as fast.
-pub(super) const MOST_ROWS: usize = 32;
-/// Blocks of the kernel for many rows, and the clusters that they make.
+pub(super) const MANY: [usize; 3] = [8, 16, 32];
+/// The rows that the kernel for large batches is compiled for.
+pub(super) const LARGE: [usize; 3] = [64, 96, MOST_ROWS];
+/// The most rows of a step.
+pub(super) const MOST_ROWS: usize = 128;
+/// Blocks of the kernels for many rows and large batches, and the clusters that they make.
 pub(super) const BLOCKS: u32 = 128;
 const CLUSTERS: usize = 64;
 /// Bytes of a stage, and of a row of 64 columns.
@@ -43,7 +45,7 @@ impl Sizes {
         (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
     }
 
-    fn source(&self, rows: usize, int8: bool, body: &str) -> String {
+    fn source(&self, rows: usize, int8: bool, helpers: &str, body: &str) -> String {
         let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
         let defined = [
             ("BATCH", rows),
@@ -57,7 +59,8 @@ impl Sizes {
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
-        let shared = [include_str!("watch.cuh"), include_str!("decode_step.cuh")].concat();
+        let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("paged_attention.cuh"));
+        let shared = [include_str!("watch.cuh"), helpers, include_str!("decode_step.cuh")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n{shared}{body}")
     }
 }
@@ -97,7 +100,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, self.int8, include_str!("few_rows.cu"))
+        self.sizes.source(self.rows, self.int8, include_str!("basics.cuh"), include_str!("few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -110,7 +113,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 }
 
-/// For up to [`MOST_ROWS`], of weights in bf16.
+/// For up to 32, of weights in bf16.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepManyRows {
     pub(super) rows: usize,
@@ -131,11 +134,6 @@ impl DecodeStepManyRows {
         let own = rows / CLUSTERS;
         [STAGE / (own * GROUP_BYTES), own]
     }
-
-    /// The same of keys and values.
-    pub(super) fn cache_box() -> [usize; 2] {
-        [HEAD_DIM / 64, 16]
-    }
 }
 
 impl CudaKernel for DecodeStepManyRows {
@@ -148,7 +146,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("many_rows.cu"))
+        self.sizes.source(self.rows, false, include_str!("basics.cuh"), include_str!("many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -161,7 +159,65 @@ impl CudaKernel for DecodeStepManyRows {
     }
 }
 
-/// The kernels for many rows in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes; those for a row of any shape.
+/// For more, up to [`MOST_ROWS`], of weights in bf16.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DecodeStepLargeBatch {
+    pub(super) rows: usize,
+    pub(super) sizes: Sizes,
+}
+
+impl DecodeStepLargeBatch {
+    /// Where in the words that blocks exchange the inputs of products begin, and their columns: of queries, keys and values and of gate and
+    /// up, of the output projection, of the down projection.
+    pub(super) fn inputs(&self) -> [(usize, usize); 3] {
+        let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
+        let mut at = 0;
+        [d_model, n_heads * HEAD_DIM, d_ff].map(|columns| {
+            let input = (at, columns);
+            at += self.rows * columns / 2;
+            input
+        })
+    }
+
+    /// Four-byte words that blocks exchange, as the source counts them.
+    pub(super) fn words(&self) -> usize {
+        let [.., (at, d_ff)] = self.inputs();
+        let of_row = d_ff / 2 + self.sizes.qkv_rows() / 2 + CLUSTERS;
+        let piece = self.sizes.n_heads / self.sizes.n_kv_heads * (HEAD_DIM + 2);
+        at + self.rows * of_row + BLOCKS as usize * piece * 2 + 4 * BLOCKS as usize
+    }
+
+    /// What a block reads at a time of such an input: a group of 64 columns, and half of the rows.
+    pub(super) fn input_box(&self) -> [usize; 2] {
+        [1, self.rows / 2]
+    }
+}
+
+impl CudaKernel for DecodeStepLargeBatch {
+    fn threads(&self) -> u32 {
+        32 * 12
+    }
+
+    fn entry(&self) -> &'static str {
+        "decode_step_large_batch"
+    }
+
+    fn source(&self) -> String {
+        let hopper = format!("#define HALF \"bf16\"\n{HOPPER}");
+        self.sizes.source(self.rows, false, &hopper, include_str!("large_batch.cu"))
+    }
+
+    fn shared_bytes(&self) -> usize {
+        227 << 10
+    }
+
+    fn tried() -> &'static Tried<Self> {
+        static TRIED: Tried<DecodeStepLargeBatch> = Mutex::new(None);
+        &TRIED
+    }
+}
+
+/// The kernels for many rows and large batches in the sizes of Qwen3-0.6B, and in the least and some between that a plan takes; those for a row of any shape.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let sizes = |(n_heads, d_ff)| {
         let epsilon = 1e-6f32.to_bits();
@@ -169,5 +225,7 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     };
     let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
     let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);
-    many.map(cuda::named).chain(any_shape::sources())
+    let large = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter();
+    let large = large.flat_map(|sizes| LARGE.map(|rows| DecodeStepLargeBatch { rows, sizes: sizes.clone() }));
+    many.map(cuda::named).chain(large.map(cuda::named)).chain(any_shape::sources())
 }

@@ -19,7 +19,7 @@
 // A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no exchange of its own. Pages of all
 // kv heads of all rows are shared out evenly; where a head's pages are several blocks', the first of these puts it together.
 constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
-constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
+constexpr int WARPS = 8, TEAM_WARPS = WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
 constexpr int STAGE = 16384;
 // Stages on their way at once: more would make what few rows exchange wait behind them.
@@ -53,7 +53,7 @@ struct alignas(64) Map {
     u64 words[16];
 };
 // Of a layer.
-enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, MAPS };
+enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, VALUE_PAGES_MAP, MAPS };
 struct Step {
     const Map* maps;
     const Layer* layers;
@@ -86,7 +86,7 @@ constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 
 constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + GROUP * HEAD_DIM * 2 + 2 * HEAD_DIM * 2 +
     WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
 constexpr int STAGES = (SHARED_BYTES - OTHERS) / STAGE;
-constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
+constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_PARTS = AT_SUMS, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
 constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
 constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
@@ -99,17 +99,8 @@ __device__ __forceinline__ void cluster_sync() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ uint4 ask(const u32* at) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint2 ask_2(const u32* at) {
-    uint2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
-    return v;
-}
+#include "paged_attention.cuh"
+
 __device__ __forceinline__ bool there(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
 __device__ __forceinline__ bool there(uint2 v) { return v.x != EMPTY && v.y != EMPTY; }
 __device__ __forceinline__ void publish(u32* at, u32 v) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
@@ -133,34 +124,6 @@ __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at), "r"(__float_as_uint(v.x)),
                  "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void keep(u32 at, uint4 v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-struct Four {
-    u32 v[4];
-};
-__device__ __forceinline__ Four matrices(u32 at) {
-    Four f;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "r"(at) : "memory");
-    return f;
-}
-__device__ __forceinline__ Four matrices_transposed(u32 at) {
-    Four f;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(f.v[0]), "=r"(f.v[1]), "=r"(f.v[2]), "=r"(f.v[3]) : "r"(at) : "memory");
-    return f;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const Four& a, u32 b0, u32 b1) { multiply(c, a.v[0], a.v[1], a.v[2], a.v[3], b0, b1); }
-// Asks until it is ready.
-template <class F>
-__device__ __forceinline__ void poll(F ready) {
-    #pragma unroll 1
-    for (int i = 0; !ready(); i++) {
-        if (i % 32 == 31 && Watch::late()) return;
-    }
-}
-
 // 16 bytes, once they are there; by all lanes of a warp that are to have some.
 __device__ __forceinline__ uint4 receive(const u32* at) {
     uint4 v = ask(at);
@@ -173,51 +136,24 @@ __device__ __forceinline__ uint4 receive(const u32* at) {
     return v;
 }
 
-// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part; or whole heads, where they are short
-
-// Pages `first` to `last` of all that a kv head of a row has.
-struct Segment {
-    int row, head, first, last, pages, position;
-};
-struct Walk {
-    int at, end, row = 0;
-    static __device__ __forceinline__ const int* before() { return reinterpret_cast<const int*>(memory + AT_BEFORE); }
-    static __device__ __forceinline__ const int* positions() { return reinterpret_cast<const int*>(memory + AT_POSITIONS); }
-    static __device__ __forceinline__ int pages(int row) { return positions()[row] / PAGE_TOKENS + 1; }
-    static __device__ __forceinline__ int begin(int block, int rows) {
-        const u32 all = before()[rows];
-        if (all <= WHOLE_HEADS * min(rows * N_KV_HEADS, BLOCKS)) {
-            const int head = rows * N_KV_HEADS * block / BLOCKS, row = head / N_KV_HEADS;
-            return row == rows ? all : before()[row] + head % N_KV_HEADS * pages(row);
-        }
-        return static_cast<int>(static_cast<u64>(all) * block / BLOCKS);
-    }
-    __device__ __forceinline__ Walk(int block, int rows) : at(begin(block, rows)), end(begin(block + 1, rows)) {}
-    __device__ __forceinline__ bool next(Segment& s) {
-        if (at >= end) return false;
-        while (before()[row + 1] <= at) row++;
-        const int off = at - before()[row];
-        s.row = row, s.pages = pages(row), s.position = positions()[row];
-        s.head = off / s.pages, s.first = off % s.pages, s.last = min(s.pages, s.first + end - at);
-        at += s.last - s.first;
-        return true;
-    }
-};
-
 // ---- producer
 
 struct Producer {
     Ring ring, arriving = ring;
     u32 filled = 0;
+    bool over = false;                                 // a stage was waited for too long
 
-    __device__ __forceinline__ void open(u32 bytes) {
-        if (filled >= STAGES) Watch::wait(ring.empty(), ring.parity ^ 1);
+    // Whether a stage is free. Behind one that was not, none is opened: its barrier would be asked for another phase.
+    __device__ __forceinline__ bool open(u32 bytes) {
+        if (filled >= STAGES) over = over || !Watch::wait(ring.empty(), ring.parity ^ 1);
         if (filled >= IN_FLIGHT) {
             arriving.await();
             arriving.advance();
         }
         if (filled < STAGES) filled++;
-        barrier_expect(ring.full(), bytes);
+        over = over || arriving.lost;
+        if (!over) barrier_expect(ring.full(), bytes);
+        return !over;
     }
     __device__ __forceinline__ void box(u32 at, const Map* map, int column, int row) {
         asm volatile(
@@ -228,8 +164,7 @@ struct Producer {
     __device__ __forceinline__ void weight(const Map* map, u32 cluster, u32 rank) {
         #pragma unroll 1
         for (int s = 0; s < S::STAGES; s++) {
-            open(S::PER_STAGE * S::ALL * 128);
-            box(0, map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL);
+            if (open(S::PER_STAGE * S::ALL * 128)) box(0, map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL);
             ring.advance();
         }
     }
@@ -239,6 +174,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
     Producer p{ring};
     // Keys and values of the tokens before were not written by TMA.
     asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
+    const Walk pages(blockIdx.x, step.rows);
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
         if (Watch::dead()) return;
@@ -247,21 +183,12 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
             for (int m = 0; m < MAPS; m++) asm volatile("prefetch.tensormap [%0];" ::"l"(maps + MAPS + m) : "memory");
         }
         p.weight<Qkv>(maps + QKV_MAP, cluster, rank);
-        Walk walk(blockIdx.x, step.rows);
-        Segment s;
-        while (walk.next(s)) {
-            const int* table = step.pages + s.row * step.pages_a_row;
-            #pragma unroll 1
-            for (int page = s.first; page < s.last; page++) {
-                const int blocks = page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16;
-                const int row = (table[page] * N_KV_HEADS + s.head) * PAGE_TOKENS;
-                #pragma unroll
-                for (int m = KEYS_MAP; m <= VALUES_MAP; m++) {
-                    p.open(blocks * 32 * HEAD_DIM);
-                    #pragma unroll 1
-                    for (int b = 0; b < blocks; b++) p.box(b * 32 * HEAD_DIM, maps + m, 0, row + 16 * b);
-                    p.ring.advance();
-                }
+        Pages page(step, pages);
+        for (; page.there(); page.advance()) {
+            #pragma unroll
+            for (int m = 0; m < 2; m++) {
+                if (p.open(page.bytes())) page.load(maps + m, p.ring.stage(), p.ring.full());
+                p.ring.advance();
             }
         }
         p.weight<Out>(maps + OUT_MAP, cluster, rank);
@@ -269,8 +196,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
         for (int s = 0; s < Half::STAGES; s++) {
             #pragma unroll
             for (int part = 0; part < 2; part++) {
-                p.open(Half::PER_STAGE * Half::ALL * 128);
-                p.box(0, maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL);
+                if (p.open(Half::PER_STAGE * Half::ALL * 128)) p.box(0, maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL);
                 p.ring.advance();
             }
         }
@@ -293,8 +219,6 @@ struct Consumer {
     float squares[NORM_TURNS];
     u32 at_input, at_weight;                           // where in a tile of [16, 64] a lane reads
 
-    // Where in a tile of [rows, 64] a row's eight columns lie.
-    static __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
     __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
 
     // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory. With a norm: times gamma, and the squares go to the cluster.
@@ -496,7 +420,8 @@ struct Consumer {
     }
     // Numbers a row that come from the cluster.
     __device__ __forceinline__ void arm(int buffer, u32 numbers) {
-        if (thread == 0) barrier_expect(slots_barrier(buffer), step.rows * numbers * 4);
+        // Not behind a wait that was too long: what was armed before might never be complete.
+        if (thread == 0 && !Watch::dead()) barrier_expect(slots_barrier(buffer), step.rows * numbers * 4);
     }
     // Waits for them: the first, or the second time in a layer.
     __device__ __forceinline__ void gather(int buffer, int time) const { Watch::wait(slots_barrier(buffer), time); }
@@ -528,227 +453,55 @@ struct Consumer {
 };
 static_assert(BATCH * Out::OWN / 2 <= CONSUMERS, "residual");
 
-constexpr int LANES = HEAD_DIM / 8;                    // of a head
-
-// Queries of a kv head, and the new key and value, with their norms and positions: into shared memory.
-__device__ __forceinline__ void place(const Consumer& c, const Step& step, const Layer& layer, const u32* set, const Segment& s) {
-    if (c.thread >= LANES * (GROUP + 2)) return;
-    const u32 head = c.thread / LANES, lane = c.thread % LANES;
-    const bool query = head < GROUP, value = head > GROUP, closes = s.last == s.pages;
-    const u32 from = query ? s.head * GROUP + head : N_HEADS + (value ? N_KV_HEADS : 0) + s.head;
-    const u32* at = set + Q + s.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2) + lane * 4;
-    uint4 v = receive(at);
-    const u32 mask = __ballot_sync(~0u, !value);
-    if (!value) {
-        const u32 w[4] = {v.x, v.y, v.z, v.w};
-        float x[8], square = 0;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) x[2 * i] = low(w[i]), x[2 * i + 1] = high(w[i]);
-        #pragma unroll
-        for (int i = 0; i < 8; i++) square = fmaf(x[i], x[i], square);
-        #pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) square += __shfl_xor_sync(mask, square, o);
-        const float factor = rsqrtf(square / HEAD_DIM + EPSILON);
-        const uint4 g = *reinterpret_cast<const uint4*>((query ? layer.query_norm : layer.key_norm) + lane * 8);
-        const u32 gs[4] = {g.x, g.y, g.z, g.w};
-        #pragma unroll
-        for (int i = 0; i < 4; i++) x[2 * i] *= factor * low(gs[i]), x[2 * i + 1] *= factor * high(gs[i]);
-        const u32 angle = s.position * (HEAD_DIM / 2) + lane % (LANES / 2) * 8;
-        const bool upper = lane >= LANES / 2;
-        u32 out[4];
-        #pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const float4 cos = *reinterpret_cast<const float4*>(step.cos + angle + i), sin = *reinterpret_cast<const float4*>(step.sin + angle + i);
-            const float cs[4] = {cos.x, cos.y, cos.z, cos.w}, sn[4] = {sin.x, sin.y, sin.z, sin.w};
-            float y[4];
-            #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float other = __shfl_xor_sync(mask, x[i + k], LANES / 2);
-                y[k] = x[i + k] * cs[k] + (upper ? other : -other) * sn[k];
-            }
-            out[i / 2] = pack(y[0], y[1]), out[i / 2 + 1] = pack(y[2], y[3]);
-        }
-        v = make_uint4(out[0], out[1], out[2], out[3]);
-    }
-    unsigned char* to = memory + (query ? AT_QUERIES + head * HEAD_DIM * 2 : AT_NEW + (value ? HEAD_DIM * 2 : 0)) + lane * 16;
-    *reinterpret_cast<uint4*>(to) = v;
-    if (!query && closes) {
-        const int page = step.pages[s.row * step.pages_a_row + s.pages - 1];
-        const u64 token = static_cast<u64>(page * N_KV_HEADS + s.head) * PAGE_TOKENS + s.position % PAGE_TOKENS;
-        *reinterpret_cast<uint4*>((value ? layer.values : layer.keys) + token * HEAD_DIM + lane * 8) = v;
-    }
-}
-
-__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, u32* set) {
-    constexpr int STEPS = HEAD_DIM / 16;
-    const u32 lane = c.lane, g = lane / 4, q = lane % 4;
-    const float scale = rsqrtf(static_cast<float>(HEAD_DIM)) * 1.4426950408889634f;
-    Walk walk(blockIdx.x, step.rows);
+__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, u32* set, Walk walk) {
     Segment s;
     #pragma unroll 1
     while (walk.next(s)) {
-        place(c, step, layer, set, s);
-        consumers_sync();
-        u32 queries[STEPS][2];
-        #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const u32* at = reinterpret_cast<const u32*>(memory + AT_QUERIES + (g * HEAD_DIM + k * 16 + 2 * q) * 2);
-            queries[k][0] = g < GROUP ? at[0] : 0, queries[k][1] = g < GROUP ? at[4] : 0;
+        if (Place::has(c.thread)) {
+            const Place place(c.thread);
+            Angles angles;
+            angles.load(step, place, s.position);
+            const int page = step.pages[s.row * step.pages_a_row + s.pages - 1];
+            put(layer, s, 0, place, angles, page, receive(set + Q + (s.row * QKV_ROWS + place.column(s)) / 2));
         }
-        float out[STEPS][4] = {}, peak[2] = {NOTHING, NOTHING}, sum[2] = {0, 0};
+        consumers_sync();
+        Part part = attend(c, s);
+        if (c.thread >= PARTED) continue;
+        const u32 head = c.thread / PAIRS_OF_HEAD, pair = c.thread % PAIRS_OF_HEAD;
+        u32* piece = set + PIECES + head * (HEAD_DIM + 2);
+        if (s.first > 0) {
+            u32* to = piece + blockIdx.x * PIECE;
+            publish(to + 2 * pair, part.out.x, part.out.y);
+            if (pair == 0) publish(to + HEAD_DIM, part.peak, part.sum);
+            continue;
+        }
+        // What others have of this row's head.
+        int block = blockIdx.x + 1, done = s.last;
         #pragma unroll 1
-        for (int page = s.first; page < s.last; page++) {
-            const bool newest = page == s.pages - 1;
-            const int at = s.position % PAGE_TOKENS, mine = c.warp % 4;
-            const bool takes = (page - s.first) % (WARPS / 4) == c.warp / 4 && (!newest || mine <= at / 16);
-            const bool has_new = newest && mine == at / 16;
-            c.ring.await();
-            u32 last = 0;
-            u32 p[2];
-            float correction[2];
-            if (takes) {
-                const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
-                if (has_new) {
-                    const uint4 v = *reinterpret_cast<const uint4*>(memory + AT_NEW + lane % LANES * 16);
-                    if (lane < LANES) keep(tile + lane / 8 * 2048 + Consumer::swizzled(at % 16, lane % 8), v);
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                    __syncwarp();
-                }
-                float score[2][4] = {};
-                Four a[STEPS];
-                #pragma unroll
-                for (int k = 0; k < STEPS; k++) a[k] = matrices(tile + k / 4 * 2048 + (c.at_input ^ 32 * (k % 4)));
-                #pragma unroll
-                for (int k = 0; k < STEPS; k++) multiply(score[k & 1], a[k], queries[k][0], queries[k][1]);
-                last = a[STEPS - 1].v[3];
-                float x[4];
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int key = mine * 16 + g + 8 * (i >> 1);
-                    x[i] = newest && key > at ? NOTHING : (score[0][i] + score[1][i]) * scale;
-                }
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float most = fmaxf(x[h], x[h + 2]);
-                    #pragma unroll
-                    for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-                    most = fmaxf(most, peak[h]);
-                    correction[h] = exp_2(peak[h] - most);
-                    peak[h] = most;
-                    x[h] = exp_2(x[h] - most), x[h + 2] = exp_2(x[h + 2] - most);
-                    sum[h] = sum[h] * correction[h] + x[h] + x[h + 2];
-                }
-                // From keys by heads to heads by keys.
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const u32 from = 8 * q + g / 2;
-                    const float a0 = __shfl_sync(~0u, x[2 * i], from), a1 = __shfl_sync(~0u, x[2 * i + 1], from);
-                    const float b0 = __shfl_sync(~0u, x[2 * i], from + 4), b1 = __shfl_sync(~0u, x[2 * i + 1], from + 4);
-                    p[i] = g & 1 ? pack(a1, b1) : pack(a0, b0);
-                }
-            }
-            __syncwarp();
-            c.ring.release(lane, last, c.nil);
-            c.ring.await();
-            last = 0;
-            if (takes) {
-                const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
-                if (has_new) {
-                    // The newest value; none behind it.
-                    const uint4 v = *reinterpret_cast<const uint4*>(memory + AT_NEW + HEAD_DIM * 2 + lane % LANES * 16);
-                    #pragma unroll 1
-                    for (int row = at % 16 + lane / LANES; row < 16; row += 32 / LANES) {
-                        const u32 to = tile + lane % LANES / 8 * 2048 + Consumer::swizzled(row, lane % 8);
-                        keep(to, row > at % 16 ? make_uint4(0, 0, 0, 0) : v);
-                    }
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                    __syncwarp();
-                }
-                Four a[STEPS];
-                #pragma unroll
-                for (int m = 0; m < STEPS; m++) a[m] = matrices_transposed(tile + m / 4 * 2048 + (c.at_weight ^ 32 * (m % 4)));
-                #pragma unroll
-                for (int m = 0; m < STEPS; m++) {
-                    #pragma unroll
-                    for (int i = 0; i < 4; i++) out[m][i] *= correction[i & 1];
-                    multiply(out[m], a[m], p[0], p[1]);
-                }
-                last = a[STEPS - 1].v[3];
-            }
-            __syncwarp();
-            c.ring.release(lane, last, c.nil);
+        for (; done < s.pages; block++) {
+            // A block that has no pages says nothing.
+            const int its = Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
+            if (its == 0) continue;
+            done += its;
+            const u32* from = piece + block * PIECE;
+            uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
+            poll([&] {
+                bool ready = true;
+                if (!there(v)) ready = false, v = ask_2(from + 2 * pair);
+                if (!there(p)) ready = false, p = ask_2(from + HEAD_DIM);
+                return ready;
+            });
+            part.add(__uint_as_float(p.x), __uint_as_float(p.y), make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
         }
-        // All warps' parts together.
-        const int warps = min(WARPS, 4 * (s.last - s.first));
-        float* parts = reinterpret_cast<float*>(memory + AT_SUMS);
-        float2* peaks = reinterpret_cast<float2*>(memory + AT_PEAKS);
-        if (c.warp < warps) {
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                #pragma unroll
-                for (int o = 4; o < 32; o <<= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], o);
-            }
-            if (2 * q < GROUP) {
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float* to = parts + (c.warp * GROUP + 2 * q + h) * HEAD_DIM + g;
-                    #pragma unroll
-                    for (int m = 0; m < STEPS; m++) to[m * 16] = out[m][h], to[m * 16 + 8] = out[m][h + 2];
-                    if (g == 0) peaks[c.warp * GROUP + 2 * q + h] = make_float2(peak[h], sum[h]);
-                }
-            }
-        }
-        consumers_sync();
-        constexpr int PAIRS = HEAD_DIM / 2;
-        if (c.thread < GROUP * PAIRS) {
-            const u32 head = c.thread / PAIRS, pair = c.thread % PAIRS;
-            float best = NOTHING, all = 0;
-            float2 o = {0, 0};
-            #pragma unroll 4
-            for (int w = 0; w < warps; w++) best = fmaxf(best, peaks[w * GROUP + head].x);
-            #pragma unroll 4
-            for (int w = 0; w < warps; w++) {
-                const float2 p = peaks[w * GROUP + head], v = *reinterpret_cast<const float2*>(parts + (w * GROUP + head) * HEAD_DIM + 2 * pair);
-                const float f = exp_2(p.x - best);
-                all = fmaf(p.y, f, all), o.x = fmaf(v.x, f, o.x), o.y = fmaf(v.y, f, o.y);
-            }
-            u32* piece = set + PIECES + head * (HEAD_DIM + 2);
-            if (s.first > 0) {
-                u32* to = piece + blockIdx.x * PIECE;
-                publish(to + 2 * pair, o.x, o.y);
-                if (pair == 0) publish(to + HEAD_DIM, best, all);
-            } else {
-                // What others have of this row's head.
-                int block = blockIdx.x + 1, done = s.last;
-                #pragma unroll 1
-                for (; done < s.pages; block++) {
-                    // A block that has no pages says nothing.
-                    const int its = Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
-                    if (its == 0) continue;
-                    done += its;
-                    const u32* from = piece + block * PIECE;
-                    uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
-                    poll([&] {
-                        bool ready = true;
-                        if (!there(v)) ready = false, v = ask_2(from + 2 * pair);
-                        if (!there(p)) ready = false, p = ask_2(from + HEAD_DIM);
-                        return ready;
-                    });
-                    const float top = __uint_as_float(p.x), most = fmaxf(best, top), f0 = exp_2(best - most), f1 = exp_2(top - most);
-                    best = most, all = all * f0 + __uint_as_float(p.y) * f1;
-                    o.x = o.x * f0 + __uint_as_float(v.x) * f1, o.y = o.y * f0 + __uint_as_float(v.y) * f1;
-                }
-                publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS + pair, pack(o.x / all, o.y / all));
-            }
-        }
+        publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS_OF_HEAD + pair, pack(part.out.x / part.sum, part.out.y / part.sum));
     }
 }
 
 __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster, u32 rank) {
     Consumer c{step, ring, cluster, rank, threadIdx.x / 32, threadIdx.x % 32, threadIdx.x, ring.base};
     c.nil = static_cast<u32>(step.rows) >> 31;
-    c.at_input = Consumer::swizzled(c.lane & 15, c.lane >> 4);
-    c.at_weight = Consumer::swizzled((c.lane & 7) + (c.lane >> 4) * 8, c.lane >> 3 & 1);
+    c.at_input = swizzled(c.lane & 15, c.lane >> 4);
+    c.at_weight = swizzled((c.lane & 7) + (c.lane >> 4) * 8, c.lane >> 3 & 1);
     {
         constexpr int PAIRS = Out::OWN / 2;
         const u32 row = c.thread / PAIRS, pair = c.thread % PAIRS;
@@ -758,6 +511,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
             c.residual = make_float2(low(v), high(v));
         }
     }
+    const Walk pages(blockIdx.x, step.rows);
     const u32 turn = reinterpret_cast<volatile State*>(step.state)->turns[BATCH / 16];
     u32 *set = step.scratch + turn * SET, *next = step.scratch + (turn + 1) % 3 * SET, *before = step.scratch + (turn + 2) % 3 * SET;
     #pragma unroll 1
@@ -782,7 +536,7 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
         // read these words again. By one thread, which would only wait here, for all: a barrier lies between the stores and this. Readers go
         // to the L2 (relaxed, of GPU scope), and need no fence of their own.
         if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        attend(c, step, layer, set);
+        attend(c, step, layer, set, pages);
         c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, 1, nullptr, false);
         c.products<Out, false>(1, c.base + AT_SLOTS_1);
         c.gather(1, 0);

@@ -9,6 +9,7 @@ struct State {
     u32 epoch, error;                                  // of few rows; of all
     u32 turns[3];                                      // of 8, 16 and 32 rows: whose turn it is of the sets of words
     u32 layers;                                        // of any shape: those of all launches
+    u32 large_batch[3];                                // of 64, 96 and 128 rows: the number of the last flags
 };
 
 // Shared memory: the last bytes are the watch's.
@@ -36,14 +37,16 @@ struct Watch {
         if (late) *at(1) = 1;
         return late;
     }
-    static __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    // Whether the phase of this parity is over; if not, it was waited for too long. To ask for the time takes longer than to try.
+    static __device__ __forceinline__ bool wait(u32 barrier, u32 parity) {
         #pragma unroll 1
-        do {
+        for (u32 i = 1;; i++) {
             u32 done;
             asm volatile(
                 "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-            if (done) return;
-        } while (!late());
+            if (done) return true;
+            if (dead() || i % 64 == 0 && late()) return false;
+        }
     }
 };

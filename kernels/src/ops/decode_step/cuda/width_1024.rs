@@ -1,4 +1,4 @@
-//! Whole decode steps of models of 1,024 columns with heads of 128, two to a key head: one launch for up to 32 rows with weights in bf16,
+//! Whole decode steps of models of 1,024 columns with heads of 128, two to a key head: one launch for up to 128 rows with weights in bf16,
 //! for up to four in bf16 or INT8 with the head in it.
 
 use std::any::Any;
@@ -9,12 +9,12 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::kernels::{
-    BLOCKS, DecodeStepFewRows, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, MANY, MOST_BLOCKS, MOST_ROWS, PAGE_TOKENS,
-    SLICE, Sizes,
+    BLOCKS, DecodeStepFewRows, DecodeStepLargeBatch, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, LARGE, MANY, MOST_BLOCKS,
+    MOST_ROWS, PAGE_TOKENS, SLICE, Sizes,
 };
 use super::{address, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, grouped_map};
+use crate::cuda::{self, Arguments, blocks_map, grouped_map};
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::cached_attention::{CachedTokens, Held};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
@@ -23,6 +23,8 @@ use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
 use crate::tensor::{float, primitive};
 
+/// Tokens of a page that are read at a time.
+const BLOCK_TOKENS: usize = 16;
 /// Addresses of a block in the table.
 const POINTERS: usize = 10;
 /// Of its scales, with those of the embedding and the head.
@@ -37,7 +39,7 @@ pub(super) struct Width1024<R: CubeRuntime> {
     blocks: u32,
     /// Addresses of each block's tensors.
     table: CubeTensor<R>,
-    /// How the kernel for many rows reads them by TMA.
+    /// How the kernels for many rows and large batches read them by TMA.
     maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
     head: CubeTensor<R>,
@@ -51,6 +53,8 @@ pub(super) struct Width1024<R: CubeRuntime> {
     /// Words that blocks exchange: of few rows, and of each number of many.
     few: CubeTensor<R>,
     many: Vec<CubeTensor<R>>,
+    /// The same of large batches, which read inputs of products there by TMA, each with its maps.
+    large: Vec<[CubeTensor<R>; 2]>,
     /// Keeps the memory at these addresses.
     _held: Vec<Box<dyn Any + Send>>,
 }
@@ -108,12 +112,7 @@ where
     let embedding_scales = hold(embedding_scales, "the embedding's scales")?;
     let head_scales = hold(head_scales, "the head's scales")?;
     let mut scales_at = Vec::new();
-    let mut map = |address: u64, shape: [usize; 2], tile: [usize; 2]| {
-        maps.extend(
-            grouped_map(address, shape, tile).map_err(|error| Declined::new(format!("no tensor map: {error}")))?,
-        );
-        Ok::<(), Declined>(())
-    };
+    let no_map = |error| Declined::new(format!("no tensor map: {error}"));
     let gamma = |norm: &Norm<CubeBackend<R, F, I, BT>>| {
         let fits = norm.kind == NormKind::RmsNorm && norm.beta.is_none() && norm.epsilon == epsilon;
         // Of 16-bit checkpoints it loses nothing.
@@ -137,22 +136,29 @@ where
             if !int8 {
                 // Gate and up are read apart from each other.
                 let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
-                map(at, [rows, columns], tile)?;
+                maps.extend(grouped_map(at, [rows, columns], tile).map_err(no_map)?);
             }
         }
         scales_at.extend([embedding_scales, head_scales]);
         for norm in [attention_norm, feed_forward_norm, query_norm, key_norm] {
             addresses.push(hold(Some(gamma(norm)?), "gamma")?);
         }
-        for cached in [&cache.keys, &cache.values] {
-            match cached {
+        let mut cached = Vec::new();
+        for part in [&cache.keys, &cache.values] {
+            match part {
                 Held::Float(floats) if floats.dtype() == DType::BF16 => {
-                    let at = hold(Some(primitive(floats.clone())), "the cache")?;
-                    addresses.push(at);
-                    let rows = floats.dims()[..3].iter().product();
-                    map(at, [rows, HEAD_DIM], DecodeStepManyRows::cache_box())?;
+                    let rows: usize = floats.dims()[..3].iter().product();
+                    cached.push((hold(Some(primitive(floats.clone())), "the cache")?, rows));
                 }
                 _ => return Err(Declined::new("the cache is not bf16")),
+            }
+        }
+        addresses.extend(cached.iter().map(|(at, _)| at));
+        // A page's beginning, and all of it.
+        for tokens in [BLOCK_TOKENS, PAGE_TOKENS] {
+            for (at, rows) in &cached {
+                let map = blocks_map(*at, [*rows, HEAD_DIM], tokens / BLOCK_TOKENS);
+                maps.extend(map.map_err(no_map)?);
             }
         }
     }
@@ -169,9 +175,24 @@ where
     let device = final_norm.gamma.device();
     let integers = |values| integers::<R, F, I, BT>(values, &device);
     let halves = |words| halves::<R, F, I, BT>(words, &device);
+    let mut large = Vec::new();
+    for rows in LARGE.into_iter().filter(|_| !int8) {
+        let kernel = DecodeStepLargeBatch { rows, sizes: sizes.clone() };
+        let words = integers(vec![0; kernel.words()]);
+        let (at, memory) = address(&words)?;
+        held.push(memory);
+        let mut maps = Vec::new();
+        for (begin, columns) in kernel.inputs() {
+            let map = grouped_map(at + 4 * begin as u64, [rows, columns], kernel.input_box());
+            maps.extend(map.map_err(no_map)?);
+        }
+        large.push([words, halves(maps)]);
+    }
     let maps = halves(maps);
-    if !address(&maps)?.0.is_multiple_of(64) {
-        return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
+    for maps in large.iter().map(|[_, maps]| maps).chain([&maps]) {
+        if !address(maps)?.0.is_multiple_of(64) {
+            return Err(Declined::new("tensor maps begin between two units of 64 bytes"));
+        }
     }
     let mut scales = 0;
     if int8 {
@@ -194,6 +215,7 @@ where
         state: integers(vec![0; 64]),
         few: integers(few),
         many: many.into_iter().map(integers).collect(),
+        large,
         _held: held,
     };
     let most_rows = if int8 { FEW_ROWS } else { MOST_ROWS };
@@ -228,7 +250,8 @@ where
     let sizes = body.sizes.clone();
     // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
     // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
-    // pages were checked by the operands: positions are the host's, or a step's one further. Results have a line for each row. All blocks are resident at once: one on each multiprocessor, for which there is
+    // pages were checked by the operands, and that there are no more rows than the plan takes: positions are the host's, or a step's one further. Results have a line for each row; words that blocks exchange are as many
+    // as the sources count, and launches of one plan, which share them, come one after another on one stream. All blocks are resident at once: one on each multiprocessor, for which there is
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
@@ -247,10 +270,17 @@ where
         let following = Some(Tensor::from_primitive(following));
         return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
     }
-    let variant = MANY.iter().position(|most| rows <= *most).unwrap_or(MANY.len() - 1);
-    let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
     let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
-    let arguments = || all(tables(), &body.many[variant]);
-    launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    if let Some(variant) = MANY.iter().position(|most| rows <= *most) {
+        let kernel = DecodeStepManyRows { rows: MANY[variant], sizes };
+        let arguments = || all(tables(), &body.many[variant]);
+        launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    } else {
+        let variant = LARGE.iter().position(|most| rows <= *most).unwrap_or(LARGE.len() - 1);
+        let kernel = DecodeStepLargeBatch { rows: LARGE[variant], sizes };
+        let [words, inputs] = &body.large[variant];
+        let arguments = || all(tables().pointer(inputs), words);
+        launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
+    }
     Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
 }
