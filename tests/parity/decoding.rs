@@ -453,6 +453,32 @@ backend_test!(embed_add_and_next_positions_are_what_they_say::<B>(device) {
     assert_eq!(next, [4, 1, 5, 5]);
 });
 
+// Few of a token and many, in vocabularies that are no whole words of four, in a line that had others before.
+backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
+    for (vocabulary, most) in [(6, 2), (103, 255), (64, 300), (33, 1)] {
+        let mut counts = TokenCounts::<B>::new(3, vocabulary, &device);
+        let text = |seed: usize| -> Vec<u32> {
+            let mut text: Vec<u32> = (0..most).map(|_| (seed % vocabulary) as u32).collect();
+            text.extend((0..vocabulary).step_by(seed).map(|token| token as u32).filter(|token| *token as usize != seed % vocabulary));
+            text
+        };
+        let texts = [text(2), text(5), vec![]];
+        for line in [0, 2, 1] {
+            counts.begin(line, &text(3), &text(4), &[(1, 1.0)]);
+            counts.begin(line, &texts[line], &texts[(line + 1) % 3], &[]);
+        }
+        let wanted = |text: &[u32]| -> Vec<f32> {
+            let mut counts = vec![0.0; vocabulary];
+            text.iter().for_each(|token| counts[*token as usize] += 1.0);
+            counts
+        };
+        let all = |shift: usize| (0..3).flat_map(|line| wanted(&texts[(line + shift) % 3])).collect::<Vec<f32>>();
+        assert_eq!(values(&counts.prompt), all(0), "{vocabulary}, prompts");
+        assert_eq!(values(&counts.written), all(1), "{vocabulary}, behind them");
+        assert_eq!(values(&counts.bias), vec![0.0; 3 * vocabulary], "{vocabulary}, biases");
+    }
+});
+
 backend_test!(draws_are_those_of_the_reference::<B>(device) {
     // Narrow and wide vocabularies, flat and peaked ones, and cuts that few or many tokens lie above.
     for (vocabulary, spread) in [(6, 2.0), (300, 1.0), (5003, 6.0), (5003, 0.1), (20_011, 3.0)] {

@@ -48,24 +48,16 @@ impl<B: Backend> TokenCounts<B> {
     pub fn begin(&mut self, line: usize, prompt: &[u32], written: &[u32], biases: &[(u32, f32)]) {
         let [lines, vocabulary] = self.prompt.dims();
         assert!(line < lines, "head_sample: line {line} of {lines} texts");
-        let put = |all: &mut Tensor<B, 2>, values: Vec<f32>| {
-            let values = TensorData::new(values, [1, vocabulary]);
-            let values = Tensor::from_data(values, (&all.device(), DType::F32));
-            all.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], values));
-        };
-        let add = |values: &mut Vec<f32>, token: u32, more: f32| {
-            let known = (token as usize) < vocabulary;
-            assert!(known, "head_sample: token {token} of a vocabulary of {vocabulary} tokens");
-            values[token as usize] += more;
-        };
         for (all, tokens) in [(&mut self.prompt, prompt), (&mut self.written, written)] {
-            let mut counts = vec![0.0; vocabulary];
-            tokens.iter().for_each(|token| add(&mut counts, *token, 1.0));
-            put(all, counts);
+            let mut counts = vec![0u32; vocabulary];
+            for token in tokens {
+                counts[known(*token, vocabulary)] += 1;
+            }
+            let counts = numbers(&counts, &all.device());
+            all.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], counts));
         }
-        let mut bias = vec![0.0; vocabulary];
-        biases.iter().for_each(|(token, more)| add(&mut bias, *token, *more));
-        put(&mut self.bias, bias);
+        let bias = biases_of(biases, vocabulary, &self.bias.device());
+        self.bias.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], bias));
     }
 
     /// Lets a line's next token be one of `allowed` only, a bit for each token, 32 in a word, the lowest first; with `biases` beside.
@@ -80,25 +72,57 @@ impl<B: Backend> TokenCounts<B> {
         assert!(allowed.len() >= words, "head_sample: {} words of bits for {vocabulary} tokens", allowed.len());
         let device = self.bias.device();
         // The bits go over, a thirty-second of the biases that they become.
-        let words: Vec<i32> = allowed[..words].iter().map(|word| word.cast_signed()).collect();
-        let count = words.len();
-        let words = Tensor::<B, 1, Int>::from_data(TensorData::new(words, [count]), &device);
-        let shifts = Tensor::<B, 1, Int>::arange(0..32, &device).reshape([1, 32]).expand([count, 32]);
-        let bits =
-            words.reshape([count, 1]).expand([count, 32]).bitwise_right_shift(shifts).bitwise_and_scalar(1.elem());
-        let bits = bits.reshape([1, 32 * count]).narrow(1, 0, vocabulary);
-        let mut bias = bits.float().cast(DType::F32).sub_scalar(1.0).mul_scalar(-Self::FORBIDDEN);
+        let words = allowed[..words].iter().map(|word| word.cast_signed()).collect();
+        let mut bias = fields(words, 1, vocabulary, &device).sub_scalar(1.0).mul_scalar(-Self::FORBIDDEN);
         if !biases.is_empty() {
-            let mut more = vec![0.0; vocabulary];
-            for (token, by) in biases {
-                let known = (*token as usize) < vocabulary;
-                assert!(known, "head_sample: token {token} of a vocabulary of {vocabulary} tokens");
-                more[*token as usize] += by;
-            }
-            bias = bias + Tensor::from_data(TensorData::new(more, [1, vocabulary]), (&device, DType::F32));
+            bias = bias + biases_of(biases, vocabulary, &device);
         }
         self.bias.inplace(|all| all.slice_assign([line..line + 1, 0..vocabulary], bias));
     }
+}
+
+/// A token's place in a line.
+fn known(token: u32, vocabulary: usize) -> usize {
+    let known = (token as usize) < vocabulary;
+    assert!(known, "head_sample: token {token} of a vocabulary of {vocabulary} tokens");
+    token as usize
+}
+
+/// A line of what is added to logits.
+fn biases_of<B: Backend>(biases: &[(u32, f32)], vocabulary: usize, device: &B::Device) -> Tensor<B, 2> {
+    if biases.is_empty() {
+        return Tensor::zeros([1, vocabulary], (device, DType::F32));
+    }
+    let mut values = vec![0.0; vocabulary];
+    biases.iter().for_each(|(token, more)| values[known(*token, vocabulary)] += more);
+    Tensor::from_data(TensorData::new(values, [1, vocabulary]), (device, DType::F32))
+}
+
+/// A line of numbers, of which as little goes over as may be: nothing where there are none, and a byte of each where these hold them.
+fn numbers<B: Backend>(numbers: &[u32], device: &B::Device) -> Tensor<B, 2> {
+    let shape = [1, numbers.len()];
+    match numbers.iter().max() {
+        None | Some(0) => Tensor::zeros(shape, (device, DType::F32)),
+        Some(..=255) => {
+            let word = |four: &[u32]| four.iter().rev().fold(0, |word, number| word << 8 | number).cast_signed();
+            fields(numbers.chunks(4).map(word).collect(), 8, numbers.len(), device)
+        }
+        Some(_) => {
+            let numbers: Vec<f32> = numbers.iter().map(|number| *number as f32).collect();
+            Tensor::from_data(TensorData::new(numbers, shape), (device, DType::F32))
+        }
+    }
+}
+
+/// A line of `count` numbers of so many bits each, as many in a word as it has room for, the lowest first.
+fn fields<B: Backend>(words: Vec<i32>, bits: u32, count: usize, device: &B::Device) -> Tensor<B, 2> {
+    let (each, all) = ((32 / bits) as usize, words.len());
+    let words = Tensor::<B, 1, Int>::from_data(TensorData::new(words, [all]), device);
+    let shifts = Tensor::<B, 1, Int>::arange_step(0..32, bits as usize, device).reshape([1, each]).expand([all, each]);
+    let mask = (1i32 << bits) - 1;
+    let fields =
+        words.reshape([all, 1]).expand([all, each]).bitwise_right_shift(shifts).bitwise_and_scalar(mask.elem());
+    fields.reshape([1, each * all]).narrow(1, 0, count).float().cast(DType::F32)
 }
 
 /// A row that tokens are drawn for.
