@@ -58,6 +58,16 @@ struct Patience {
     }
 };
 
+// How a layer's tensors are read by TMA: its weights, and keys and values by blocks of 16 tokens and by whole pages.
+enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, VALUE_PAGES_MAP, MAPS };
+
+// As many groups of 64 columns and rows of a weight as its map says, from these on.
+__device__ __forceinline__ void load_groups(u32 to, const TensorMap* map, int group, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(map), "r"(0), "r"(row), "r"(group), "r"(barrier) : "memory");
+}
+
 // The stages that the producer fills and the consumers read, with two barriers each: full, empty.
 template <int STAGE, int STAGES, int AT_BARRIERS>
 struct RingOf {

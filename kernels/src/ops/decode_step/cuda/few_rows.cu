@@ -83,7 +83,7 @@ constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
 constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_RELEASED = AT_BARRIERS + STAGES * 16;
 constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, SHARED = AT_WAITED + WARPS * 16;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
-using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
+using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
 __device__ __forceinline__ float log_2(float x) {
     float y;
@@ -190,12 +190,12 @@ struct Share {
 // ---- producer
 
 struct Producer {
-    Ring ring;
+    StageRing ring;
     Watch watch;
     u32 opened = 0;
     bool leads = threadIdx.x % 32 == 0;
 
-    Ring arriving = ring;
+    StageRing arriving = ring;
     bool dead = false;
     u32 limit = IN_FLIGHT, more = 0;
 
@@ -255,7 +255,7 @@ struct Producer {
     }
 };
 
-__device__ __forceinline__ void produce(const Step& step, Ring ring, int (&positions)[BATCH], Cut part) {
+__device__ __forceinline__ void produce(const Step& step, StageRing ring, int (&positions)[BATCH], Cut part) {
     Producer p{ring};
     const int b = blockIdx.x;
     const int q0 = 2 * part(QKV_ROWS / 2, b), qn = 2 * part(QKV_ROWS / 2, b + 1) - q0;
@@ -314,7 +314,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, int (&posit
 
 struct Consumer {
     static constexpr u32 HALF_LINE = LINE / WARPS / 2;
-    Ring ring;
+    StageRing ring;
     Watch watch;
     const Step& step;
     int warp, lane;
@@ -324,7 +324,7 @@ struct Consumer {
     int half;                                          // of 64 columns, which one a lane takes first
     u32 released = 0;                                  // stages of this warp
 
-    __device__ Consumer(Ring ring, const Step& step) : ring(ring), step(step) { place(); }
+    __device__ Consumer(StageRing ring, const Step& step) : ring(ring), step(step) { place(); }
     // Found out again where it is needed, rather than kept in registers.
     __device__ __forceinline__ void place() {
         u32 thread;
@@ -556,7 +556,7 @@ static_assert(ONE_SPLIT * PAGE_TOKENS <= 16 * WARPS, "a warp has sixteen keys");
 __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, int position, u32 new_key) {
     const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4;
     const bool some = warp * 16 < position, last = warp == WARPS - 1;
-    Ring keys = c.ring, values = c.ring;
+    StageRing keys = c.ring, values = c.ring;
     keys.skip(some ? warp / 4 : 0);
     values.skip(stages + (some ? warp / 4 : 0));
     u32 read[2] = {0, 0};
@@ -717,7 +717,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             const bool cached = stage >= share.first, there = cached ? stage * PAGE_TOKENS + key < position : key == PAGE_TOKENS - 1;
             if (!cached && warp != WARPS - 1) continue;
             const bool busy = !cached || stage * PAGE_TOKENS + warp * 4 < position;
-            const Ring keys = c.ring;
+            const StageRing keys = c.ring;
             if (cached) {
                 c.watch.wait(c.ring.full(), c.ring.parity);
                 c.ring.advance();
@@ -956,7 +956,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     step.following[warp] = step.positions[warp] + 1;
 }
 
-__device__ __forceinline__ void consume(const Step& step, Ring ring, int (&positions)[BATCH], u32 epoch) {
+__device__ __forceinline__ void consume(const Step& step, StageRing ring, int (&positions)[BATCH], u32 epoch) {
     Consumer c(ring, step);
     const int b = blockIdx.x;
     const u32 squares = ring.base + AT_SQUARES;
@@ -1216,7 +1216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
         if (blockIdx.x == 0 && threadIdx.x < step.rows) likeliest[threadIdx.x] = -1, following[threadIdx.x] = positions[threadIdx.x] + 1;
         return;
     }
-    Ring ring{shared_address(memory)};
+    StageRing ring{shared_address(memory)};
     if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
     if (threadIdx.x < 6 * WARPS) reinterpret_cast<volatile u32*>(memory + AT_RELEASED)[threadIdx.x] = 0;
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;

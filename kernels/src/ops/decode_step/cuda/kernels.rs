@@ -45,7 +45,7 @@ impl Sizes {
         (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
     }
 
-    fn source(&self, rows: usize, int8: bool, helpers: &str, body: &str) -> String {
+    fn source(&self, rows: usize, int8: bool, body: &str) -> String {
         let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
         let defined = [
             ("BATCH", rows),
@@ -60,8 +60,8 @@ impl Sizes {
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
         let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("paged_attention.cuh"));
-        let shared = [include_str!("watch.cuh"), helpers, include_str!("decode_step.cuh")].concat();
-        format!("{defined}#define EPSILON {epsilon:e}f\n{shared}{body}")
+        let shared = [include_str!("watch.cuh"), HOPPER, include_str!("decode_step.cuh")].concat();
+        format!("{defined}#define EPSILON {epsilon:e}f\n#define HALF \"bf16\"\n{shared}{body}")
     }
 }
 
@@ -100,7 +100,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, self.int8, include_str!("basics.cuh"), include_str!("few_rows.cu"))
+        self.sizes.source(self.rows, self.int8, include_str!("few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -146,7 +146,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("basics.cuh"), include_str!("many_rows.cu"))
+        self.sizes.source(self.rows, false, include_str!("many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -203,8 +203,7 @@ impl CudaKernel for DecodeStepLargeBatch {
     }
 
     fn source(&self) -> String {
-        let hopper = format!("#define HALF \"bf16\"\n{HOPPER}");
-        self.sizes.source(self.rows, false, &hopper, include_str!("large_batch.cu"))
+        self.sizes.source(self.rows, false, include_str!("large_batch.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -46,8 +46,8 @@ template <int N, int K>
 struct Product {
     static constexpr int OWN = N / SLICES, GROUPS = K / 64;
     // Groups of 64 columns that a stage holds.
-    static constexpr int FIT = STAGE / (OWN * 128), PER_STAGE = FIT / 2 * 2, STAGES = GROUPS / PER_STAGE;
-    static_assert(N % (SLICES * 16) == 0 && K % 128 == 0 && FIT % 2 == 0 && GROUPS % PER_STAGE == 0, "sizes");
+    static constexpr int PER_STAGE = STAGE / (OWN * 128), STAGES = GROUPS / PER_STAGE;
+    static_assert(N % (SLICES * 16) == 0 && K % 128 == 0 && PER_STAGE % 2 == 0 && GROUPS % PER_STAGE == 0, "sizes");
 };
 using Qkv = Product<QKV_ROWS, D_MODEL>;
 using Out = Product<D_MODEL, HEADS_WIDTH>;
@@ -55,8 +55,6 @@ using GateOrUp = Product<D_FF, D_MODEL>;
 using Down = Product<D_MODEL, D_FF>;
 static_assert(Out::OWN == 16 && Down::OWN == 16, "a thread has two rows of two columns of the residual stream");
 
-// Of a layer.
-enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, VALUE_PAGES_MAP, MAPS };
 // Of what blocks publish: the inputs of products.
 enum { X_MAP, O_MAP, H_MAP };
 enum { INPUT, QKV, ATTENDED, GATED, FLAGS };
@@ -137,14 +135,9 @@ struct Bringer {
         if (!over) barrier_expect(ring.full(), bytes);
         return !over;
     }
-    __device__ __forceinline__ void box(u32 at, const TensorMap* map, int group, int row) {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(ring.stage() + at),
-            "l"(map), "r"(0), "r"(row), "r"(group), "r"(ring.full()) : "memory");
-    }
     template <class S>
     __device__ __forceinline__ void stage(const TensorMap* map, int s, int row) {
-        if (open(S::PER_STAGE * S::OWN * 128)) box(0, map, s * S::PER_STAGE, row);
+        if (open(S::PER_STAGE * S::OWN * 128)) load_groups(ring.stage(), map, s * S::PER_STAGE, row, ring.full());
         ring.advance();
     }
     template <class S>
@@ -291,6 +284,7 @@ struct Consumer {
     // The first of two columns that a thread has of `blocks` of eight, shared out between the warpgroups.
     __device__ __forceinline__ u32 column(int blocks, int i) const { return (group() * (blocks / 2) + i) * 8 + lane % 4 * 2; }
 
+    // What the compiler knows of the thread's place: conditions on it are made anew behind this.
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(thread), "+r"(warp), "+r"(lane)); }
     __device__ __forceinline__ void await_ready() {
         Watch::wait(base + AT_READY + 8 * QKV, ready);
@@ -511,7 +505,7 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
     #pragma unroll 1
     for (u32 turn = 0; more; s = next, turn++) {
         more = walk.next(next);
-        if (turn % TEAMS != team) {
+        if (turn % (CONSUMERS / TEAM) != team) {
             if (more) ahead.load(step, thread, next);
             pass_by(c, s);
             continue;

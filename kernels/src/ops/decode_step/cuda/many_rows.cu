@@ -49,13 +49,8 @@ static_assert(GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0 && BATCH % 8 ==
 
 __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-struct alignas(64) Map {
-    u64 words[16];
-};
-// Of a layer.
-enum { QKV_MAP, OUT_MAP, UP_MAP, DOWN_MAP, KEYS_MAP, VALUES_MAP, KEY_PAGES_MAP, VALUE_PAGES_MAP, MAPS };
 struct Step {
-    const Map* maps;
+    const TensorMap* maps;
     const Layer* layers;
     const u16 *embedding, *final_norm;
     const float *cos, *sin;                            // [positions, HEAD_DIM / 2]
@@ -92,13 +87,8 @@ constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + 2 
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
 constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_WAITED = AT_BEFORE + (BATCH + 1) * 4, SHARED = AT_WAITED + WARPS * 16;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
-using Ring = RingOf<STAGE, STAGES, AT_BARRIERS>;
+using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
-// All threads of a cluster.
-__device__ __forceinline__ void cluster_sync() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 #include "paged_attention.cuh"
 
 __device__ __forceinline__ bool there(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
@@ -139,7 +129,7 @@ __device__ __forceinline__ uint4 receive(const u32* at) {
 // ---- producer
 
 struct Producer {
-    Ring ring, arriving = ring;
+    StageRing ring, arriving = ring;
     u32 filled = 0;
     bool over = false;                                 // a stage was waited for too long
 
@@ -155,22 +145,17 @@ struct Producer {
         if (!over) barrier_expect(ring.full(), bytes);
         return !over;
     }
-    __device__ __forceinline__ void box(u32 at, const Map* map, int column, int row) {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(ring.stage() + at),
-            "l"(map), "r"(0), "r"(row), "r"(column), "r"(ring.full()) : "memory");
-    }
     template <class S>
-    __device__ __forceinline__ void weight(const Map* map, u32 cluster, u32 rank) {
+    __device__ __forceinline__ void weight(const TensorMap* map, u32 cluster, u32 rank) {
         #pragma unroll 1
         for (int s = 0; s < S::STAGES; s++) {
-            if (open(S::PER_STAGE * S::ALL * 128)) box(0, map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL);
+            if (open(S::PER_STAGE * S::ALL * 128)) load_groups(ring.stage(), map, rank * S::GROUPS + s * S::PER_STAGE, cluster * S::ALL, ring.full());
             ring.advance();
         }
     }
 };
 
-__device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster, u32 rank) {
+__device__ __forceinline__ void produce(const Step& step, StageRing ring, u32 cluster, u32 rank) {
     Producer p{ring};
     // Keys and values of the tokens before were not written by TMA.
     asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
@@ -178,7 +163,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
         if (Watch::dead()) return;
-        const Map* maps = step.maps + l * MAPS;
+        const TensorMap* maps = step.maps + l * MAPS;
         if (l + 1 < N_LAYERS) {
             for (int m = 0; m < MAPS; m++) asm volatile("prefetch.tensormap [%0];" ::"l"(maps + MAPS + m) : "memory");
         }
@@ -196,7 +181,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
         for (int s = 0; s < Half::STAGES; s++) {
             #pragma unroll
             for (int part = 0; part < 2; part++) {
-                if (p.open(Half::PER_STAGE * Half::ALL * 128)) p.box(0, maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL);
+                if (p.open(Half::PER_STAGE * Half::ALL * 128)) load_groups(p.ring.stage(), maps + UP_MAP, rank * Half::GROUPS + s * Half::PER_STAGE, part * D_FF + cluster * Half::ALL, p.ring.full());
                 p.ring.advance();
             }
         }
@@ -208,7 +193,7 @@ __device__ __forceinline__ void produce(const Step& step, Ring ring, u32 cluster
 
 struct Consumer {
     const Step& step;
-    Ring ring;
+    StageRing ring;
     u32 cluster, rank, warp, lane, thread;
     u32 base;
     u32 nil;
@@ -497,7 +482,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
     }
 }
 
-__device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster, u32 rank) {
+__device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cluster, u32 rank) {
     Consumer c{step, ring, cluster, rank, threadIdx.x / 32, threadIdx.x % 32, threadIdx.x, ring.base};
     c.nil = static_cast<u32>(step.rows) >> 31;
     c.at_input = swizzled(c.lane & 15, c.lane >> 4);
@@ -600,13 +585,13 @@ __device__ __forceinline__ void consume(const Step& step, Ring ring, u32 cluster
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_many_rows(
-    const Layer* layers, const Map* maps, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
+    const Layer* layers, const TensorMap* maps, const u16* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
         static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
     if (failed(state, step.hidden, step.rows)) return;
-    const Ring ring{shared_address(memory)};
+    const StageRing ring{shared_address(memory)};
     if (threadIdx.x < 4 * WARPS) reinterpret_cast<u32*>(memory + AT_WAITED)[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         Watch::begin();

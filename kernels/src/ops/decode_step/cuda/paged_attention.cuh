@@ -2,11 +2,10 @@
 // blocks exchange is the kernel's affair.
 //
 // Included behind BATCH, BLOCKS, CONSUMERS, TEAM_WARPS, WHOLE_HEADS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
-// AT_BEFORE), the numbers of the maps of keys and values (KEYS_MAP and VALUES_MAP of 16 tokens, KEY_PAGES_MAP and VALUE_PAGES_MAP of a page), and Step
-// with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
+// AT_BEFORE), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
 
 // Warps that attend to a segment together, each to 16 tokens of a page: four, or eight to two pages. Each team has its own place in shared memory.
-constexpr int TEAM = 32 * TEAM_WARPS, TEAMS = CONSUMERS / TEAM;
+constexpr int TEAM = 32 * TEAM_WARPS;
 constexpr int QUERIES_BYTES = GROUP * HEAD_DIM * 2, NEW_BYTES = 2 * HEAD_DIM * 2, PARTS_BYTES = TEAM_WARPS * GROUP * HEAD_DIM * 4;
 constexpr int PEAKS_BYTES = TEAM_WARPS * GROUP * 8;
 
@@ -110,8 +109,7 @@ struct Pages {
     __device__ __forceinline__ int blocks() const { return page == s.pages - 1 ? s.position % PAGE_TOKENS / 16 + 1 : PAGE_TOKENS / 16; }
     __device__ __forceinline__ u32 bytes() const { return blocks() * 32 * HEAD_DIM; }
     // Keys or values, by their maps: as [blocks, HEAD_DIM / 64, 16, 64], at once where the page is full.
-    template <class M>
-    __device__ __forceinline__ void load(const M* keys_or_values, u32 to, u32 barrier) const {
+    __device__ __forceinline__ void load(const TensorMap* keys_or_values, u32 to, u32 barrier) const {
         const int block = (at * N_KV_HEADS + s.head) * (PAGE_TOKENS / 16);
         if (blocks() == PAGE_TOKENS / 16) {
             asm volatile(
