@@ -73,8 +73,7 @@ impl OnBackend for Counting {
             // A token that is read waits for the device; `generation` reads some steps later.
             let token = next.clone().into_data().iter::<i64>().next().unwrap_or_default();
             counted.push_str(&stream.push(token as u32)?);
-            let hidden = model.decode(next, &[row], &mut cache);
-            next = model.sample(hidden, &likeliest, None, &cache);
+            (next, _) = model.next_tokens(Some((next, &[row])), &[], &likeliest, None, &mut cache);
         }
         Ok(counted)
     }

@@ -9,8 +9,8 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, TokenCounts, Weight, draw, dropout,
-    embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw,
+    dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -292,6 +292,38 @@ impl<B: Backend> Transformer<B> {
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
+        self.step_drawing(decode, prefill, None, cache)
+    }
+
+    /// [`step`](Self::step), and a token for each row as [`sample`](Self::sample) draws it: in one launch where the backend has one for
+    /// both. Together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    ///
+    /// # Panics
+    /// As [`step`](Self::step) and [`sample`](Self::sample) do.
+    pub fn next_tokens(
+        &self,
+        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        prefill: &[(RowId, &[u32])],
+        rows: &SampledRows<B>,
+        mut counts: Option<&mut TokenCounts<B>>,
+        cache: &mut Cache<B>,
+    ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
+        let greedy = rows.are_greedy();
+        let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
+        let hidden = self.step_drawing(decode, prefill, draw, cache);
+        match hidden.predicted {
+            Some(Predicted { logits, next, drawn }) if drawn || greedy => (next, logits),
+            predicted => self.sample_logits(Hidden { predicted, ..hidden }, rows, counts, cache),
+        }
+    }
+
+    fn step_drawing(
+        &self,
+        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        prefill: &[(RowId, &[u32])],
+        draw: Option<StepDraw<'_, B>>,
+        cache: &mut Cache<B>,
+    ) -> Hidden<B> {
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
         let mut rows: Vec<(RowId, usize)> = Vec::new();
@@ -313,7 +345,7 @@ impl<B: Backend> Transformer<B> {
         cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
         let at = cache.begin(&rows);
         if prefill.is_empty()
-            && let Some(Decoded { hidden, predicted, .. }) = cache.whole_step(&ids, &at)
+            && let Some(Decoded { hidden, predicted, .. }) = cache.whole_step(&ids, &at, draw)
         {
             cache.advance(&rows);
             return Hidden { states: hidden, predicted };
@@ -544,10 +576,10 @@ impl<B: Backend> Transformer<B> {
         let _in_head = part("head");
         let Hidden { states, predicted } = hidden.into();
         match predicted {
-            Some(predicted) if rows.are_greedy() => {
-                let [states, rows] = [predicted.likeliest.dims()[0], rows.count()];
+            Some(predicted) if rows.are_greedy() && !predicted.drawn => {
+                let [states, rows] = [predicted.next.dims()[0], rows.count()];
                 assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
-                predicted.likeliest
+                predicted.next
             }
             Some(predicted) => draw(predicted.logits, rows, cache.last_positions(), counts),
             None => head_sample(states, self.head_weight(), rows, cache.last_positions(), counts),

@@ -202,8 +202,7 @@ pub(super) fn decode<B: Backend>(
                 read(&mut on_the_way, 0)?;
                 begun = Instant::now();
             }
-            let hidden = model.decode(next, &rows, &mut cache);
-            next = model.sample(hidden, &sampled, None, &cache);
+            (next, _) = model.next_tokens(Some((next, &rows)), &[], &sampled, None, &mut cache);
             on_the_way.push_back(download_int(next.clone()));
             // As generation does it: beside the next step, or of several steps together.
             if B::downloads_at_once() {

@@ -7,7 +7,7 @@ use fireclay::Failure;
 use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
-use fireclay_kernels::{ActivationKind, Backend, SampledRow, SampledRows, Sampling};
+use fireclay_kernels::{ActivationKind, Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw};
 use fireclay_model::{
     Cache, Hidden, ModelFolder, NormKind, PAGE_TOKENS, Positions, RowId, Transformer, TransformerConfig,
 };
@@ -244,13 +244,62 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
         rows.step();
         let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
         let greedy = likeliest(1, &device);
-        let recording = Recording::start::<B>(&device).expect("a recording");
-        let hidden = model.decode(integers(&[7], &device), &ids, &mut rows.cache);
-        let token = model.sample(hidden, &greedy, None, &rows.cache).into_data();
-        let report = recording.stop().expect("a report");
-        assert_eq!(token.num_elements(), 1);
-        let operations = ["decode_step", "cached_attention", "head_sample"].map(|name| report.calls(name));
-        assert_eq!(operations, if hopper { [1, 0, 0] } else { [0, 2, 1] }, "{report}");
+        let drawn = SampledRows::new(&[Sampling::greedy().with_temperature(0.7).with_top_p(Some(0.9)).into()], &device);
+        for sampled in [&greedy, &drawn] {
+            let recording = Recording::start::<B>(&device).expect("a recording");
+            let token = Some((integers(&[7], &device), &ids[..]));
+            let (token, _) = model.next_tokens(token, &[], sampled, None, &mut rows.cache);
+            let token = token.into_data();
+            let report = recording.stop().expect("a report");
+            assert_eq!(token.num_elements(), 1);
+            let operations = ["decode_step", "cached_attention", "head_sample", "draw"].map(|name| report.calls(name));
+            // The kernel for models of any shape leaves draws to another launch.
+            let apart = u64::from(!sampled.are_greedy() && model.config().d_model != 1024);
+            assert_eq!(operations, if hopper { [1, 0, 0, apart] } else { [0, 2, 1, 0] }, "{report}");
+        }
+    }
+});
+
+backend_test!(what_a_step_draws_is_what_its_logits_say::<B>(device) {
+    let plain = Sampling::greedy().with_temperature(0.7);
+    let penalties = Penalties { repetition: 1.3, presence: 0.2, frequency: 0.1 };
+    let ways = [
+        Sampling::greedy(),
+        plain,
+        plain.with_top_k(Some(50)).with_top_p(Some(0.9)),
+        plain.with_penalties(penalties).with_top_k(Some(600)),
+        plain.with_temperature(0.1).with_top_p(Some(0.5)),
+        // Thousands of tokens, and most of them.
+        plain.with_top_p(Some(0.2)),
+        plain.with_top_p(Some(0.95)),
+        plain.with_min_p(Some(0.2)),
+        Sampling::greedy().with_penalties(penalties),
+    ];
+    for (model, name) in [(model::<B>(16, false, &device)?.0, "halves"), (model::<B>(16, true, &device)?.0, "INT8")] {
+        for count in [1, 2, 4] {
+            let mut rows = Rows::new(&model, 1.0, count * PAGE_TOKENS, &device);
+            for row in 0..count {
+                assert!(rows.add(text(row, 5 + row), 20));
+            }
+            let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+            let mut counts = TokenCounts::<B>::new(count, VOCABULARY, &device);
+            (0..count).for_each(|row| counts.begin(row, &text(row, 40), &[7, 9, 7], &[(11, 2.5), (12, TokenCounts::<B>::FORBIDDEN)]));
+            for (step, shift) in (0..ways.len()).enumerate() {
+                let row = |row: usize| {
+                    let sampling = ways[(row + shift) % ways.len()].with_seed(3, row as u64);
+                    SampledRow { sampling, line: (!sampling.penalties.are_none()).then_some(count - 1 - row) }
+                };
+                let sampled = SampledRows::new(&(0..count).map(row).collect::<Vec<_>>(), &device);
+                let ids_and = Some((integers(&vec![step as u32; count], &device), &ids[..]));
+                let mut apart = counts.clone();
+                let (tokens, logits) = model.next_tokens(ids_and, &[], &sampled, Some(&mut counts), &mut rows.cache);
+                let wanted = draw(logits, &sampled, rows.cache.last_positions(), Some(&mut apart));
+                let [tokens, wanted] = [tokens, wanted].map(|tokens| tokens.into_data().iter().collect::<Vec<i64>>());
+                assert_eq!(tokens, wanted, "{name}, {count} rows, step {step}");
+                let [written, wanted] = [counts.written.clone(), apart.written].map(|counts| counts.into_data());
+                assert_eq!(written, wanted, "{name}, {count} rows, step {step}: what is counted");
+            }
+        }
     }
 });
 
@@ -286,6 +335,9 @@ backend_test!(a_step_whose_logits_are_not_numbers_draws_none::<B>(device) {
         let sampled = SampledRows::new(&[sampling.into()], &device);
         let tokens: Vec<i64> = model.sample(hidden, &sampled, None, &rows.cache).into_data().iter().collect();
         assert_eq!(tokens, [-1]);
+        let token = Some((integers(&[7], &device), &ids[..]));
+        let (tokens, _) = model.next_tokens(token, &[], &sampled, None, &mut rows.cache);
+        assert_eq!(tokens.into_data().iter::<i64>().collect::<Vec<_>>(), [-1]);
     }
 });
 

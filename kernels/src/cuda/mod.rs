@@ -53,8 +53,9 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 /// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
 /// them. None of them may spill registers. Whole decode steps of few rows are among them only for models of any shape, and one row: others spill some 20 bytes a thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<(String, String)> {
-    use crate::ops::{attention, decode_step, linear};
-    linear::hopper_sources().chain(attention::hopper_sources()).chain(decode_step::hopper_sources()).collect()
+    use crate::ops::{attention, decode_step, head_sample, linear};
+    let sources = linear::hopper_sources().chain(attention::hopper_sources());
+    sources.chain(decode_step::hopper_sources()).chain(head_sample::hopper_sources()).collect()
 }
 
 /// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
@@ -370,7 +371,7 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
             },
         };
         // NVRTC's message, if there is one, and not the source behind it.
-        let reason = error.lines().find(|line| line.contains("error")).or_else(|| error.lines().next());
+        let reason = error.lines().find(|line| line.contains("error:")).or_else(|| error.lines().next());
         let mut driver = 0;
         // SAFETY: the driver writes one number.
         let _ = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut driver) };

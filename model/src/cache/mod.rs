@@ -9,7 +9,8 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, decode_step,
+    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, StepDraw,
+    decode_step,
 };
 
 use self::pages::Pages;
@@ -204,13 +205,18 @@ impl<B: Backend> Cache<B> {
     }
 
     /// What follows from one token more of each row, in one operation, where there is a plan for it.
-    pub(crate) fn whole_step(&mut self, tokens: &Tensor<B, 1, Int>, at: &CachedTokens<B>) -> Option<Decoded<B>> {
+    pub(crate) fn whole_step(
+        &mut self,
+        tokens: &Tensor<B, 1, Int>,
+        at: &CachedTokens<B>,
+        draw: Option<StepDraw<'_, B>>,
+    ) -> Option<Decoded<B>> {
         let Self { plan, layers, last, .. } = self;
         let made = plan.as_ref()?.as_ref()?;
         if at.rows().len() > made.rows() {
             return None;
         }
-        let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers) else {
+        let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers, draw) else {
             *plan = Some(None);
             return None;
         };

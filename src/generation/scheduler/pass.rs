@@ -14,7 +14,7 @@ impl<B: Backend> Scheduler<B> {
     /// Runs the model over one token of each text that is `writing`, and over tokens of those that are being read.
     pub(super) fn pass(&mut self, model: &Transformer<B>, writing: &[usize], reads: &[(usize, usize)]) {
         self.filter(writing, reads);
-        let rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
+        let writing_rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
         let decode = self.drawn.as_ref().filter(|_| !writing.is_empty()).map(|drawn| {
             let places: Vec<usize> = writing.iter().filter_map(|at| self.running[*at].drawn_at).collect();
             match places.iter().copied().eq(0..drawn.dims()[0]) {
@@ -35,19 +35,16 @@ impl<B: Backend> Scheduler<B> {
                 Some((row, &text.tokens[from..from + count]))
             })
             .collect();
-        let hidden = model.step(decode.map(|tokens| (tokens, &rows[..])), &prefill, &mut self.cache);
-
         // What a prompt's chunks draw before its end is not used.
         let mut likeliest = None;
         let mut sampled: Vec<SampledRow> = Vec::new();
         let mut texts: Vec<(usize, RequestId)> = Vec::new();
-        let places: Vec<usize> = writing.iter().chain(reads.iter().map(|(at, _)| at)).copied().collect();
-        for (place, at) in places.iter().enumerate() {
-            let text = &mut self.running[*at];
-            let read = text.row.map_or(0, |row| text.begin + self.cache.length(row));
+        let counts_of_read = writing.iter().map(|_| 1).chain(reads.iter().map(|(_, count)| *count));
+        let places = writing.iter().copied().chain(reads.iter().map(|(at, _)| *at)).zip(counts_of_read);
+        for (place, (at, count)) in places.enumerate() {
+            let text = &self.running[at];
+            let read = text.row.map_or(0, |row| text.begin + self.cache.length(row)) + count;
             if (text.drawn_at.is_some() || read >= text.tokens.len()) && !text.finished {
-                text.drawn_at = Some(place);
-                text.drawn += 1;
                 likeliest = likeliest.max(text.request.likeliest);
                 sampled.push(SampledRow { sampling: text.sampling(), line: text.line });
                 texts.push((place, text.id));
@@ -59,14 +56,15 @@ impl<B: Backend> Scheduler<B> {
             Some((same, rows)) if same == sampled => rows,
             _ => SampledRows::new(&sampled, &self.device),
         };
-        let counts = self.counts.as_mut();
-        let (tokens, log_probabilities) = match likeliest {
-            Some(count) => {
-                let (tokens, logits) = model.sample_logits(hidden, &rows, counts, &self.cache);
-                (tokens.clone(), Some(LogProbabilities::of(logits, tokens, count)))
+        let decode = decode.map(|tokens| (tokens, &writing_rows[..]));
+        let (tokens, logits) = model.next_tokens(decode, &prefill, &rows, self.counts.as_mut(), &mut self.cache);
+        let log_probabilities = likeliest.map(|count| LogProbabilities::of(logits, tokens.clone(), count));
+        for (place, id) in &texts {
+            if let Some(text) = self.running.iter_mut().find(|text| text.id == *id) {
+                text.drawn_at = Some(*place);
+                text.drawn += 1;
             }
-            None => (model.sample(hidden, &rows, counts, &self.cache), None),
-        };
+        }
         self.sampled = Some((sampled, rows));
         self.drawn = Some(tokens.clone());
         // Prompts that are read are there for others.

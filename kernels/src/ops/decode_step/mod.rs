@@ -21,6 +21,7 @@ pub(crate) use self::cuda::hopper_sources;
 
 use super::activation::Activation;
 use super::cached_attention::{CachedAttentionOps, CachedTokens, LayerCache, Placement};
+use super::head_sample::{SampledRows, TokenCounts};
 use super::norm::Norm;
 use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
@@ -204,6 +205,17 @@ pub struct DecodeStep<'a, B: Backend> {
     pub at: &'a CachedTokens<B>,
     /// The caches that the plan was made with.
     pub caches: &'a mut [LayerCache<B>],
+    /// How the tokens behind these are drawn, if the step is to draw them.
+    pub draw: Option<StepDraw<'a, B>>,
+}
+
+/// How a step draws the tokens behind its own.
+#[derive(Debug)]
+pub struct StepDraw<'a, B: Backend> {
+    /// How each row draws.
+    pub rows: &'a SampledRows<B>,
+    /// The texts of rows that have lines; the chosen tokens are counted there.
+    pub counts: Option<&'a mut TokenCounts<B>>,
 }
 
 impl<B: Backend> Operands for DecodeStep<'_, B> {
@@ -218,6 +230,9 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
         assert!(self.at.window == model.window, "{op}: keys that a token sees");
+        if let Some(StepDraw { rows: sampled, counts }) = &self.draw {
+            sampled.check(op, counts.as_deref(), [rows, model.embedding.dims()[0]], &tokens);
+        }
         let tables = model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
         let tables = tables.map(|table| table.cos.dims()[0]);
         let tables = tables.chain(model.position_embedding.as_ref().map(|table| table.dims()[0]));
@@ -274,12 +289,15 @@ pub struct Decoded<B: Backend> {
 pub struct Predicted<B: Backend> {
     /// `[rows, vocab_size]`, f32.
     pub logits: Tensor<B, 2>,
-    /// The token with the largest logit, the first of several, `[rows]`; -1 where a logit is not a number.
-    pub likeliest: Tensor<B, 1, Int>,
+    /// The token that was drawn, or else the one with the largest logit, the first of several, `[rows]`; -1 where a logit is not a number.
+    pub next: Tensor<B, 1, Int>,
+    /// Whether it was drawn.
+    pub drawn: bool,
 }
 
 /// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
-/// does that at once. Keys and values go into the pages of the rows. It has no gradient. With what the step gives come the rows to go
+/// does that at once: then the next tokens come with it, the likeliest, or, where it does that, too, those of the `draw` that is
+/// asked for, as [`draw`](crate::draw()) makes it. Keys and values go into the pages of the rows. It has no gradient. With what the step gives come the rows to go
 /// [on](CachedTokens::next) from, which are those of `at`.
 ///
 /// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
@@ -294,6 +312,7 @@ pub fn decode_step<B: DecodeStepOps>(
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
+    draw: Option<StepDraw<'_, B>>,
 ) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
     let DecodePlan { model, body, .. } = plan;
     let _op = recorder::op("decode_step", || {
@@ -308,7 +327,7 @@ pub fn decode_step<B: DecodeStepOps>(
         let flops = (2 * at.rows.len() * products) as u64;
         Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
     });
-    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches }))?;
+    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches, draw }))?;
     let at = match &decoded.following {
         Some(positions) => at.clone().followed_by(positions.clone()),
         None => at.clone(),

@@ -3,7 +3,8 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, ElementConversion, Int, Tensor, TensorData};
 
-use super::Sampling;
+use super::{MOST_TOKENS, Sampling};
+use crate::checked::{Part, part};
 
 /// Numbers that a row has on the device: temperature, top-k, top-p, the logarithm of min-p, and three penalties.
 pub(crate) const NUMBERS: usize = 7;
@@ -173,7 +174,7 @@ pub struct SampledRows<B: Backend> {
     pub(crate) members: Tensor<B, 1, Int>,
     /// The row of random bits that each draws by, `[rows]`.
     pub(crate) streams: Tensor<B, 1, Int>,
-    /// The line of counts that each has, `[rows]`; the first where it has none.
+    /// The line of counts that each has, `[rows]`; -1 where it has none.
     pub(crate) lines: Tensor<B, 1, Int>,
     /// `[rows, NUMBERS]`.
     pub(crate) numbers: Tensor<B, 2>,
@@ -216,7 +217,7 @@ impl<B: Backend> SampledRows<B> {
             kinds,
             members: integers(members.iter().map(|row| *row as i32).collect()),
             streams: integers(rows.iter().map(|row| row.sampling.stream as i32).collect()),
-            lines: integers(rows.iter().map(|row| row.line.unwrap_or(0) as i32).collect()),
+            lines: integers(rows.iter().map(|row| row.line.map_or(-1, |line| line as i32)).collect()),
             numbers: Tensor::<B, 1>::from_data(numbers, (device, DType::F32)).reshape([rows.len(), NUMBERS]),
             rows: rows.to_vec(),
         }
@@ -225,5 +226,35 @@ impl<B: Backend> SampledRows<B> {
     /// The rows.
     pub fn rows(&self) -> &[SampledRow] {
         &self.rows
+    }
+
+    /// Checks that they are as many as the logits `[batch_size, vocabulary]` that `beside` lies beside, and that each line is there.
+    pub(crate) fn check(
+        &self,
+        op: &'static str,
+        counts: Option<&TokenCounts<B>>,
+        [batch_size, vocabulary]: [usize; 2],
+        beside: &Part<'_, B::Device>,
+    ) {
+        assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
+        let Self { rows, kinds, members, streams, lines, numbers } = self;
+        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], beside);
+        for (name, x) in [("members", members), ("lines", lines)] {
+            part(op, name, x).shaped(&[batch_size], beside).alike(&streams);
+        }
+        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], beside);
+        assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
+        let lines = rows.iter().filter_map(|row| row.line).max().map_or(0, |last| last + 1);
+        match counts {
+            Some(TokenCounts { prompt, written, bias }) => {
+                let texts = prompt.dims()[0];
+                let shape = [texts, vocabulary];
+                assert!(lines <= texts, "{op}: line {} of {texts} texts", lines.saturating_sub(1));
+                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, beside);
+                part(op, "counts of written tokens", written).of(DType::F32).shaped(&shape, beside);
+                part(op, "biases", bias).of(DType::F32).shaped(&shape, beside);
+            }
+            None => assert!(lines == 0, "{op}: line {} of no texts", lines.saturating_sub(1)),
+        }
     }
 }

@@ -6,10 +6,14 @@ mod counts;
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod reference;
 
 use self::counts::NUMBERS;
 pub use counts::{SampledRow, SampledRows, TokenCounts};
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{draw_source, hopper_sources};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
@@ -117,7 +121,7 @@ impl Sampling {
             self.temperature as f32,
             self.top_k.map_or(MOST_TOKENS, |top_k| top_k.clamp(1, MOST_TOKENS)) as f32,
             self.top_p.unwrap_or(1.0) as f32,
-            self.min_p.map_or(0.0, |min_p| min_p.ln() as f32),
+            self.min_p.map_or(f32::NEG_INFINITY, |min_p| min_p.ln() as f32),
             repetition as f32,
             presence as f32,
             frequency as f32,
@@ -160,27 +164,8 @@ impl<B: Backend> Operands for Draw<'_, B> {
         let op = "head_sample";
         let logits = part(op, "logits", &self.logits).of(DType::F32);
         let [batch_size, vocabulary] = self.logits.dims();
-        assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
-        let SampledRows { kinds, members, streams, lines, numbers, .. } = self.rows;
-        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], &logits);
-        for (name, x) in [("members", members), ("lines", lines)] {
-            part(op, name, x).shaped(&[batch_size], &logits).alike(&streams);
-        }
-        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], &logits);
-        assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
+        self.rows.check(op, self.counts.as_deref(), [batch_size, vocabulary], &logits);
         part(op, "positions", &self.positions).integer().shaped(&[batch_size], &logits);
-        let lines = self.rows.rows.iter().filter_map(|row| row.line).max().map_or(0, |last| last + 1);
-        match &self.counts {
-            Some(TokenCounts { prompt, written, bias }) => {
-                let texts = prompt.dims()[0];
-                let shape = [texts, vocabulary];
-                assert!(lines <= texts, "{op}: line {} of {texts} texts", lines.saturating_sub(1));
-                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, &logits);
-                part(op, "counts of written tokens", written).of(DType::F32).shaped(&shape, &logits);
-                part(op, "biases", bias).of(DType::F32).shaped(&shape, &logits);
-            }
-            None => assert!(lines == 0, "{op}: line {} of no texts", lines.saturating_sub(1)),
-        }
     }
 }
 

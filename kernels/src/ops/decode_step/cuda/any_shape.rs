@@ -475,7 +475,7 @@ where
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
-    let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
+    let predicted = Predicted { logits: float(logits), next: Tensor::from_primitive(likeliest), drawn: false };
     Ok(Decoded {
         hidden: float(hidden),
         predicted: Some(predicted),

@@ -1,4 +1,4 @@
-// A decode step of up to four rows, from tokens to logits and the likeliest tokens: a block of threads on each multiprocessor, all
+// A decode step of up to four rows, from tokens to logits and the next tokens, likeliest or drawn: a block of threads on each multiprocessor, all
 // resident.
 //
 // A block owns some output rows of every matrix. One warp (the producer) streams these rows, and the keys and values that
@@ -28,6 +28,8 @@
 #define HEAD_IN_FLIGHT 8
 // Eights of rows of gate and up that go to registers early.
 #define UP_EARLY (BATCH <= 2 ? 3 : 0)
+// Whether tokens are drawn in the same launch. With four rows what is compiled for it makes all else 4% slower.
+#define DRAWS (BATCH <= 2)
 // Up to so many pages of keys, one block attends for a kv head.
 #define ONE_SPLIT 4
 
@@ -41,6 +43,12 @@ constexpr int INPUTS = BATCH <= 2 ? 3 : 1;                // slices of a warp's 
 constexpr int OUT_T = HEADS_WIDTH / SLICE, DOWN_T = D_FF / SLICE;
 static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 && GROUP == 2 && HEAD_DIM == 128 && BATCH <= 4, "sizes");
 
+#include "draw_rows.cuh"
+
+struct DrawNumbers : Numbers {
+    u64 draws, texts;                                  // whether rows draw, and lines of counts
+};
+
 struct Step {
     const Layer* layers;
     const Weight *embedding, *head;
@@ -52,9 +60,10 @@ struct Step {
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
     float* logits;                                     // [rows, vocabulary]
-    int *likeliest, *following;                        // [rows]: tokens, and the positions behind these
+    int *next, *following;                             // [rows]: tokens, and the positions behind these
     int rows, pages_a_row, vocabulary;
     const Scales* scales;                              // of each block
+    Draws draws;
 
     // Rows that are none are the first once more: they write what it writes, and are not told of.
     __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
@@ -74,7 +83,8 @@ struct Step {
 constexpr int X = 0, Y = X + COPIES * BATCH * D_MODEL / 2, O = Y + COPIES * BATCH * D_MODEL / 2;
 constexpr int H = O + COPIES * BATCH * HEADS_WIDTH / 2, Q = H + COPIES * BATCH * D_FF / 2, PARTS = Q + BATCH * QKV_ROWS;
 constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
-constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = 256;  // [rows, blocks]: a logit and its token
+constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = MOST_GROUPS / DRAW_WARPS;  // [rows, blocks]: a logit and its token
+constexpr int BOARD = LARGEST + BATCH * 2 * MOST_BLOCKS;
 
 // Shared memory, in bytes.
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
@@ -850,22 +860,6 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
     copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }
 
-// A logit and its token. Of two equal ones the first token is meant; what is no number is above all, with a token of -1.
-struct Likeliest {
-    float logit;
-    int token;
-
-    __device__ __forceinline__ void or_else(float other, int others) {
-        if (other > logit || (other == logit && others < token)) logit = other, token = others;
-    }
-    template <int FROM, int TO>
-    __device__ __forceinline__ void of_lanes() {
-        #pragma unroll
-        for (int o = FROM; o < TO; o <<= 1) or_else(__shfl_xor_sync(~0u, logit, o), __shfl_xor_sync(~0u, token, o));
-    }
-};
-constexpr int NO_TOKEN = 0x7fffffff;
-
 // The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's.
 __device__ __forceinline__ void project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
     constexpr u32 HALF_LINE = Consumer::HALF_LINE;
@@ -876,8 +870,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     float factor = factors[0];
     #pragma unroll
     for (int r = 1; r < BATCH; r++) factor = q == r ? factors[r] : factor;
-    const float infinity = __int_as_float(0x7f800000);
-    Likeliest best{-infinity, NO_TOKEN};
+    Largest best;
     constexpr int EIGHTS = HEAD_ROWS / 8;
     static_assert(EIGHTS <= 2, "rows of a product");
     // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone releases it.
@@ -924,21 +917,30 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             const int row = first + e * 8 + g, token = head.first + row;
             if (q < min(step.rows, BATCH) && row < head.count) {
                 step.logits[static_cast<u64>(q) * step.vocabulary + token] = logit;
-                if (logit != logit) best = {infinity, -1};
+                if (logit != logit) best = {INFINITE, -1};
                 best.or_else(logit, token);
             }
         }
     }
+    if (DRAWS && step.draws.some) {
+        // Nothing of the ring is on its way any more, once all warps are here.
+        barrier_sync(3, WARPS * 32);
+        const int vocabulary = step.vocabulary;
+        auto begin = [=](int block) { return HeadRows::at(vocabulary, block); };
+        draw_rows(step.draws, step.logits, vocabulary, step.positions, step.rows, begin, {step.scratch + BOARD}, epoch, step.next);
+        if (blockIdx.x == 0 && threadIdx.x < step.rows) step.following[threadIdx.x] = step.positions[threadIdx.x] + 1;
+        return;
+    }
     // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
     best.of_lanes<4, 32>();
-    Likeliest* of_warps = reinterpret_cast<Likeliest*>(memory + AT_PART);
+    Largest* of_warps = reinterpret_cast<Largest*>(memory + AT_PART);
     if (lane < BATCH) of_warps[lane * WARPS + warp] = best;
     barrier_sync(3, WARPS * 32);
     if (warp >= BATCH) return;
     best = of_warps[warp * WARPS + lane % WARPS];
     best.of_lanes<1, WARPS>();
     u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
-    if (Watch::dead()) best = {infinity, -1};
+    if (Watch::dead()) best = {INFINITE, -1};
     if (lane == 0) publish(words_of + 2 * blockIdx.x, __float_as_uint(best.logit), best.token, epoch);
     if (blockIdx.x > 0) return;
     #pragma unroll 1
@@ -952,7 +954,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     }
     best.of_lanes<1, 32>();
     if (lane > 0 || warp >= step.rows) return;
-    step.likeliest[warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+    step.next[warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
     step.following[warp] = step.positions[warp] + 1;
 }
 
@@ -1205,15 +1207,17 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const Weight* head, float* logits,
-    int* likeliest, int* following, const __grid_constant__ Numbers numbers
+    int* next, int* following, const int* streams, const int* lines, const float* draw_numbers, const float* prompt, float* written,
+    const float* bias, const __grid_constant__ DrawNumbers numbers
 ) {
-    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, likeliest, following,
+    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, next, following,
         static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
-        reinterpret_cast<const Scales*>(numbers.scales)};
+        reinterpret_cast<const Scales*>(numbers.scales),
+        {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.texts), numbers.draws != 0}};
     if (failed(state, hidden, step.rows)) {
         const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
         for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
-        if (blockIdx.x == 0 && threadIdx.x < step.rows) likeliest[threadIdx.x] = -1, following[threadIdx.x] = positions[threadIdx.x] + 1;
+        if (blockIdx.x == 0 && threadIdx.x < step.rows) next[threadIdx.x] = -1, following[threadIdx.x] = positions[threadIdx.x] + 1;
         return;
     }
     StageRing ring{shared_address(memory)};

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use super::any_shape;
 use crate::cuda::{self, CudaKernel, HOPPER, Tried};
+use crate::ops::head_sample::draw_source;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
 pub(super) const SLICE: usize = 1024;
@@ -12,6 +13,8 @@ pub(super) const HEAD_DIM: usize = 128;
 pub(super) const PAGE_TOKENS: usize = 64;
 /// The most rows of the kernel for few.
 pub(super) const FEW_ROWS: usize = 4;
+/// The most rows whose tokens it draws, too, as the source has it.
+pub(super) const DRAWN_ROWS: usize = 2;
 /// The most blocks of the kernel for few rows.
 pub(super) const MOST_BLOCKS: u32 = 256;
 /// The rows that the kernel for many is compiled for.
@@ -45,6 +48,11 @@ impl Sizes {
         (self.n_heads + 2 * self.n_kv_heads) * HEAD_DIM
     }
 
+    /// What draws in a step's own launch: by the barrier of the warps that multiply.
+    fn draw_rows() -> String {
+        draw_source(3, MOST_BLOCKS as usize * GROUPS) + include_str!("draw_rows.cuh")
+    }
+
     fn source(&self, rows: usize, int8: bool, body: &str) -> String {
         let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
         let defined = [
@@ -60,10 +68,16 @@ impl Sizes {
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
         let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("paged_attention.cuh"));
+        let body = body.replace("#include \"draw_rows.cuh\"\n", &Self::draw_rows());
         let shared = [include_str!("watch.cuh"), HOPPER, include_str!("decode_step.cuh")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n#define HALF \"bf16\"\n{shared}{body}")
     }
 }
+
+/// Groups of a block's logits, of each row: a warp's are one.
+const GROUPS: usize = 16;
+/// Bytes of a group.
+const GROUP_OF_LOGITS: usize = 12;
 
 /// For up to [`FEW_ROWS`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -86,7 +100,10 @@ impl DecodeStepFewRows {
         let (copies, splits) = (2, 16 / self.rows);
         let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2;
         let largest = 2 * MOST_BLOCKS as usize;
-        self.rows * (copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1) + largest)
+        let groups = MOST_BLOCKS as usize * GROUPS;
+        let draw_words = self.rows * groups * GROUP_OF_LOGITS / 8 + MOST_BLOCKS as usize;
+        let of_rows = copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1) + largest;
+        self.rows * of_rows + draw_words
     }
 }
 

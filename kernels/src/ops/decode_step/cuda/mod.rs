@@ -17,9 +17,10 @@ use cubecl::client::ComputeClient;
 use self::any_shape::AnyShape;
 pub(crate) use self::kernels::hopper_sources;
 use self::width_1024::Width1024;
-use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decoded};
+use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decoded, StepDraw};
 use crate::checked::Checked;
-use crate::cuda::{self, CudaKernel};
+use crate::cuda::{self, Arguments, CudaKernel};
+use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
 use crate::ops::weight::Weight;
 use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
 use crate::tensor::primitive;
@@ -179,16 +180,59 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeStep { plan, tokens, at, .. } = operands.into_inner();
+    let DecodeStep { plan, tokens, at, draw, .. } = operands.into_inner();
     if [tokens.dtype(), at.positions.dtype(), at.pages.dtype()].iter().any(|dtype| *dtype != DType::I32) {
         return Err(Declined::new("tokens, positions and pages are not integers of 32 bits"));
     }
     let body = &plan.body;
-    if let Some(body) = body.body.downcast_ref::<Width1024<R>>() {
-        return width_1024::decode_step(body, tokens, at);
+    if let Some(width_1024) = body.body.downcast_ref::<Width1024<R>>() {
+        let draw = draw.filter(|_| at.rows.len() <= kernels::DRAWN_ROWS);
+        let draws = Draws::new(draw, &primitive(plan.model.final_norm.gamma.clone()))?;
+        return width_1024::decode_step(width_1024, tokens, at, draws);
     }
     let Some(body) = body.body.downcast_ref::<AnyShape<R>>() else { unreachable!("a plan of another backend") };
     any_shape::decode_step(body, tokens, at)
+}
+
+/// How the rows of a step draw, on the device.
+struct Draws<R: CubeRuntime> {
+    /// Streams, lines, numbers, and the counts of texts: anything, where none draws.
+    pointers: [CubeTensor<R>; 6],
+    some: bool,
+    texts: usize,
+}
+
+impl<R: CubeRuntime> Draws<R> {
+    fn new<F: FloatElement, I: IntElement, BT: BoolElement>(
+        draw: Option<StepDraw<'_, CubeBackend<R, F, I, BT>>>,
+        anything: &CubeTensor<R>,
+    ) -> Result<Self, Declined> {
+        let none = || anything.clone();
+        let Some(StepDraw { rows, counts }) = draw else {
+            return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, texts: 0 });
+        };
+        let (Ways { streams, lines, numbers, .. }, counts) = (Ways::new(rows), counts.map(own_counts));
+        if [&streams, &lines].iter().any(|x| x.dtype != DType::I32) {
+            return Err(Declined::new("streams and lines are not integers of 32 bits"));
+        }
+        let texts = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
+        let [prompt, written, bias] = counts.unwrap_or_else(|| [(); 3].map(|()| none()));
+        Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, texts })
+    }
+
+    /// Whether rows draw.
+    fn some(&self) -> bool {
+        self.some
+    }
+
+    fn pointers(&self) -> impl Iterator<Item = &CubeTensor<R>> + Clone {
+        self.pointers.iter()
+    }
+
+    /// With whether they do, and how many lines of counts there are.
+    fn words(&self, arguments: Arguments) -> Arguments {
+        arguments.word(self.some.into()).word(self.texts)
+    }
 }
 
 /// Launches a kernel. The first step of its kind is the one that tells whether it runs: what it writes is what the next one would. So does its

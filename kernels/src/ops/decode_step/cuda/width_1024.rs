@@ -12,7 +12,7 @@ use super::kernels::{
     BLOCKS, DecodeStepFewRows, DecodeStepLargeBatch, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, LARGE, MANY, MOST_BLOCKS,
     MOST_ROWS, PAGE_TOKENS, SLICE, Sizes,
 };
-use super::{address, angles, halves, integers, kept, launch_tried, matrix, packed};
+use super::{Draws, address, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, blocks_map, grouped_map};
 use crate::ops::activation::{Activation, ActivationKind};
@@ -227,6 +227,7 @@ pub(super) fn decode_step<R, F, I, BT>(
     body: &Width1024<R>,
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, Int>,
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
+    draws: Draws<R>,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
     R: CubeRuntime,
@@ -256,17 +257,18 @@ where
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
-        let likeliest = empty(&tokens, [rows], DType::I32);
+        let next = empty(&tokens, [rows], DType::I32);
         let following = empty(&positions, [1, rows], DType::I32);
-        let of_head = [&body.head, &logits, &likeliest, &following];
         let arguments = || {
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
-            of_head.into_iter().fold(arguments, Arguments::pointer)
+            let of_head = [&body.head, &logits, &next, &following].into_iter().chain(draws.pointers());
+            draws.words(of_head.fold(arguments, Arguments::pointer))
         };
         launch_tried(&body.state, &kernel, || unsafe {
             cuda::launch(&hidden, kernel.clone(), body.blocks, arguments())
         })?;
-        let predicted = Predicted { logits: float(logits), likeliest: Tensor::from_primitive(likeliest) };
+        let next = Tensor::from_primitive(next);
+        let predicted = Predicted { logits: float(logits), next, drawn: draws.some() };
         let following = Some(Tensor::from_primitive(following));
         return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
     }

@@ -15,6 +15,7 @@
 mod cut;
 mod group;
 mod pick;
+pub(crate) mod ways;
 
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -24,8 +25,9 @@ use cubecl::prelude::*;
 
 use self::group::group_kernel;
 use self::pick::draw_kernel;
+use self::ways::{Ways, own_counts};
 use super::counts::{Kind, NUMBERS};
-use super::{Draw, HeadSampleOps, Logits, SampledRows, draws_key};
+use super::{Draw, HeadSampleOps, Logits, draws_key};
 use crate::checked::Checked;
 use crate::cubecl::reduce::RowUnits;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
@@ -172,38 +174,22 @@ where
 
     fn draw(operands: Checked<Draw<'_, Self>>) -> Tensor<Self, 1, burn::tensor::Int> {
         let Draw { logits, rows, positions, counts } = operands.into_inner();
-        let counts = counts.map(|counts| {
-            // Those written are counted where they lie, unless something else holds them or there are gaps between rows.
-            counts.written.inplace(|written| {
-                let written = primitive(written);
-                let own = written.can_mut() && written.is_contiguous();
-                float(if own { written } else { contiguous(written.copy()) })
-            });
-            let [prompt, bias] = [&counts.prompt, &counts.bias].map(|x| contiguous(primitive(x.clone())));
-            [prompt, primitive(counts.written.clone()), bias]
-        });
-        let SampledRows { kinds, members, streams, lines, numbers, .. } = rows;
-        let [members, streams, lines, positions] =
-            [members, streams, lines, &positions].map(|x| contiguous(x.clone().into_primitive()));
-        let ways = Ways { members, streams, lines, positions, numbers: contiguous(primitive(numbers.clone())) };
+        let counts = counts.map(own_counts);
+        let positions = contiguous(positions.into_primitive());
+        let ways = Ways::new(rows);
         let logits = contiguous(primitive(logits));
         let out = empty(&logits, [logits.meta.shape()[0]], DType::I32);
+        #[cfg(feature = "cuda")]
+        if super::cuda::draw(&logits, &ways, &positions, counts.as_ref(), &out) {
+            return Tensor::from_primitive(out);
+        }
         let mut first = 0;
-        for (kind, count) in kinds {
-            draw(&logits, *kind, [first, *count], &ways, counts.as_ref().filter(|_| kind.counted), &out);
+        for (kind, count) in &rows.kinds {
+            draw(&logits, *kind, [first, *count], (&ways, &positions), counts.as_ref().filter(|_| kind.counted), &out);
             first += count;
         }
         Tensor::from_primitive(out)
     }
-}
-
-/// How rows draw, on the device.
-struct Ways<R: CubeRuntime> {
-    members: CubeTensor<R>,
-    streams: CubeTensor<R>,
-    lines: CubeTensor<R>,
-    positions: CubeTensor<R>,
-    numbers: CubeTensor<R>,
 }
 
 /// A token for each of `count` members, from `first` on, of one kind, into `out` `[batch_size]`. `counts` are those of the
@@ -212,7 +198,7 @@ fn draw<R: CubeRuntime>(
     logits: &CubeTensor<R>,
     kind: Kind,
     [first, count]: [usize; 2],
-    ways: &Ways<R>,
+    (ways, positions): (&Ways<R>, &CubeTensor<R>),
     counts: Option<&[CubeTensor<R>; 3]>,
     out: &CubeTensor<R>,
 ) {
@@ -246,7 +232,7 @@ fn draw<R: CubeRuntime>(
         let [rows, first, batch_size] = [count, first, batch_size].map(|count| count as u32);
         SizesLaunch::new(rows, first, batch_size, lines as u32, vocabulary as u32, groups as u32)
     };
-    let Ways { members, streams, lines, positions, numbers } = ways;
+    let Ways { members, streams, lines, numbers } = ways;
     // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
     // lines the counts are not touched, and without top-p masses are not.
     unsafe {
