@@ -317,6 +317,7 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
+    /// [`step`](Self::step), which may draw, too.
     fn step_drawing(
         &self,
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,

@@ -39,8 +39,7 @@ impl<B: Backend> Scheduler<B> {
         let mut likeliest = None;
         let mut sampled: Vec<SampledRow> = Vec::new();
         let mut texts: Vec<(usize, RequestId)> = Vec::new();
-        let counts_of_read = writing.iter().map(|_| 1).chain(reads.iter().map(|(_, count)| *count));
-        let places = writing.iter().copied().chain(reads.iter().map(|(at, _)| *at)).zip(counts_of_read);
+        let places = writing.iter().map(|at| (*at, 1)).chain(reads.iter().copied());
         for (place, (at, count)) in places.enumerate() {
             let text = &self.running[at];
             let read = text.row.map_or(0, |row| text.begin + self.cache.length(row)) + count;

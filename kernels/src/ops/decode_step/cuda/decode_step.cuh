@@ -1,5 +1,5 @@
 // What the kernels of whole decode steps for models of 1,024 columns share. The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, EPSILON,
-// and whether weights are INT8: bytes with a scale for each row.
+// whether weights are INT8 (bytes with a scale for each row), and DRAWS: whether few rows draw their tokens in the same launch.
 #if INT8
 using Weight = unsigned char;
 #else

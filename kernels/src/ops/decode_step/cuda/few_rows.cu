@@ -28,8 +28,6 @@
 #define HEAD_IN_FLIGHT 8
 // Eights of rows of gate and up that go to registers early.
 #define UP_EARLY (BATCH <= 2 ? 3 : 0)
-// Whether tokens are drawn in the same launch. With four rows what is compiled for it makes all else 4% slower.
-#define DRAWS (BATCH <= 2)
 // Up to so many pages of keys, one block attends for a kv head.
 #define ONE_SPLIT 4
 

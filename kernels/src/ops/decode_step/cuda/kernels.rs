@@ -13,7 +13,7 @@ pub(super) const HEAD_DIM: usize = 128;
 pub(super) const PAGE_TOKENS: usize = 64;
 /// The most rows of the kernel for few.
 pub(super) const FEW_ROWS: usize = 4;
-/// The most rows whose tokens it draws, too, as the source has it.
+/// The most rows whose tokens it draws, too. With four what is compiled for it makes all else 4% slower.
 pub(super) const DRAWN_ROWS: usize = 2;
 /// The most blocks of the kernel for few rows.
 pub(super) const MOST_BLOCKS: u32 = 256;
@@ -29,6 +29,11 @@ const CLUSTERS: usize = 64;
 /// Bytes of a stage, and of a row of 64 columns.
 const STAGE: usize = 16 << 10;
 const GROUP_BYTES: usize = 128;
+
+/// Groups of a block's logits, of each row: a warp's are one.
+const GROUPS: usize = 16;
+/// Bytes of a group.
+const GROUP_OF_LOGITS: usize = 12;
 
 /// The sizes of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -64,6 +69,7 @@ impl Sizes {
             ("HEAD_DIM", HEAD_DIM),
             ("D_FF", d_ff),
             ("INT8", int8.into()),
+            ("DRAWS", (rows <= DRAWN_ROWS).into()),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
@@ -73,11 +79,6 @@ impl Sizes {
         format!("{defined}#define EPSILON {epsilon:e}f\n#define HALF \"bf16\"\n{shared}{body}")
     }
 }
-
-/// Groups of a block's logits, of each row: a warp's are one.
-const GROUPS: usize = 16;
-/// Bytes of a group.
-const GROUP_OF_LOGITS: usize = 12;
 
 /// For up to [`FEW_ROWS`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

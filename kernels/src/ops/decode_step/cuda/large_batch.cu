@@ -523,14 +523,7 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
             if (pair == 0) publish(to + 2 * HEAD_DIM, __float_as_uint(part.peak), number), publish(to + 2 * HEAD_DIM + 2, __float_as_uint(part.sum), number);
             continue;
         }
-        // What others have of this row's head.
-        int block = blockIdx.x + 1, done = s.last;
-        #pragma unroll 1
-        for (; done < s.pages; block++) {
-            // A block that has no pages says nothing.
-            const int its = Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
-            if (its == 0) continue;
-            done += its;
+        each_other(s, step.rows, [&](int block) {
             const u32* from = piece + block * PIECE * 2;
             uint2 v[4];
             poll([&] {
@@ -539,7 +532,7 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
                 return v[0].y == number && v[1].y == number && v[2].y == number && v[3].y == number;
             });
             part.add(__uint_as_float(v[2].x), __uint_as_float(v[3].x), make_float2(__uint_as_float(v[0].x), __uint_as_float(v[1].x)));
-        }
+        });
         const u32 to = s.row * HEADS_WIDTH + (s.head * GROUP + head) * HEAD_DIM + 2 * pair;
         step.scratch[O + to / 2] = pack(part.out.x / part.sum, part.out.y / part.sum);
     }

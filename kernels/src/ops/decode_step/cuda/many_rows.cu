@@ -460,14 +460,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             if (pair == 0) publish(to + HEAD_DIM, part.peak, part.sum);
             continue;
         }
-        // What others have of this row's head.
-        int block = blockIdx.x + 1, done = s.last;
-        #pragma unroll 1
-        for (; done < s.pages; block++) {
-            // A block that has no pages says nothing.
-            const int its = Walk::begin(block + 1, step.rows) - Walk::begin(block, step.rows);
-            if (its == 0) continue;
-            done += its;
+        each_other(s, step.rows, [&](int block) {
             const u32* from = piece + block * PIECE;
             uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
             poll([&] {
@@ -477,7 +470,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
                 return ready;
             });
             part.add(__uint_as_float(p.x), __uint_as_float(p.y), make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
-        }
+        });
         publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS_OF_HEAD + pair, pack(part.out.x / part.sum, part.out.y / part.sum));
     }
 }

@@ -186,6 +186,7 @@ where
     }
     let body = &plan.body;
     if let Some(width_1024) = body.body.downcast_ref::<Width1024<R>>() {
+        // More rows draw in a launch of their own.
         let draw = draw.filter(|_| at.rows.len() <= kernels::DRAWN_ROWS);
         let draws = Draws::new(draw, &primitive(plan.model.final_norm.gamma.clone()))?;
         return width_1024::decode_step(width_1024, tokens, at, draws);
@@ -198,7 +199,9 @@ where
 struct Draws<R: CubeRuntime> {
     /// Streams, lines, numbers, and the counts of texts: anything, where none draws.
     pointers: [CubeTensor<R>; 6],
+    /// Whether any does.
     some: bool,
+    /// Lines of counts.
     texts: usize,
 }
 
@@ -218,15 +221,6 @@ impl<R: CubeRuntime> Draws<R> {
         let texts = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
         let [prompt, written, bias] = counts.unwrap_or_else(|| [(); 3].map(|()| none()));
         Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, texts })
-    }
-
-    /// Whether rows draw.
-    fn some(&self) -> bool {
-        self.some
-    }
-
-    fn pointers(&self) -> impl Iterator<Item = &CubeTensor<R>> + Clone {
-        self.pointers.iter()
     }
 
     /// With whether they do, and how many lines of counts there are.

@@ -207,6 +207,19 @@ struct Part {
         out.x = out.x * f0 + other.x * f1, out.y = out.y * f0 + other.y * f1;
     }
 };
+// Each of the next blocks that has a part of a row's head which this block begins: `add(block)` waits for it.
+template <class Add>
+__device__ __forceinline__ void each_other(const Segment& s, int rows, Add add) {
+    int block = blockIdx.x + 1, done = s.last;
+    #pragma unroll 1
+    for (; done < s.pages; block++) {
+        // A block that has no pages says nothing.
+        const int its = Walk::begin(block + 1, rows) - Walk::begin(block, rows);
+        if (its == 0) continue;
+        done += its;
+        add(block);
+    }
+}
 constexpr int PAIRS_OF_HEAD = HEAD_DIM / 2, PARTED = GROUP * PAIRS_OF_HEAD;
 static_assert(PARTED <= TEAM, "heads");
 // A segment whose queries are in shared memory: of a team's thread `t` below PARTED, head t / PAIRS_OF_HEAD of the group, columns 2 (t % PAIRS_OF_HEAD) and the next.

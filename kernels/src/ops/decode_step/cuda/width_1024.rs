@@ -251,7 +251,7 @@ where
     let sizes = body.sizes.clone();
     // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
     // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
-    // pages were checked by the operands, and that there are no more rows than the plan takes: positions are the host's, or a step's one further. Results have a line for each row; words that blocks exchange are as many
+    // pages were checked by the operands, and that there are no more rows than the plan takes: positions are the host's, or a step's one further. Results have a line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange are as many
     // as the sources count, and launches of one plan, which share them, come one after another on one stream. All blocks are resident at once: one on each multiprocessor, for which there is
     // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
     if rows <= FEW_ROWS {
@@ -261,14 +261,14 @@ where
         let following = empty(&positions, [1, rows], DType::I32);
         let arguments = || {
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
-            let of_head = [&body.head, &logits, &next, &following].into_iter().chain(draws.pointers());
+            let of_head = [&body.head, &logits, &next, &following].into_iter().chain(&draws.pointers);
             draws.words(of_head.fold(arguments, Arguments::pointer))
         };
         launch_tried(&body.state, &kernel, || unsafe {
             cuda::launch(&hidden, kernel.clone(), body.blocks, arguments())
         })?;
         let next = Tensor::from_primitive(next);
-        let predicted = Predicted { logits: float(logits), next, drawn: draws.some() };
+        let predicted = Predicted { logits: float(logits), next, drawn: draws.some };
         let following = Some(Tensor::from_primitive(following));
         return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
     }

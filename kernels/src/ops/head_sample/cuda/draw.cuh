@@ -5,9 +5,8 @@
 //   cut                   each candidate is told how many are above it, and their probabilities' sum
 //   draw                  the largest logit plus Gumbel noise above the cut
 //
-// Where there are too many or too few candidates, the cut is looked for among all tokens. DRAW_BARRIER is the barrier
-// of these threads, KEYS are the random bits' (random/mod.rs),
-// MOST_GROUPS the room for groups.
+// Where few candidates do not do, up to 4,096 are sorted; beyond, the cut is looked for among all tokens. The host defines DRAW_BARRIER, the
+// barrier of these threads, KEYS, those of the random bits (random/mod.rs), and MOST_GROUPS, the room for groups.
 
 constexpr int DRAWERS = 512, DRAW_WARPS = DRAWERS / 32;
 // Halvings until few more are above a bound than have to.
