@@ -536,11 +536,8 @@ __device__ __forceinline__ int drawn(const Way& way, DrawMemory& memory, const T
         if (!found) best = drawn_of_all(way, memory, top);
     }
     // Of the warp, then of all.
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) {
-        best.or_else(__shfl_xor_sync(~0u, best.logit, o), __shfl_xor_sync(~0u, best.token, o));
-        broken = broken || __shfl_xor_sync(~0u, broken, o);
-    }
+    best.of_lanes<1, 32>();
+    broken = __any_sync(~0u, broken);
     draw_barrier();
     if (threadIdx.x % 32 == 0) memory.floats[threadIdx.x / 32] = best.logit, memory.integers[threadIdx.x / 32] = broken ? -1 : best.token;
     draw_barrier();
