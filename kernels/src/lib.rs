@@ -51,7 +51,9 @@ pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
-pub use ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, StepDraw, decode_step};
+pub use ops::decode_step::{
+    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, StepDraw, StepsAhead, decode_step,
+};
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};

@@ -50,5 +50,5 @@ pub use inspection::Inspection;
 pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters};
 pub use rotary::RotaryScaling;
-pub use transformer::{Hidden, Tokens, Transformer};
+pub use transformer::{Hidden, Tokens, TokensAhead, Transformer};
 pub use weights::{MatrixDtype, ModelFolder, f32_chunks};

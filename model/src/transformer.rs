@@ -9,8 +9,8 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, TokenCounts, Weight, draw,
-    dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, StepsAhead, TokenCounts,
+    Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -69,6 +69,15 @@ pub struct Hidden<B: Backend> {
     states: Tensor<B, 2>,
     /// What the head makes of them, where that was computed with them.
     predicted: Option<Predicted<B>>,
+}
+
+/// Tokens that follow each other in each row: see [`tokens_ahead`](Transformer::tokens_ahead).
+#[derive(Clone, Debug)]
+pub struct TokensAhead<B: Backend> {
+    /// `[steps, rows]`.
+    pub tokens: Tensor<B, 2, Int>,
+    /// Those of the last step, `[rows]`, which were not read yet.
+    pub last: Tensor<B, 1, Int>,
 }
 
 impl<B: Backend> Hidden<B> {
@@ -292,7 +301,7 @@ impl<B: Backend> Transformer<B> {
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        self.step_drawing(decode, prefill, None, cache)
+        self.step_drawing(decode, prefill, (None, StepsAhead::one()), cache)
     }
 
     /// [`step`](Self::step), and a token for each row as [`sample`](Self::sample) draws it: in one launch where the backend has one for
@@ -310,19 +319,52 @@ impl<B: Backend> Transformer<B> {
     ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
         let greedy = rows.are_greedy();
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
-        let hidden = self.step_drawing(decode, prefill, draw, cache);
+        let hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), cache);
         match hidden.predicted {
-            Some(Predicted { logits, next, drawn }) if drawn || greedy => (next, logits),
+            Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => (next, logits),
             predicted => self.sample_logits(Hidden { predicted, ..hidden }, rows, counts, cache),
         }
     }
 
-    /// [`step`](Self::step), which may draw, too.
+    /// [`next_tokens`](Self::next_tokens) of rows that read a token each, which is on the device, and then those that were drawn: as often as
+    /// the backend does that in one launch, once at the least and as often as `most` says at the most. Rows that read a token that ends their text
+    /// may keep it from then on.
+    ///
+    /// # Panics
+    /// As [`next_tokens`](Self::next_tokens) does.
+    pub fn tokens_ahead(
+        &self,
+        tokens: Tensor<B, 1, Int>,
+        decoding: &[RowId],
+        most: StepsAhead<'_, B>,
+        rows: &SampledRows<B>,
+        mut counts: Option<&mut TokenCounts<B>>,
+        cache: &mut Cache<B>,
+    ) -> TokensAhead<B> {
+        let greedy = rows.are_greedy();
+        self.plan(cache);
+        let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ..most };
+        let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
+        let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), cache);
+        match hidden.predicted {
+            Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => TokensAhead { tokens, last: next },
+            predicted => {
+                let last = self.sample(Hidden { predicted, ..hidden }, rows, counts, cache);
+                TokensAhead { tokens: last.clone().reshape([1, decoding.len()]), last }
+            }
+        }
+    }
+
+    fn plan(&self, cache: &mut Cache<B>) {
+        cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
+    }
+
+    /// [`step`](Self::step), which may draw, too, and so many steps of rows that read a token each.
     fn step_drawing(
         &self,
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
-        draw: Option<StepDraw<'_, B>>,
+        (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
@@ -343,11 +385,13 @@ impl<B: Backend> Transformer<B> {
         }
         let ids = if ids.len() == 1 { ids.remove(0) } else { Tensor::cat(ids, 0) };
         let [count] = ids.dims();
-        cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
+        self.plan(cache);
         let at = cache.begin(&rows);
+        let steps = ahead.steps;
         if prefill.is_empty()
-            && let Some(Decoded { hidden, predicted, .. }) = cache.whole_step(&ids, &at, draw)
+            && let Some(Decoded { hidden, predicted, .. }) = cache.whole_step(&ids, &at, draw, ahead)
         {
+            rows.iter_mut().for_each(|(_, tokens)| *tokens = steps);
             cache.advance(&rows);
             return Hidden { states: hidden, predicted };
         }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, download_int};
+use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, StepsAhead, download_int};
 use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
@@ -197,13 +197,18 @@ pub(super) fn decode<B: Backend>(
         let mut next = model.sample(hidden, &sampled, None, &cache);
         let mut on_the_way = VecDeque::new();
         let mut begun = Instant::now();
-        for step in 0..BEFORE + TIMED {
+        let mut step = 0;
+        while step < BEFORE + TIMED {
             if step == BEFORE {
                 read(&mut on_the_way, 0)?;
                 begun = Instant::now();
             }
-            (next, _) = model.next_tokens(Some((next, &rows)), &[], &sampled, None, &mut cache);
-            on_the_way.push_back(download_int(next.clone()));
+            let most = if step < BEFORE { BEFORE - step } else { BEFORE + TIMED - step };
+            let most = StepsAhead { steps: most, ends: None };
+            let ahead = model.tokens_ahead(next, &rows, most, &sampled, None, &mut cache);
+            step += ahead.tokens.dims()[0];
+            next = ahead.last;
+            on_the_way.push_back(download_int(ahead.tokens));
             // As generation does it: beside the next step, or of several steps together.
             if B::downloads_at_once() {
                 read(&mut on_the_way, 1)?;

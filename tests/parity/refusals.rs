@@ -7,10 +7,10 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm,
-    PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, TokenCounts, Weight,
-    activate, attention, cached_attention, decode_step, dropout, embed, embed_add, head_loss, head_sample, linear,
-    linear_add, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape,
-    rotary,
+    PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, StepsAhead,
+    TokenCounts, Weight, activate, attention, cached_attention, decode_step, dropout, embed, embed_add, head_loss,
+    head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention,
+    qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -280,15 +280,18 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
     // Where there is a kernel.
     if let Ok(plan) = new(heads, None) {
         let at = |page: u32| CachedTokens::<B>::new(vec![CachedRow { pages: [page].into(), tokens: 1, keys: 4 }], None, &make.0);
-        refused(op, &["page 3", "cache of 3"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(3, heads), None));
-        refused(op, &["the plan was made with"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(4, heads), None));
+        refused(op, &["page 3", "cache of 3"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(3, heads), None, StepsAhead::one()));
+        refused(op, &["the plan was made with"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(4, heads), None, StepsAhead::one()));
         let two = SampledRows::<B>::new(&vec![Sampling::greedy().into(); 2], &make.0);
         let lined = SampledRows::<B>::new(&[SampledRow { sampling: Sampling::greedy(), line: Some(2) }], &make.0);
         for (named, rows) in [("rows", &two), ("line 2 of no texts", &lined)] {
             let draw = StepDraw { rows, counts: None };
-            refused(op, &[named], || decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), Some(draw)));
+            refused(op, &[named], || decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), Some(draw), StepsAhead::one()));
         }
-        decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), None).expect("what fits is taken");
+        // More than there are positions behind it on its page.
+        let many = StepsAhead { steps: 62, ends: None };
+        refused(op, &["62 steps"], || decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), None, many));
+        decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), None, StepsAhead::one()).expect("what fits is taken");
     }
 });
 

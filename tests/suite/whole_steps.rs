@@ -7,7 +7,9 @@ use fireclay::Failure;
 use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
-use fireclay_kernels::{ActivationKind, Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw};
+use fireclay_kernels::{
+    ActivationKind, Backend, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts, draw,
+};
 use fireclay_model::{
     Cache, Hidden, ModelFolder, NormKind, PAGE_TOKENS, Positions, RowId, Transformer, TransformerConfig,
 };
@@ -73,6 +75,12 @@ fn save<B: Backend>(
     let d_ff = if n_heads == 16 { 3 * d_model } else { d_model };
     let config = config.with_n_kv_heads(n_heads / 2).with_d_ff(d_ff).with_init_deviation(0.05);
     Ok(ModelFolder::new(folder).save(&config.init::<B>(3, device)?)?)
+}
+
+/// Whether the device has the kernels.
+fn on_hopper<B: Backend>(device: &B::Device) -> Result<bool, Failure> {
+    let name = crate::backend().devices()?.into_iter().next().map(|device| device.name).unwrap_or_default();
+    Ok(B::name(device).contains("cuda") && ["H100", "H200"].iter().any(|known| name.contains(known)))
 }
 
 /// A text that is the same each time.
@@ -234,8 +242,7 @@ backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_wh
 });
 
 backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it::<B>(device) {
-    let name = crate::backend().devices()?.into_iter().next().map(|device| device.name).unwrap_or_default();
-    let hopper = B::name(&device).contains("cuda") && ["H100", "H200"].iter().any(|known| name.contains(known));
+    let hopper = on_hopper::<B>(&device)?;
     let gpt2 = TransformerConfig::gpt2(VOCABULARY, 512, 96, 2, 6).init::<B>(3, &device)?;
     let models = [(gpt2, 0.03), model::<B>(16, false, &device)?, model::<B>(16, true, &device)?];
     for (model, bound) in models {
@@ -299,6 +306,101 @@ backend_test!(what_a_step_draws_is_what_its_logits_say::<B>(device) {
                 let [written, wanted] = [counts.written.clone(), apart.written].map(|counts| counts.into_data());
                 assert_eq!(written, wanted, "{name}, {count} rows, step {step}: what is counted");
             }
+        }
+    }
+});
+
+backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
+    let top_k = Sampling::greedy().with_temperature(0.7).with_top_k(Some(50)).with_top_p(Some(0.9));
+    let penalised = Sampling::greedy().with_penalties(Penalties { repetition: 1.5, presence: 0.5, frequency: 0.3 });
+    let hopper = on_hopper::<B>(&device)?;
+    for int8 in [false, true] {
+        let (model, _) = model::<B>(16, int8, &device)?;
+        // Over the ends of pages, and over that of the most keys that one block attends to.
+        for lengths in [&[230_usize][..], &[5, 1000], &[62, 3, 300], &[1, 120, 700, 255]] {
+            for sampling in [Sampling::greedy(), top_k, penalised] {
+                let count = lengths.len();
+                let room = lengths.iter().map(|length| (length + 60).next_multiple_of(PAGE_TOKENS)).sum();
+                let draws = sampling != Sampling::greedy();
+                let line = |row: u64| draws.then_some(count - 1 - row as usize);
+                let row = |row| SampledRow { sampling: sampling.with_seed(3, row), line: line(row) };
+                let sampled = SampledRows::new(&(0..count as u64).map(row).collect::<Vec<_>>(), &device);
+                let mut counts = TokenCounts::<B>::new(count, VOCABULARY, &device);
+                (0..count).for_each(|row| counts.begin(row, &text(row, 40), &[7], &[(11, -1.5)]));
+                let mut texts = Vec::new();
+                let mut launches = Vec::new();
+                for most in [1, 13] {
+                    let mut counts = counts.clone();
+                    let mut rows = Rows::new(&model, 1.0, room, &device);
+                    lengths.iter().enumerate().for_each(|(row, length)| assert!(rows.add(text(row, *length), 60)));
+                    let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+                    let mut next = integers(&vec![9; count], &device);
+                    let mut written: Vec<i64> = Vec::new();
+                    let mut steps = Vec::new();
+                    while written.len() < 45 * count {
+                        let most = most.min(45 - written.len() / count);
+                        let most = StepsAhead { steps: most, ends: None };
+                        let ahead = model.tokens_ahead(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
+                        steps.push(ahead.tokens.dims()[0]);
+                        written.extend(ahead.tokens.into_data().iter::<i64>());
+                        next = ahead.last;
+                    }
+                    let last: Vec<i64> = next.to_data().iter().collect();
+                    assert_eq!(last, written[44 * count..]);
+                    let at: Vec<i64> = rows.cache.last_positions().into_data().iter().collect();
+                    assert_eq!(at, lengths.iter().map(|length| *length as i64 + 44).collect::<Vec<_>>());
+                    // What the cache has then is the same, too.
+                    let (_, logits) = model.next_tokens(Some((next, &ids)), &[], &sampled, Some(&mut counts), &mut rows.cache);
+                    texts.push((written, values(&logits), counts.written.into_data()));
+                    launches.push(steps);
+                }
+                println!("{count} rows, INT8: {int8}: {:?} launches", launches[1]);
+                let ahead = launches[1].iter().any(|steps| *steps > 1);
+                assert!(!hopper || ahead == (!draws || count <= 2), "{:?}", launches[1]);
+                assert!(launches[0].iter().all(|steps| *steps == 1));
+                assert_eq!(texts[0].0, texts[1].0, "{count} rows");
+                assert!(texts[0].1 == texts[1].1, "{count} rows: logits");
+                assert_eq!(texts[0].2, texts[1].2, "{count} rows: counts");
+            }
+        }
+    }
+});
+
+backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
+    let hopper = on_hopper::<B>(&device)?;
+    let (model, _) = model::<B>(16, false, &device)?;
+    for sampling in [Sampling::greedy(), Sampling::greedy().with_temperature(3.0)] {
+        let sampled = [0, 1].map(|row| SampledRow::from(sampling.with_seed(3, row)));
+        let sampled = SampledRows::new(&sampled, &device);
+        let write = |ends: Option<[i32; 4]>| {
+            let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
+            (0..2).for_each(|row| assert!(rows.add(text(row, 5), 60)));
+            let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
+            let ends = ends.map(|ends| Tensor::<B, 1, Int>::from_data(TensorData::from(ends), &device).reshape([2, 2]));
+            let (mut next, mut written): (_, Vec<i64>) = (integers(&[9, 8], &device), Vec::new());
+            while written.len() < 2 * 40 {
+                let most = StepsAhead { steps: 40 - written.len() / 2, ends: ends.as_ref() };
+                let ahead = model.tokens_ahead(next, &ids, most, &sampled, None, &mut rows.cache);
+                written.extend(ahead.tokens.into_data().iter::<i64>());
+                next = ahead.last;
+            }
+            let at: Vec<i64> = rows.cache.last_positions().into_data().iter().collect();
+            assert_eq!(at, [44, 44]);
+            [0, 1].map(|row| written.iter().skip(row).step_by(2).copied().collect::<Vec<i64>>())
+        };
+        let free = write(None);
+        // One ends early, and the other where it has a token for the first time.
+        let first = |row: usize, from: usize| {
+            let new = |at: &usize| !free[row][..*at].contains(&free[row][*at]);
+            (from..40).find(new).or((0..from).rev().find(new)).unwrap_or(0)
+        };
+        let ended = [first(0, 3), first(1, 13)];
+        let [a, b] = [0, 1].map(|row| free[row][ended[row]] as i32);
+        for (row, kept) in write(Some([a, -1, VOCABULARY as i32 - 1, b])).into_iter().enumerate() {
+            let (before, behind) = kept.split_at(ended[row] + 1);
+            assert_eq!(before, &free[row][..=ended[row]], "row {row}");
+            // Where steps are single ones, nobody asks on the device.
+            assert!(!hopper || behind.iter().all(|token| *token == before[ended[row]]), "row {row}: {ended:?}, {behind:?}");
         }
     }
 });
@@ -442,7 +544,8 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
 
 backend_test!(a_text_that_is_cancelled_changes_no_other_in_whole_steps::<B>(device) {
     let (model, bound) = model::<B>(16, false, &device)?;
-    for (count, cancelled) in [(3, vec![(10, 1)]), (9, vec![(10, 1), (20, 0), (25, 7)])] {
+    // Few texts are given several tokens a step.
+    for (count, cancelled) in [(3, vec![(3, 1)]), (9, vec![(10, 1), (20, 0), (25, 7)])] {
         let requests = requests(count);
         let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
         for (at, (request, (text, finish))) in requests.iter().zip(&texts).enumerate() {

@@ -10,7 +10,7 @@ use burn::tensor::{Int, Tensor};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, StepDraw,
-    decode_step,
+    StepsAhead, decode_step,
 };
 
 use self::pages::Pages;
@@ -204,19 +204,40 @@ impl<B: Backend> Cache<B> {
         plan.get_or_insert_with(|| make(layers).ok());
     }
 
-    /// What follows from one token more of each row, in one operation, where there is a plan for it.
+    /// Whether so many rows may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead). Not before the first pass.
+    pub fn goes_ahead(&self, rows: usize) -> bool {
+        matches!(&self.plan, Some(Some(plan)) if plan.goes_ahead(rows))
+    }
+
+    /// Tokens more of each of these rows that one operation reads, `most` at the most, with pages for them: one, but where there is a
+    /// plan for more.
+    ///
+    /// # Panics
+    /// If a row is not there.
+    pub(crate) fn whole_steps(&mut self, rows: &[RowId], draws: bool, most: usize) -> usize {
+        let Some(Some(plan)) = &self.plan else { return 1 };
+        let keys = rows.iter().map(|row| self.length(*row) + 1);
+        let longest = keys.clone().max().unwrap_or(0);
+        let room = (self.context_length + 1).saturating_sub(longest);
+        let steps = plan.steps(keys, draws).min(most).min(room).max(1);
+        let reserved = rows.iter().all(|row| self.reserve(*row, steps).is_ok());
+        if reserved { steps } else { 1 }
+    }
+
+    /// What follows from one token more of each row, and steps `ahead`, in one operation, where there is a plan for it.
     pub(crate) fn whole_step(
         &mut self,
         tokens: &Tensor<B, 1, Int>,
         at: &CachedTokens<B>,
         draw: Option<StepDraw<'_, B>>,
+        ahead: StepsAhead<'_, B>,
     ) -> Option<Decoded<B>> {
         let Self { plan, layers, last, .. } = self;
         let made = plan.as_ref()?.as_ref()?;
         if at.rows().len() > made.rows() {
             return None;
         }
-        let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers, draw) else {
+        let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers, draw, ahead) else {
             *plan = Some(None);
             return None;
         };

@@ -8,7 +8,8 @@
 //!
 //! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
 //! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Drawn tokens feed the next step on the
-//! device, and are read one or more steps later.
+//! device, and are read one or more steps later. Where nothing else is to be done, a step gives texts as many tokens as the device does at
+//! once.
 
 mod log_probabilities;
 mod pass;
@@ -28,6 +29,8 @@ use crate::failure::Failure;
 const READ_STEPS: usize = 16;
 /// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
 const READ_INTERVAL: Duration = Duration::from_millis(25);
+/// Tokens that texts are given before the next look at what else is to be done, at the most.
+const TOKENS_AHEAD: usize = 16;
 /// The most of the likeliest tokens whose probabilities can be asked for.
 pub const MOST_LIKELIEST: usize = 20;
 
@@ -193,10 +196,18 @@ impl Text {
     }
 }
 
+/// Tokens that end each of some texts, and the same on the device, `[texts, most]`.
+struct Ends<B: Backend> {
+    of_texts: Vec<Vec<u32>>,
+    on_device: Tensor<B, 2, Int>,
+}
+
 /// Tokens on their way from the device.
 struct Drawn {
     tokens: Download,
-    /// Whose they are, by their place in `tokens`.
+    /// How many come one after another of each.
+    steps: usize,
+    /// Whose they are, by their place in each step.
     texts: Vec<(usize, RequestId)>,
     /// The tokens of [`LogProbabilities`](log_probabilities::LogProbabilities), and their values.
     log_probabilities: Option<(Download, Download)>,
@@ -205,9 +216,9 @@ struct Drawn {
 impl Drawn {
     /// With all that it waits for begun.
     fn begin(self) -> Self {
-        let Self { tokens, texts, log_probabilities } = self;
+        let Self { tokens, steps, texts, log_probabilities } = self;
         let log_probabilities = log_probabilities.map(|(tokens, values)| (tokens.begin(), values.begin()));
-        Self { tokens: tokens.begin(), texts, log_probabilities }
+        Self { tokens: tokens.begin(), steps, texts, log_probabilities }
     }
 }
 
@@ -233,6 +244,8 @@ pub struct Scheduler<B: Backend> {
     /// What the last step drew, and how.
     drawn: Option<Tensor<B, 1, Int>>,
     sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
+    /// What the last steps ahead had.
+    ends: Option<Ends<B>>,
     counts: Option<TokenCounts<B>>,
     free_lines: Vec<usize>,
     on_the_way: VecDeque<Drawn>,
@@ -263,6 +276,7 @@ impl<B: Backend> Scheduler<B> {
             requests: 0,
             drawn: None,
             sampled: None,
+            ends: None,
             counts: None,
             free_lines: Vec::new(),
             on_the_way: VecDeque::new(),

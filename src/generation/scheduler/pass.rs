@@ -2,18 +2,22 @@
 
 use std::time::Instant;
 
-use burn::tensor::{Tensor, TensorData};
-use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, download_float, download_int, recorder};
+use burn::tensor::{Int, Tensor, TensorData};
+use fireclay_kernels::{
+    Backend, Download, SampledRow, SampledRows, Sampling, StepsAhead, download_float, download_int, recorder,
+};
 use fireclay_model::{RowId, Transformer};
 
 use super::log_probabilities::{Known, LogProbabilities};
-use super::{Drawn, Finish, RequestId, Scheduler, Text, Written, WrittenToken};
+use super::{Drawn, Ends, Finish, RequestId, Scheduler, TOKENS_AHEAD, Text, Written, WrittenToken};
 use crate::failure::Failure;
 
 impl<B: Backend> Scheduler<B> {
     /// Runs the model over one token of each text that is `writing`, and over tokens of those that are being read.
     pub(super) fn pass(&mut self, model: &Transformer<B>, writing: &[usize], reads: &[(usize, usize)]) {
         self.filter(writing, reads);
+        let most_ahead = if reads.is_empty() { self.most_ahead(writing) } else { 1 };
+        let ends = (most_ahead > 1).then(|| self.ends_of(writing));
         let writing_rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
         let decode = self.drawn.as_ref().filter(|_| !writing.is_empty()).map(|drawn| {
             let places: Vec<usize> = writing.iter().filter_map(|at| self.running[*at].drawn_at).collect();
@@ -55,17 +59,29 @@ impl<B: Backend> Scheduler<B> {
             Some((same, rows)) if same == sampled => rows,
             _ => SampledRows::new(&sampled, &self.device),
         };
-        let decode = decode.map(|tokens| (tokens, &writing_rows[..]));
-        let (tokens, logits) = model.next_tokens(decode, &prefill, &rows, self.counts.as_mut(), &mut self.cache);
-        let log_probabilities = likeliest.map(|count| LogProbabilities::of(logits, tokens.clone(), count));
+        let (counts, cache) = (self.counts.as_mut(), &mut self.cache);
+        let (tokens, last, log_probabilities) = match (decode, &ends) {
+            (Some(first), Some(ends)) => {
+                let most = StepsAhead { steps: most_ahead, ends: Some(ends) };
+                let ahead = model.tokens_ahead(first, &writing_rows, most, &rows, counts, cache);
+                (ahead.tokens, ahead.last, None)
+            }
+            (decode, _) => {
+                let decode = decode.map(|tokens| (tokens, &writing_rows[..]));
+                let (tokens, logits) = model.next_tokens(decode, &prefill, &rows, counts, cache);
+                let log_probabilities = likeliest.map(|count| LogProbabilities::of(logits, tokens.clone(), count));
+                (tokens.clone().unsqueeze(), tokens, log_probabilities)
+            }
+        };
+        let [steps, _] = tokens.dims();
         for (place, id) in &texts {
             if let Some(text) = self.running.iter_mut().find(|text| text.id == *id) {
                 text.drawn_at = Some(*place);
-                text.drawn += 1;
+                text.drawn += steps;
             }
         }
         self.sampled = Some((sampled, rows));
-        self.drawn = Some(tokens.clone());
+        self.drawn = Some(last);
         // Prompts that are read are there for others.
         for (at, _) in reads {
             let text = &self.running[*at];
@@ -78,7 +94,41 @@ impl<B: Backend> Scheduler<B> {
                 let floats = download_float(values);
                 (download_int(tokens), floats)
             });
-            self.on_the_way.push_back(Drawn { tokens: download_int(tokens), texts, log_probabilities });
+            self.on_the_way.push_back(Drawn { tokens: download_int(tokens), steps, texts, log_probabilities });
+        }
+    }
+
+    /// The most tokens that texts are given in a step that reads no prompts: one, where anything waits for its end, or has to be known of it.
+    fn most_ahead(&self, writing: &[usize]) -> usize {
+        let texts = || writing.iter().map(|at| &self.running[*at]);
+        let one = |text: &Text| text.filter.is_some() || text.request.likeliest.is_some();
+        if !self.cache.goes_ahead(writing.len()) || !self.waiting.is_empty() || texts().any(one) {
+            return 1;
+        }
+        let left = texts().map(|text| text.request.max_tokens - text.drawn);
+        left.fold(TOKENS_AHEAD, usize::min)
+    }
+
+    /// Tokens that end each of the texts, `[texts, most]`: as many as steps ahead take.
+    fn ends_of(&mut self, writing: &[usize]) -> Tensor<B, 2, Int> {
+        let most = StepsAhead::<B>::MOST_ENDS;
+        let ends = writing.iter().map(|at| self.running[*at].request.ends.iter().copied().take(most).collect());
+        let ends: Vec<Vec<u32>> = ends.collect();
+        match &self.ends {
+            Some(Ends { of_texts, on_device }) if *of_texts == ends => on_device.clone(),
+            _ => {
+                let most = ends.iter().map(Vec::len).max().unwrap_or(0).max(1);
+                let padded = |ends: &Vec<u32>| {
+                    ends.iter().map(|end| *end as i32).chain(std::iter::repeat(-1)).take(most).collect::<Vec<i32>>()
+                };
+                let values: Vec<i32> = ends.iter().flat_map(padded).collect();
+                let (count, shape) = (values.len(), [ends.len(), most]);
+                // In one row: some devices leave gaps between the rows of a matrix.
+                let on_device = Tensor::<B, 1, Int>::from_data(TensorData::new(values, [count]), &self.device);
+                let on_device = on_device.reshape(shape);
+                self.ends = Some(Ends { of_texts: ends, on_device: on_device.clone() });
+                on_device
+            }
         }
     }
 
@@ -122,21 +172,23 @@ impl<B: Backend> Scheduler<B> {
         let read = self.on_the_way.len().saturating_sub(left);
         let begun: Vec<Drawn> = self.on_the_way.drain(..read).map(Drawn::begin).collect();
         let mut drawn = Vec::new();
-        for Drawn { tokens, texts, log_probabilities } in begun {
+        for Drawn { tokens, steps, texts, log_probabilities } in begun {
             let tokens: Vec<i64> = wait(tokens)?.iter().collect();
             let known = match log_probabilities {
                 Some((tokens, values)) => Some(Known::new(wait(tokens)?, wait(values)?)),
                 None => None,
             };
-            drawn.push((tokens, texts, known));
+            drawn.push((tokens, steps, texts, known));
         }
         if bytes > 0 {
             recorder::read_back(bytes);
         }
-        for (tokens, texts, known) in drawn {
-            for (place, id) in texts {
-                let token = tokens.get(place).copied().unwrap_or(-1);
-                self.push(id, token, known.as_ref().map(|known| known.row(place)));
+        for (tokens, steps, texts, known) in drawn {
+            for step in tokens.chunks_exact((tokens.len() / steps).max(1)) {
+                for (place, id) in &texts {
+                    let token = step.get(*place).copied().unwrap_or(-1);
+                    self.push(*id, token, known.as_ref().map(|known| known.row(*place)));
+                }
             }
         }
         // Those that are finished give up their rows.

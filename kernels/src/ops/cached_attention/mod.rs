@@ -119,12 +119,14 @@ impl<B: Backend> CachedTokens<B> {
         Self::of(rows, positions, pages, self.window)
     }
 
-    /// With the positions `[1, rows]` that [`next`](Self::next) has: one more than these are, as a backend computed them.
-    pub(crate) fn followed_by(mut self, positions: Tensor<B, 2, Int>) -> Self {
-        let rows = self.rows.len();
-        assert_eq!(positions.dims(), [1, rows], "cached_attention: a position for each of {rows} rows");
-        self.following = Some(positions);
-        self
+    /// The last tokens after so many steps of a token each, of which these were the first: where they stand, and the positions that
+    /// [`next`](Self::next) has, `[1, rows]` each, as a backend computed them.
+    pub(crate) fn after(&self, steps: usize, [positions, following]: [Tensor<B, 2, Int>; 2]) -> Self {
+        let count = self.rows.len();
+        let fits = positions.dims() == [1, count] && following.dims() == [1, count];
+        assert!(fits, "cached_attention: a position for each of {count} rows");
+        let rows = self.rows.iter().map(|row| CachedRow { keys: row.keys + steps - 1, ..row.clone() }).collect();
+        Self { following: Some(following), ..Self::of(rows, positions, self.pages.clone(), self.window) }
     }
 
     /// The last token of each row, alone: what [`next`](Self::next) goes on from.

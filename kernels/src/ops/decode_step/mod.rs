@@ -1,4 +1,4 @@
-//! One token more of each row through all blocks at once, where a backend has a kernel for the model.
+//! One token more of each row through all blocks at once, or several one after another, where a backend has a kernel for the model.
 //!
 //! There is no reference beside it: a backend that declines leaves the blocks to be computed operation by operation, and that is
 //! what the result is compared with.
@@ -112,6 +112,8 @@ pub struct DecodeBody {
     pub most_rows: usize,
     /// The most rows of a step that has the head in it.
     pub head_rows: usize,
+    /// The most steps of a launch, by its rows and whether they draw.
+    pub most_steps: fn(usize, bool) -> usize,
     /// What the backend made ready.
     pub body: Box<dyn Any + Send>,
 }
@@ -133,10 +135,27 @@ impl<B: DecodeStepOps> DecodePlan<B> {
         let body = B::decode_plan(planned)?;
         Ok(Self { model, body, cache_dims })
     }
+}
 
+impl<B: Backend> DecodePlan<B> {
     /// The most rows that a step takes.
     pub fn rows(&self) -> usize {
         self.body.most_rows
+    }
+
+    /// Whether any launch for so many rows takes several steps.
+    pub fn goes_ahead(&self, rows: usize) -> bool {
+        (self.body.most_steps)(rows, false) > 1
+    }
+
+    /// The most steps of a launch for rows that have so many tokens with those of the first step, and draw or not: all of them see
+    /// the pages that the first one sees. One at least.
+    pub fn steps(&self, keys: impl ExactSizeIterator<Item = usize>, draws: bool) -> usize {
+        let [_, _, page_tokens, _] = self.cache_dims;
+        let most = (self.body.most_steps)(keys.len(), draws);
+        // Before a row's first page there is nothing to see.
+        let on_page = |keys: usize| page_tokens - (keys + page_tokens - 2) % page_tokens;
+        keys.map(on_page).fold(most, usize::min).max(1)
     }
 }
 
@@ -207,6 +226,28 @@ pub struct DecodeStep<'a, B: Backend> {
     pub caches: &'a mut [LayerCache<B>],
     /// How the tokens behind these are drawn, if the step is to draw them.
     pub draw: Option<StepDraw<'a, B>>,
+    /// How many follow each other.
+    pub ahead: StepsAhead<'a, B>,
+}
+
+/// Steps one after another, each with the tokens that the one before predicts.
+#[derive(Debug)]
+pub struct StepsAhead<'a, B: Backend> {
+    /// How many: one at least.
+    pub steps: usize,
+    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MOST_ENDS`](Self::MOST_ENDS) of them: a row that reads
+    /// one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden states and logits are not to be used then.
+    pub ends: Option<&'a Tensor<B, 2, Int>>,
+}
+
+impl<B: Backend> StepsAhead<'_, B> {
+    /// Tokens that end a row's text, at the most.
+    pub const MOST_ENDS: usize = 8;
+
+    /// One step of texts that have no ends.
+    pub fn one() -> Self {
+        Self { steps: 1, ends: None }
+    }
 }
 
 /// How a step draws the tokens behind its own.
@@ -229,7 +270,14 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         let DecodePlan { model, body, cache_dims } = self.plan;
         let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
+        let StepsAhead { steps, ends } = self.ahead;
+        let most = self.plan.steps(self.at.rows.iter().map(|row| row.keys), self.draw.is_some());
+        assert!((1..=most).contains(&steps), "{op}: {steps} steps of up to {most}");
         assert!(self.at.window == model.window, "{op}: keys that a token sees");
+        if let Some(ends) = ends {
+            let fits = ends.dims()[0] == rows && ends.dims()[1] <= StepsAhead::<B>::MOST_ENDS;
+            part(op, "ends", ends).fits(fits, &tokens).alike(&positions);
+        }
         if let Some(StepDraw { rows: sampled, counts }) = &self.draw {
             sampled.check(op, counts.as_deref(), [rows, model.embedding.dims()[0]], &tokens);
         }
@@ -243,9 +291,10 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         let [pages, _, page_tokens, _] = *cache_dims;
         for row in &self.at.rows {
             assert!(row.tokens == 1, "{op}: one token of each row");
-            assert!(row.keys <= positions, "{op}: {} keys in a table of {positions} positions", row.keys);
+            let keys = row.keys + steps - 1;
+            assert!(keys <= positions, "{op}: {keys} keys in a table of {positions} positions");
             let room = row.pages.len().saturating_mul(page_tokens);
-            assert!(row.keys <= room, "{op}: {} keys in {} pages of {page_tokens}", row.keys, row.pages.len());
+            assert!(keys <= room, "{op}: {keys} keys in {} pages of {page_tokens}", row.pages.len());
             let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
             assert!(furthest < pages, "{op}: page {furthest} of a cache of {pages}");
         }
@@ -280,8 +329,8 @@ pub struct Decoded<B: Backend> {
     pub hidden: Tensor<B, 2>,
     /// What the head makes of them, where the backend computed that with them.
     pub predicted: Option<Predicted<B>>,
-    /// Where the tokens behind these will stand, `[1, rows]`, likewise.
-    pub following: Option<Tensor<B, 2, Int>>,
+    /// Where the last step's tokens stand, and where those behind them will, `[1, rows]` each, likewise.
+    pub positions: Option<[Tensor<B, 2, Int>; 2]>,
 }
 
 /// What a model's head says of some rows.
@@ -291,6 +340,8 @@ pub struct Predicted<B: Backend> {
     pub logits: Tensor<B, 2>,
     /// The token that was drawn, or else the one with the largest logit, the first of several, `[rows]`; -1 where a logit is not a number.
     pub next: Tensor<B, 1, Int>,
+    /// The same of each step, `[steps, rows]`, the last of which is `next`.
+    pub tokens: Tensor<B, 2, Int>,
     /// Whether it was drawn.
     pub drawn: bool,
 }
@@ -298,7 +349,9 @@ pub struct Predicted<B: Backend> {
 /// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
 /// does that at once: then the next tokens come with it, the likeliest, or, where it does that, too, those of the `draw` that is
 /// asked for, as [`draw`](crate::draw()) makes it. Keys and values go into the pages of the rows. It has no gradient. With what the step gives come the rows to go
-/// [on](CachedTokens::next) from, which are those of `at`.
+/// [on](CachedTokens::next) from, which are those of `at` after the last step.
+///
+/// Of several steps `ahead`, each reads the tokens that the one before predicts; hidden states and logits are those of the last.
 ///
 /// Numbers differ from those of the operations one by one by rounding: the residual stream is f32 here.
 ///
@@ -306,15 +359,18 @@ pub struct Predicted<B: Backend> {
 /// If it turns out not to run on this device. The pages may have got keys and values of the token by then, which are the right ones.
 ///
 /// # Panics
-/// If the sizes do not fit each other or those of the plan's caches, or there are more rows than [`rows`](DecodePlan::rows).
+/// If the sizes do not fit each other or those of the plan's caches, or there are more rows than [`rows`](DecodePlan::rows), or more steps than
+/// [`steps`](DecodePlan::steps).
 pub fn decode_step<B: DecodeStepOps>(
     plan: &DecodePlan<B>,
     tokens: Tensor<B, 1, Int>,
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
     draw: Option<StepDraw<'_, B>>,
+    ahead: StepsAhead<'_, B>,
 ) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
     let DecodePlan { model, body, .. } = plan;
+    let steps = ahead.steps;
     let _op = recorder::op("decode_step", || {
         let (tokens, keys) = (recorder::operand(&tokens), caches[0].keys.operand());
         let matrices = model.blocks.iter().flat_map(|block| [&block.qkv, &block.output, &block.up, &block.down]);
@@ -325,11 +381,15 @@ pub fn decode_step<B: DecodeStepOps>(
         let n_kv_heads = model.heads.n_kv_heads;
         let cached = 2 * model.blocks.len() * n_kv_heads * read * caches[0].head_bytes();
         let flops = (2 * at.rows.len() * products) as u64;
-        Call { bytes: weights + cached as u64, flops, inputs: vec![tokens, keys] }
+        Call {
+            bytes: steps as u64 * (weights + cached as u64),
+            flops: steps as u64 * flops,
+            inputs: vec![tokens, keys],
+        }
     });
-    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches, draw }))?;
-    let at = match &decoded.following {
-        Some(positions) => at.clone().followed_by(positions.clone()),
+    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches, draw, ahead }))?;
+    let at = match &decoded.positions {
+        Some(positions) => at.after(steps, positions.clone()),
         None => at.clone(),
     };
     Ok((decoded, at))

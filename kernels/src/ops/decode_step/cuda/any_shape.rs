@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
@@ -475,10 +475,8 @@ where
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
-    let predicted = Predicted { logits: float(logits), next: Tensor::from_primitive(likeliest), drawn: false };
-    Ok(Decoded {
-        hidden: float(hidden),
-        predicted: Some(predicted),
-        following: Some(Tensor::from_primitive(following)),
-    })
+    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(likeliest);
+    let predicted = Predicted { logits: float(logits), tokens: next.clone().reshape([1, rows]), next, drawn: false };
+    let positions = Some([at.positions.clone(), Tensor::from_primitive(following)]);
+    Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), positions })
 }

@@ -37,6 +37,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 // there is no need to ask: each question takes from what L2 gives to the weights.
 struct Patience {
     static constexpr u32 MOST_WAITED = 1 << 16;        // cycles
+    static constexpr u32 EIGHTHS = BATCH == 4 ? (INT8 ? 4 : 5) : 3; // of the wait before
     u32 before, begun;
 
     // Where the warp's waits are kept, and for which input this one is.
@@ -44,7 +45,7 @@ struct Patience {
     __device__ __forceinline__ void hold() const {
         u32 waited;
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(waited) : "r"(before) : "memory");
-        waited = min(waited, MOST_WAITED) * 3 / 8;
+        waited = min(waited, MOST_WAITED) * EIGHTHS / 8;
         #pragma unroll 1
         while (cycles() - begun < waited) {}
     }

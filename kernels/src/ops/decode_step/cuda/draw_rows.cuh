@@ -40,17 +40,17 @@ struct WarpTokens {
     }
 };
 
-// By 512 threads of each block, those that gave its logits among them. What lay in shared memory is lost. Apart from the rest of a step, whose
-// registers are scarce.
+// By 512 threads of each block, those that gave its logits among them; those of the first blocks are told the token of their row, which stands
+// `at` behind its position. What lay in shared memory is lost. Apart from the rest of a step, whose registers are scarce.
 template <class Begin>
-__device__ __noinline__ void draw_rows(Draws draws, const float* logits, int vocabulary, const int* positions, int rows, Begin begin, GroupBoard board, u32 epoch, int* tokens) {
+__device__ __noinline__ int draw_rows(Draws draws, const float* logits, int vocabulary, const int* positions, int at, int rows, Begin begin, GroupBoard board, u32 epoch) {
     DrawMemory& own = *reinterpret_cast<DrawMemory*>(memory);
     const int thread = threadIdx.x, row = blockIdx.x, blocks = gridDim.x;
     const int first = begin(row), end = begin(row + 1);
     draw_barrier();
     #pragma unroll 1
     for (int r = 0; r < rows; r++) {
-        const Way way = draws.way(logits, vocabulary, r, positions[r]);
+        const Way way = draws.way(logits, vocabulary, r, positions[r] + at);
         const bool weighs = way.weighs();
         Group group = grouped<1>(way, first, end);
         #pragma unroll
@@ -68,7 +68,7 @@ __device__ __noinline__ void draw_rows(Draws draws, const float* logits, int voc
         asm volatile("fence.acq_rel.gpu;" ::: "memory");
         asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(board.ready(row)), "l"(static_cast<u64>(epoch)) : "memory");
     }
-    if (row >= rows) return;
+    if (row >= rows) return NO_TOKEN;
     #pragma unroll 1
     for (int block = thread; block < blocks; block += DRAWERS) {
         u64 ready;
@@ -79,7 +79,7 @@ __device__ __noinline__ void draw_rows(Draws draws, const float* logits, int voc
     }
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     draw_barrier();
-    const Way way = draws.way(logits, vocabulary, row, positions[row]);
+    const Way way = draws.way(logits, vocabulary, row, positions[row] + at);
     const bool weighs = way.weighs();
     const WarpTokens<Begin> of{begin, vocabulary};
     Group together;
@@ -92,8 +92,7 @@ __device__ __noinline__ void draw_rows(Draws draws, const float* logits, int voc
         together.add(group, weighs);
     }
     const int token = drawn(way, own, of, together);
-    if (thread > 0) return;
-    const bool lost = Watch::dead();
-    tokens[row] = lost ? -1 : token;
-    if (way.line >= 0 && token >= 0 && !lost) draws.written[way.line + token] += 1;
+    if (Watch::dead()) return -1;
+    if (thread == 0 && way.line >= 0 && token >= 0) draws.written[way.line + token] += 1;
+    return token;
 }

@@ -1,5 +1,5 @@
-// A decode step of up to four rows, from tokens to logits and the next tokens, likeliest or drawn: a block of threads on each multiprocessor, all
-// resident.
+// Decode steps of up to four rows, from tokens to logits and the next tokens, likeliest or drawn, which the next step reads: a block of threads on
+// each multiprocessor, all resident.
 //
 // A block owns some output rows of every matrix. One warp (the producer) streams these rows, and the keys and values that
 // the block attends to, through a ring in shared memory, in the order of their use, and never waits for results. 16 warps
@@ -14,18 +14,24 @@
 //   block    rows of it      a kv head of a    rows of it  rows of it    rows of it
 //                            row, some blocks
 //
-// Of the head, a warp multiplies all rows of a stage by itself; the largest logits of blocks are all that is exchanged.
+// Of the head, a warp multiplies all rows of a stage by itself; the largest logits of blocks are all that is exchanged, and where a step follows,
+// each block finds the next tokens by itself. The steps of a launch see the same pages: then what a block attends to stays its own, so that the keys and
+// values that it reads are those of launches before and its own.
 //
 // Weights of INT8 become bf16 where they go to registers; the sums of a row are multiplied by its scale. At least 128
 // multiprocessors; heads of 128.
-// What all blocks read lies there twice, so that not all poll the same lines.
-#define COPIES 2
+// What all blocks read lies there twice, so that not all poll the same lines; with INT8, where few bytes are on their way, once is faster.
+#define COPIES (INT8 ? 1 : 2)
 // Stages on their way at once: more would only make what is exchanged wait behind them. Those of INT8 are half as full.
-#define IN_FLIGHT (INT8 ? 6 : 3)
+#define IN_FLIGHT (INT8 ? 6 : 2)
 // The same for a block that attends to all keys of a row, and so has more to bring.
-#define IN_FLIGHT_MORE 8
+#define IN_FLIGHT_MORE 6
 // The same of the head, behind which nothing waits.
 #define HEAD_IN_FLIGHT 8
+// The same of keys and values, which are all that long texts wait for.
+#define KEYS_IN_FLIGHT 3
+// Tokens that end a row's text, at the most.
+#define MOST_ENDS 8
 // Eights of rows of gate and up that go to registers early.
 #define UP_EARLY (BATCH <= 2 ? 3 : 0)
 // Up to so many pages of keys, one block attends for a kv head.
@@ -33,7 +39,9 @@
 
 constexpr int WARPS = 16, SLICE = 64 * WARPS, LINE = SLICE * sizeof(Weight);
 constexpr int FINISHERS = BATCH < 4 ? BATCH : 2, ROWS_EACH = BATCH / FINISHERS;
-constexpr int THREADS = 32 * (WARPS + FINISHERS + 1), SUMMING = 32 * (WARPS + FINISHERS);
+// Finishers, the producer and idle warps are one warpgroup, since registers are given up by warpgroups. Those that multiply are to have all that
+// they need: what goes to local memory in a layer comes back as late as weights do.
+constexpr int THREADS = 32 * (WARPS + 4), SUMMING = 32 * (WARPS + FINISHERS);
 constexpr int STAGE = 16384, STAGES = BATCH == 1 ? 12 : BATCH == 2 ? 11 : 10;
 constexpr int SPLITS = 16 / BATCH, HEAD_ROWS = STAGE / LINE;  // rows of a stage of the head
 constexpr int SUM_ROWS = 48, SUMS = WARPS * BATCH * SUM_ROWS;
@@ -43,8 +51,9 @@ static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 
 
 #include "draw_rows.cuh"
 
-struct DrawNumbers : Numbers {
+struct StepNumbers : Numbers {
     u64 draws, texts;                                  // whether rows draw, and lines of counts
+    u64 steps, ends_a_row;
 };
 
 struct Step {
@@ -58,15 +67,34 @@ struct Step {
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
     float* logits;                                     // [rows, vocabulary]
-    int *next, *following;                             // [rows]: tokens, and the positions behind these
-    int rows, pages_a_row, vocabulary;
+    int* tokens;                                       // [steps, rows]: what each step predicts
+    int *next, *reached, *following;                   // [rows]: the last of these, where the last step's tokens stand, and the positions behind
+    const int* ends;                                   // [rows, ends_a_row]: tokens behind which a row keeps its token
+    int rows, pages_a_row, vocabulary, steps, ends_a_row;
     const Scales* scales;                              // of each block
     Draws draws;
 
     // Rows that are none are the first once more: they write what it writes, and are not told of.
     __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
     __device__ __forceinline__ int position(int r) const { return positions[row(r)]; }
-    __device__ __forceinline__ int id(int r) const { return min(max(ids[row(r)], 0), vocabulary - 1); }
+    // The tokens that a step reads lie in shared memory.
+    static __device__ __forceinline__ volatile int* ids_read();
+    // How many steps of the launch are over.
+    static __device__ __forceinline__ volatile int& at();
+    __device__ __forceinline__ int id(int r) const { return ids_read()[r]; }
+    __device__ __forceinline__ void set_id(int r, int token) const { ids_read()[r] = min(max(token, 0), vocabulary - 1); }
+    // Whether the token that a row reads ends its text, by a warp, which has the row's ends in shared memory.
+    __device__ __forceinline__ bool ended(int r) const {
+        const int lane = threadIdx.x % 32;
+        return __any_sync(~0u, lane < ends_a_row && ends_kept()[row(r) * MOST_ENDS + lane] == id(r));
+    }
+    static __device__ __forceinline__ volatile int* ends_kept();
+    // What a row's token is in a step, by one thread of all.
+    __device__ __forceinline__ void predict(int at, int row, int token) const {
+        tokens[at * rows + row] = token;
+        if (at + 1 < steps) return;
+        next[row] = token, reached[row] = positions[row] + at, following[row] = positions[row] + steps;
+    }
     // A pair of columns of a token's embedding.
     __device__ __forceinline__ u32 embedded(int id, u32 pair) const {
         const u64 at = static_cast<u64>(id) * (D_MODEL / 2) + pair;
@@ -77,26 +105,38 @@ struct Step {
     }
 };
 
-// Words of the exchange. What all blocks read lies there several times, so that not all poll the same lines.
+// Words of the exchange.
 constexpr int X = 0, Y = X + COPIES * BATCH * D_MODEL / 2, O = Y + COPIES * BATCH * D_MODEL / 2;
 constexpr int H = O + COPIES * BATCH * HEADS_WIDTH / 2, Q = H + COPIES * BATCH * D_FF / 2, PARTS = Q + BATCH * QKV_ROWS;
 constexpr int WEIGHTS = PARTS + BATCH * N_HEADS * SPLITS * HEAD_DIM;
 constexpr int LARGEST = WEIGHTS + BATCH * N_HEADS * SPLITS, MOST_BLOCKS = MOST_GROUPS / DRAW_WARPS;  // [rows, blocks]: a logit and its token
-constexpr int BOARD = LARGEST + BATCH * 2 * MOST_BLOCKS;
+constexpr int DRAWN = LARGEST + BATCH * 2 * MOST_BLOCKS;   // [rows]: tokens
+constexpr int BOARD = DRAWN + BATCH;
 
 // Shared memory, in bytes.
 constexpr int AT_SUMS = STAGE * STAGES, AT_PART = AT_SUMS + 2 * SUMS * 4, AT_INPUT = AT_PART + WARPS * GROUP * HEAD_DIM * 4, AT_Q = AT_INPUT + INPUTS * WARPS * BATCH * 128;
 constexpr int AT_QUERIES = AT_Q + GROUP * HEAD_DIM * 4, AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAK = AT_NEW + 2 * HEAD_DIM * 2;
 constexpr int AT_IDS = AT_PEAK + WARPS * GROUP * 8;
-constexpr int AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_RELEASED = AT_BARRIERS + STAGES * 16;
-constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, SHARED = AT_WAITED + WARPS * 16;
+constexpr int AT_ROLES = AT_IDS + 16, AT_STEP = AT_ROLES + 4, AT_SQUARES = AT_IDS + 32, AT_BARRIERS = AT_SQUARES + BATCH * WARPS * 4, AT_RELEASED = AT_BARRIERS + STAGES * 16;
+constexpr int AT_RELEASED_OF_HEAD = AT_RELEASED + WARPS * 4, AT_WAITED = AT_RELEASED_OF_HEAD + WARPS * 4, AT_ENDS = AT_WAITED + WARPS * 16, SHARED = AT_ENDS + BATCH * MOST_ENDS * 4;
 static_assert(SHARED <= AT_WATCH && AT_INPUT % 128 == 0, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
+static_assert(sizeof(DrawMemory) <= AT_SUMS, "what draws lies where stages do");
+
+__device__ __forceinline__ volatile int& Step::at() { return *reinterpret_cast<volatile int*>(memory + AT_STEP); }
+__device__ __forceinline__ volatile int* Step::ends_kept() { return reinterpret_cast<volatile int*>(memory + AT_ENDS); }
+__device__ __forceinline__ volatile int* Step::ids_read() { return reinterpret_cast<volatile int*>(memory + AT_IDS); }
 
 __device__ __forceinline__ float log_2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+// The compiler does not know that it is the same each time.
+__device__ __forceinline__ int opaque_block() {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
 }
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -170,6 +210,7 @@ struct HeadRows {
     static __device__ __forceinline__ int at(int vocabulary, int block) {
         return static_cast<int>(static_cast<u64>(vocabulary) * static_cast<u32>(block) / gridDim.x);
     }
+    __device__ __forceinline__ int stages() const { return (count + HEAD_ROWS - 1) / HEAD_ROWS; }
 };
 __device__ __forceinline__ float sum_lanes(float v) {
     #pragma unroll
@@ -182,17 +223,30 @@ struct Share {
     int row, kv_head, split, splits, position, first, last;  // stages of 64 keys
     bool some;
 
-    __device__ Share(int block, const int (&positions)[BATCH]) {
+    // Of the step that is `at` behind the first.
+    __device__ Share(int block, const Step& step, int at) {
         row = block / (N_KV_HEADS * SPLITS), kv_head = block % N_KV_HEADS, split = block / N_KV_HEADS % SPLITS;
-        position = 0;
-        #pragma unroll
-        for (int r = 0; r < BATCH; r++) position = r == row ? positions[r] : position;
+        position = __shfl_sync(~0u, step.position(row), 0) + at;
         const int stages = (position + PAGE_TOKENS - 1) / PAGE_TOKENS;
         splits = splits_of(position);
         first = splits == 1 ? 0 : stages * split / SPLITS, last = splits == 1 ? stages : stages * (split + 1) / SPLITS;
         some = row < BATCH && split < splits;
     }
     static __device__ int splits_of(int position) { return position <= ONE_SPLIT * PAGE_TOKENS ? 1 : SPLITS; }
+};
+
+// What a block does beside its rows.
+struct Roles {
+    enum { ATTENDS = 1, JOINS = 2 };
+
+    static __device__ __forceinline__ volatile u32& read() { return *reinterpret_cast<volatile u32*>(memory + AT_ROLES); }
+    // By one warp, before all others begin.
+    static __device__ __forceinline__ void write(const Step& step) {
+        const Share share(blockIdx.x, step, 0);
+        const int row = blockIdx.x / N_HEADS;
+        const bool joins = row < BATCH && Share::splits_of(step.position(row)) > 1;
+        read() = (share.some ? ATTENDS : 0) | (joins ? JOINS : 0);
+    }
 };
 
 // ---- producer
@@ -205,7 +259,7 @@ struct Producer {
 
     StageRing arriving = ring;
     bool dead = false;
-    u32 limit = IN_FLIGHT, more = 0;
+    u32 limit, flying = 0;                             // stages on their way at the most, and so many
 
     // Until the counts of stages that warps released, each lane's at `count`, are this large.
     __device__ __forceinline__ void await(u32 count, u32 wanted) const {
@@ -220,14 +274,12 @@ struct Producer {
         if (opened >= STAGES) await(AT_RELEASED + threadIdx.x % WARPS * 4, opened - STAGES + 1);
     }
     __device__ __forceinline__ void open(u32 bytes) {
-        if (opened >= limit) {
-            if (more > 0) {
-                more--;
-            } else {
-                watch.wait(arriving.full(), arriving.parity);
-                arriving.advance();
-            }
+        #pragma unroll 1
+        for (; flying >= limit; flying--) {
+            watch.wait(arriving.full(), arriving.parity);
+            arriving.advance();
         }
+        flying++;
         opened++;
         if (leads) barrier_expect(ring.full(), bytes);
     }
@@ -263,58 +315,66 @@ struct Producer {
     }
 };
 
-__device__ __forceinline__ void produce(const Step& step, StageRing ring, int (&positions)[BATCH], Cut part) {
+__device__ __forceinline__ void produce(const Step& step, StageRing ring, Cut part) {
     Producer p{ring};
     const int b = blockIdx.x;
     const int q0 = 2 * part(QKV_ROWS / 2, b), qn = 2 * part(QKV_ROWS / 2, b + 1) - q0;
     const int d0 = 2 * part(D_MODEL / 2, b), dn = 2 * part(D_MODEL / 2, b + 1) - d0;
     const int f0 = 2 * part(D_FF / 2, b), fn = 2 * part(D_FF / 2, b + 1) - f0;
-    const Share begin(b, positions);
-    if (begin.some && begin.splits == 1) p.limit = min(IN_FLIGHT_MORE, STAGES);
-    // Keys and values were written by threads, in launches before, and are copied by the asynchronous proxy.
-    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
-    const Share share(b, positions);
-    const int position = share.position;
-    const int* table = step.pages + step.row(share.row) * step.pages_a_row;
-    Layer layer = step.layers[0];
-    for (int l = 0; l < N_LAYERS; l++) {
-        const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
-        #pragma unroll 1
-        for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
-        if (share.some) {
-            // A few: all keys, then all values. Many: in turns.
-            const bool few = share.splits == 1;
-            const int stages = share.last - share.first;
-            #pragma unroll 1
-            for (int k = 0; k < 2 * stages; k++) {
-                const bool values = few ? k >= stages : k & 1;
-                const int s = share.first + (few ? k - (values ? stages : 0) : k / 2);
-                const u64 at = (static_cast<u64>(table[s]) * N_KV_HEADS + share.kv_head) * (PAGE_TOKENS * HEAD_DIM);
-                p.keys((values ? layer.values : layer.keys) + at, min(PAGE_TOKENS, position - s * PAGE_TOKENS));
-            }
-        }
-        #pragma unroll 1
-        for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
-        #pragma unroll 1
-        for (int r = 0; r < 24; r += 8) {
-            p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));
-            p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, max(0, min(8, fn - r)));
-        }
-        #pragma unroll 1
-        for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
-        layer = next;
-    }
-    static_assert(HEAD_IN_FLIGHT < STAGES, "in flight");
-    if (p.limit < HEAD_IN_FLIGHT) p.more = HEAD_IN_FLIGHT - p.limit;
+    const Share share(b, step, 0);
+    const u32 limit = share.some && share.splits == 1 ? min(IN_FLIGHT_MORE, STAGES) : IN_FLIGHT;
     const HeadRows head(step.vocabulary, b);
+    const int* table = step.pages + step.row(share.row) * step.pages_a_row;
     #pragma unroll 1
-    for (int n = 0; n * HEAD_ROWS < head.count; n++) {
-        if (p.dead = p.dead || p.watch.dead()) return;
-        // In the first round as always; then a stage is one warp's.
-        if (n < STAGES) p.free();
-        else p.await(AT_RELEASED_OF_HEAD + n % STAGES * 4, n / STAGES);
-        const int r = n * HEAD_ROWS;
-        p.fill(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r) * LINE);
+    for (int at = 0; at < step.steps; at++) {
+        // All stages of a step before were released: none is on its way, and its keys and values are there.
+        if (at > 0) p.await(AT_RELEASED + threadIdx.x % WARPS * 4, p.opened);
+        p.arriving = p.ring, p.flying = 0, p.limit = limit;
+        // Keys and values were written by threads, and are copied by the asynchronous proxy, as is what goes where a draw was.
+        asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");
+        const int position = share.position + at;
+        Layer layer = step.layers[0];
+        for (int l = 0; l < N_LAYERS; l++) {
+            const Layer next = step.layers[min(l + 1, N_LAYERS - 1)];
+            #pragma unroll 1
+            for (int r = 0; r < 32; r += 8) p.lines(layer.qkv + static_cast<u64>(q0 + r) * D_MODEL, max(0, min(8, qn - r)));
+            if (share.some) {
+                // A few: all keys, then all values. Many: in turns.
+                const bool few = share.splits == 1;
+                const int stages = share.last - share.first;
+                p.limit = max(limit, KEYS_IN_FLIGHT);
+                #pragma unroll 1
+                for (int k = 0; k < 2 * stages; k++) {
+                    const bool values = few ? k >= stages : k & 1;
+                    const int s = share.first + (few ? k - (values ? stages : 0) : k / 2);
+                    const u64 at = (static_cast<u64>(table[s]) * N_KV_HEADS + share.kv_head) * (PAGE_TOKENS * HEAD_DIM);
+                    p.keys((values ? layer.values : layer.keys) + at, min(PAGE_TOKENS, position - s * PAGE_TOKENS));
+                }
+            }
+            p.limit = limit;
+            #pragma unroll 1
+            for (int t = 0; t < OUT_T; t++) p.slices(layer.out + static_cast<u64>(d0) * HEADS_WIDTH + t * SLICE, dn, HEADS_WIDTH);
+            #pragma unroll 1
+            for (int r = 0; r < 24; r += 8) {
+                p.lines(layer.up + static_cast<u64>(f0 + r) * D_MODEL, max(0, min(8, fn - r)));
+                p.lines(layer.up + static_cast<u64>(D_FF + f0 + r) * D_MODEL, max(0, min(8, fn - r)));
+            }
+            #pragma unroll 1
+            for (int t = 0; t < DOWN_T; t++) p.slices(layer.down + static_cast<u64>(d0) * D_FF + t * SLICE, dn, D_FF);
+            layer = next;
+        }
+        static_assert(HEAD_IN_FLIGHT < STAGES, "in flight");
+        p.limit = max(limit, HEAD_IN_FLIGHT);
+        #pragma unroll 1
+        for (int n = 0; n * HEAD_ROWS < head.count; n++) {
+            if (p.dead = p.dead || p.watch.dead()) return;
+            // In the first round as always; then a stage is one warp's, which counts its stages over all steps.
+            const int slot = n % STAGES, of_step = (head.stages() - slot + STAGES - 1) / STAGES;
+            if (n < STAGES) p.free();
+            else p.await(AT_RELEASED_OF_HEAD + slot * 4, at * of_step + n / STAGES);
+            const int r = n * HEAD_ROWS;
+            p.fill(step.head + static_cast<u64>(head.first + r) * D_MODEL, min(HEAD_ROWS, head.count - r) * LINE);
+        }
     }
 }
 
@@ -368,6 +428,11 @@ struct Consumer {
     }
     __device__ __forceinline__ void count(u32 at, u32 released, u32 value) const {
         if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(ring.base + at + warp * 4 + (value & nil())), "r"(released) : "memory");
+    }
+    // Stages of which others released their own, and the last that this warp read of a step: what it read and wrote is done.
+    __device__ __forceinline__ void release_all(int stages) {
+        asm volatile("fence.acq_rel.cta;" ::: "memory");
+        release(stages, 0);
     }
     template <int FROM, int TO, int N>
     __device__ __forceinline__ void release(const u32 (&a)[N][8]) { release(TO - FROM, a[TO - 1][7]); }
@@ -568,7 +633,7 @@ __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, i
     keys.skip(some ? warp / 4 : 0);
     values.skip(stages + (some ? warp / 4 : 0));
     u32 read[2] = {0, 0};
-    float s[2] = {NOTHING, NOTHING}, newest[GROUP];
+    float s[2] = {NOTHING, NOTHING};
     if (some) {
         const u32 apart = q * 16 + (g & 1) * 64;       // columns as in a stage of weights: two for each head
         const u32 queries = c.ring.base + AT_QUERIES + (g / 2 % GROUP) * (HEAD_DIM * 2) + apart;
@@ -597,12 +662,15 @@ __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, i
     for (int h = 0; h < GROUP; h++) a.peak[h] = __shfl_sync(~0u, most, h);
     if (last) {
         const uint2 k = reinterpret_cast<const uint2*>(memory + AT_NEW)[lane];
+        float p[GROUP];
         #pragma unroll
         for (int h = 0; h < GROUP; h++) {
             const float4 v = reinterpret_cast<const float4*>(memory + AT_Q)[h * (HEAD_DIM / 4) + lane];
-            newest[h] = sum_lanes(low(k.x) * v.x + high(k.x) * v.y + low(k.y) * v.z + high(k.y) * v.w);
-            a.peak[h] = fmaxf(a.peak[h], newest[h]);
+            const float newest = sum_lanes(low(k.x) * v.x + high(k.x) * v.y + low(k.y) * v.z + high(k.y) * v.w);
+            a.peak[h] = fmaxf(a.peak[h], newest);
+            p[h] = lane < 8 ? exp_2(newest - a.peak[h]) : 0;
         }
+        a.weigh(p, shared_16(new_key + HEAD_DIM * 2), shared_16(new_key + HEAD_DIM * 2 + 128));
     }
     if (some) {
         const float peak = q & 1 ? a.peak[1] : a.peak[0];
@@ -624,17 +692,11 @@ __device__ __forceinline__ u32 few_keys(Consumer& c, Attention& a, int stages, i
             a.weigh(p, u, v);
         }
     }
-    if (last) {
-        float p[GROUP];
-        #pragma unroll
-        for (int h = 0; h < GROUP; h++) p[h] = lane < 8 ? exp_2(newest[h] - a.peak[h]) : 0;
-        a.weigh(p, shared_16(new_key + HEAD_DIM * 2), shared_16(new_key + HEAD_DIM * 2 + 128));
-    }
     return read[0] ^ read[1];
 }
 
-__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, int block, const int (&positions)[BATCH], u32 epoch) {
-    const Share share(__shfl_sync(~0u, block, 0), positions);
+__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, int block, int at, u32 epoch) {
+    const Share share(__shfl_sync(~0u, block, 0), step, at);
     const int position = share.position;
     float* shared_q = reinterpret_cast<float*>(memory + AT_Q);
     u32* fresh = reinterpret_cast<u32*>(memory + AT_NEW);
@@ -858,13 +920,16 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
     copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }
 
-// The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's.
-__device__ __forceinline__ void project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
+// The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's. Then what the rows predict;
+// where a step follows, all threads that multiply know of it.
+__device__ __forceinline__ bool project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
     constexpr u32 HALF_LINE = Consumer::HALF_LINE;
+    // What follows from it is found anew in each step: kept, it would not fit the registers.
+    const int block = opaque_block();
     const int warp = c.warp, lane = c.lane, g = lane / 4, q = lane % 4, half = c.half;
     const u32 weights = g * LINE + q * (HALF_LINE / 4) + half * HALF_LINE;
     const u32 input = c.ring.base + AT_INPUT + min(g / 2, BATCH - 1) * 128 + half * 64 + q * 16;
-    const HeadRows head(step.vocabulary, blockIdx.x);
+    const HeadRows head(step.vocabulary, block);
     float factor = factors[0];
     #pragma unroll
     for (int r = 1; r < BATCH; r++) factor = q == r ? factors[r] : factor;
@@ -873,8 +938,10 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
     static_assert(EIGHTS <= 2, "rows of a product");
     // As many warps as there are stages in the ring: each waits for one of these only, time after time, and alone releases it.
     static_assert(STAGES <= WARPS, "a warp a stage");
-    c.ring.skip(warp);
-    u32 released = 0;
+    StageRing ring = c.ring;
+    c.ring.skip(head.stages());
+    ring.skip(warp);
+    u32 of_head = reinterpret_cast<volatile u32*>(memory + AT_RELEASED_OF_HEAD)[warp];
     #pragma unroll 1
     for (int first = warp < STAGES ? warp * HEAD_ROWS : head.count; first < head.count; first += STAGES * HEAD_ROWS) {
         float scales[EIGHTS];
@@ -883,7 +950,7 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             const int token = min(head.first + first + e * 8 + g, step.vocabulary - 1);
             scales[e] = INT8 ? factor * step.scales->head[token] : factor;
         }
-        c.watch.wait(c.ring.full(), c.ring.parity);
+        c.watch.wait(ring.full(), ring.parity);
         float d[4][4] = {};
         u32 last = 0;
         #pragma unroll 4
@@ -892,8 +959,8 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             uint4 a[2][2] = {};
             #pragma unroll
             for (int e = 0; e < EIGHTS; e++) {
-                a[e][0] = shared_weights(c.ring.stage() + e * (8 * LINE) + at);
-                a[e][1] = shared_weights(c.ring.stage() + e * (8 * LINE) + (at ^ HALF_LINE));
+                a[e][0] = shared_weights(ring.stage() + e * (8 * LINE) + at);
+                a[e][1] = shared_weights(ring.stage() + e * (8 * LINE) + (at ^ HALF_LINE));
             }
             const uint4 b[2] = {shared_16(input + k * (BATCH * 128)), shared_16((input ^ 64) + k * (BATCH * 128))};
             #pragma unroll
@@ -904,8 +971,8 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             last = a[EIGHTS - 1][1].w;
         }
         __syncwarp();
-        c.count(AT_RELEASED_OF_HEAD, ++released, last);
-        c.ring.skip(STAGES);
+        c.count(AT_RELEASED_OF_HEAD, ++of_head, last);
+        ring.skip(STAGES);
         #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
             float sums[2];
@@ -920,43 +987,84 @@ __device__ __forceinline__ void project(Consumer& c, const Step& step, const flo
             }
         }
     }
+    const int at = Step::at();
+    const bool follows = at + 1 < step.steps;
     if (DRAWS && step.draws.some) {
         // Nothing of the ring is on its way any more, once all warps are here.
         barrier_sync(3, WARPS * 32);
         const int vocabulary = step.vocabulary;
         auto begin = [=](int block) { return HeadRows::at(vocabulary, block); };
-        draw_rows(step.draws, step.logits, vocabulary, step.positions, step.rows, begin, {step.scratch + BOARD}, epoch, step.next);
-        if (blockIdx.x == 0 && threadIdx.x < step.rows) step.following[threadIdx.x] = step.positions[threadIdx.x] + 1;
-        return;
+        int token = draw_rows(step.draws, step.logits, vocabulary, step.positions, at, step.rows, begin, {step.scratch + BOARD}, epoch);
+        c.release_all(head.stages());
+        u64* drawn = step.scratch + DRAWN;
+        if (block < step.rows && warp == 0) {
+            if (step.ended(block)) token = step.id(block);
+            if (lane == 0) {
+                step.predict(at, block, token);
+                // What was counted comes before it.
+                asm volatile("fence.acq_rel.gpu;" ::: "memory");
+                publish(drawn + block, token, epoch);
+            }
+            __syncwarp();
+        }
+        if (!follows) return false;
+        if (threadIdx.x < BATCH) {
+            u32 token, e;
+            do {
+                word(drawn + step.row(threadIdx.x), token, e);
+            } while (e != epoch && !c.watch.late());
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            step.set_id(threadIdx.x, token);
+        }
+        if (threadIdx.x == 0) Step::at() = at + 1;
+        barrier_sync(3, WARPS * 32);
+        return true;
     }
+    c.release_all(head.stages());
     // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
     best.of_lanes<4, 32>();
     Largest* of_warps = reinterpret_cast<Largest*>(memory + AT_PART);
     if (lane < BATCH) of_warps[lane * WARPS + warp] = best;
     barrier_sync(3, WARPS * 32);
-    if (warp >= BATCH) return;
-    best = of_warps[warp * WARPS + lane % WARPS];
-    best.of_lanes<1, WARPS>();
-    u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
-    if (Watch::dead()) best = {INFINITE, -1};
-    if (lane == 0) publish(words_of + 2 * blockIdx.x, __float_as_uint(best.logit), best.token, epoch);
-    if (blockIdx.x > 0) return;
-    #pragma unroll 1
-    for (int block = lane; __any_sync(~0u, block < static_cast<int>(gridDim.x)); block += 32) {
-        u32 logit, token, e[2];
-        #pragma unroll 1
-        do {
-            words(words_of + 2 * min(block, static_cast<int>(gridDim.x) - 1), logit, e[0], token, e[1]);
-        } while (__any_sync(~0u, (e[0] != epoch || e[1] != epoch) && !c.watch.late()));
-        best.or_else(__uint_as_float(logit), token);
+    if (warp < step.rows) {
+        best = of_warps[warp * WARPS + lane % WARPS];
+        best.of_lanes<1, WARPS>();
+        u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
+        if (Watch::dead()) best = {INFINITE, -1};
+        if (lane == 0) publish(words_of + 2 * block, __float_as_uint(best.logit), best.token, epoch);
+        if (follows || block == 0) {
+            u32 logit[MOST_BLOCKS / 32], token[MOST_BLOCKS / 32], wrong;
+            #pragma unroll 1
+            do {
+                wrong = 0;
+                u32 e[MOST_BLOCKS / 32][2];
+                #pragma unroll
+                for (int i = 0; i < MOST_BLOCKS / 32; i++) {
+                    words(words_of + 2 * min(i * 32 + lane, static_cast<int>(gridDim.x) - 1), logit[i], e[i][0], token[i], e[i][1]);
+                }
+                #pragma unroll
+                for (int i = 0; i < MOST_BLOCKS / 32; i++) wrong |= (e[i][0] ^ epoch) | (e[i][1] ^ epoch);
+            } while (__any_sync(~0u, wrong != 0) && !__any_sync(~0u, c.watch.late()));
+            #pragma unroll
+            for (int i = 0; i < MOST_BLOCKS / 32; i++) best.or_else(__uint_as_float(logit[i]), token[i]);
+            best.of_lanes<1, 32>();
+            int token_of_row = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+            if (step.ended(warp)) token_of_row = step.id(warp);
+            __syncwarp();
+            if (lane == 0) {
+                step.set_id(warp, token_of_row);
+                for (int r = step.rows; r < BATCH && warp == 0; r++) step.set_id(r, token_of_row);
+                if (block == 0) step.predict(at, warp, token_of_row);
+            }
+        }
     }
-    best.of_lanes<1, 32>();
-    if (lane > 0 || warp >= step.rows) return;
-    step.next[warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
-    step.following[warp] = step.positions[warp] + 1;
+    if (!follows) return false;
+    if (threadIdx.x == 0) Step::at() = at + 1;
+    barrier_sync(3, WARPS * 32);
+    return true;
 }
 
-__device__ __forceinline__ void consume(const Step& step, StageRing ring, int (&positions)[BATCH], u32 epoch) {
+__device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 epoch) {
     Consumer c(ring, step);
     const int b = blockIdx.x;
     const u32 squares = ring.base + AT_SQUARES;
@@ -966,141 +1074,137 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, int (&
         c.square[r] = low(v) * low(v) + high(v) * high(v);
         return pack(low(v) * low(gamma), high(v) * high(gamma));
     };
-    const bool attends = Share(b, positions).some;
-    const int joins_row = b / N_HEADS;
-    bool joins = false;
-    #pragma unroll
-    for (int r = 0; r < BATCH; r++) joins = joins || (r == joins_row && Share::splits_of(positions[r]) > 1);
-    joins = joins && (c.warp == 14 || c.warp == 15);
-    u32 gamma = reinterpret_cast<const u32*>(step.layers[0].attention_norm)[threadIdx.x];
     #pragma unroll 1
-    for (int l = 0; l < N_LAYERS; l++, epoch++) {
-        const Layer& layer = step.layers[l];
-        // What follows from these is computed again in each layer: kept, it would not fit the registers.
-        int block, copy;
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        copy = block % COPIES * (BATCH * SLICE / 2);
-        c.place();
-        const u32 gamma_next = reinterpret_cast<const u32*>(layer.feed_forward_norm)[threadIdx.x];
-        {
-            u32 a[4][8], in[1][8];
-            Consumer::Words<1> w;
-            c.load(a);
-            if (l > 0) c.expect(w, X + copy, 0);
-            c.release(a);
-            if (l == 0) {
-                #pragma unroll
-                for (int r = 0; r < BATCH; r++) {
-                    w.v[0][r] = step.embedded(step.id(r), threadIdx.x);
-                }
-            } else {
-                c.await(w, epoch - 1);
-            }
-            c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
-            float acc[2][4];
-            #pragma unroll
-            for (int t = 0; t < 2; t++) c.tile(acc[t], a[2 * t], a[2 * t + 1], in[0]);
-            c.put_squares(squares);
-            #pragma unroll
-            for (int t = 0; t < 2; t++) {
-                c.put(0, 16 * t, acc[t][0], acc[t][1]);
-                c.put(0, 16 * t + 8, acc[t][2], acc[t][3]);
-            }
-            barrier_arrive(1, SUMMING);
-        }
-        if (attends) attend(c, step, layer, block, positions, epoch);
-        if (joins) combine(c, step, block / N_HEADS, block % N_HEADS, epoch);
-        c.place();
-        // While `out` waits for its input, some of the next weights go to registers.
-        u32 up[6][8];
-        {
-            u32 a[OUT_T][8], in[OUT_T][8];
-            Consumer::Words<OUT_T> w;
-            c.load(a);
-            c.expect(w, O + OUT_T * copy, 1);
-            c.release(a);
-            gamma = gamma_next;
-            if constexpr (UP_EARLY > 0) {
-                c.load<0, UP_EARLY>(up);
-                c.release<0, UP_EARLY>(up);
-            }
-            c.await(w, epoch);
-            c.give(in, w.v, plain);
-            float acc[4];
-            c.rows(acc, a, in);
-            c.put(1, 0, acc[0], acc[1]);
-            barrier_arrive(2, SUMMING);
-        }
-        const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
-        {
-            u32 in[1][8];
-            Consumer::Words<1> w;
-            c.load<UP_EARLY, 6>(up);
-            c.expect(w, Y + copy, 2);
-            c.release<UP_EARLY, 6>(up);
-            c.await(w, epoch);
-            c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
-            float acc[3][4];
-            #pragma unroll
-            for (int t = 0; t < 3; t++) c.tile(acc[t], up[2 * t], up[2 * t + 1], in[0]);
-            c.put_squares(squares);
-            #pragma unroll
-            for (int t = 0; t < 3; t++) {
-                c.put(0, 8 * t, acc[t][0], acc[t][1]);
-                c.put(0, 24 + 8 * t, acc[t][2], acc[t][3]);
-            }
-            barrier_arrive(1, SUMMING);
-        }
-        {
-            Consumer::Words<DOWN_T> w;
-            float acc[4];
-            if constexpr (BATCH < 4) {
-                u32 a[DOWN_T][8], in[DOWN_T][8];
+    for (;; epoch++) {
+        u32 gamma = reinterpret_cast<const u32*>(step.layers[0].attention_norm)[threadIdx.x];
+        #pragma unroll 1
+        for (u32 l = 0; l < N_LAYERS; l++, epoch++) {
+            const Layer& layer = step.layers[l];
+            // What follows from these is computed again in each layer: kept, it would not fit the registers.
+            const int block = opaque_block(), copy = block % COPIES * (BATCH * SLICE / 2);
+            c.place();
+            {
+                u32 a[4][8], in[1][8];
+                Consumer::Words<1> w;
                 c.load(a);
-                c.expect(w, H + DOWN_T * copy, 3);
+                if (l > 0) c.expect(w, X + copy, 0);
                 c.release(a);
-                gamma = norm_next[threadIdx.x];
+                if (l == 0) {
+                    #pragma unroll
+                    for (int r = 0; r < BATCH; r++) {
+                        w.v[0][r] = step.embedded(step.id(r), threadIdx.x);
+                    }
+                } else {
+                    c.await(w, epoch - 1);
+                }
+                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+                float acc[2][4];
+                #pragma unroll
+                for (int t = 0; t < 2; t++) c.tile(acc[t], a[2 * t], a[2 * t + 1], in[0]);
+                c.put_squares(squares);
+                #pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    c.put(0, 16 * t, acc[t][0], acc[t][1]);
+                    c.put(0, 16 * t + 8, acc[t][2], acc[t][3]);
+                }
+                barrier_arrive(1, SUMMING);
+            }
+            // A word of shared memory costs less than a register that others need.
+            const u32 roles = Roles::read();
+            if (roles & Roles::ATTENDS) attend(c, step, layer, block, Step::at(), epoch);
+            if (roles & Roles::JOINS && c.warp >= WARPS - 2) combine(c, step, block / N_HEADS, block % N_HEADS, epoch);
+            c.place();
+            // While `out` waits for its input, some of the next weights go to registers.
+            u32 up[6][8];
+            {
+                u32 a[OUT_T][8], in[OUT_T][8];
+                Consumer::Words<OUT_T> w;
+                c.load(a);
+                c.expect(w, O + OUT_T * copy, 1);
+                c.release(a);
+                gamma = reinterpret_cast<const u32*>(layer.feed_forward_norm)[threadIdx.x];
+                if constexpr (UP_EARLY > 0) {
+                    c.load<0, UP_EARLY>(up);
+                    c.release<0, UP_EARLY>(up);
+                }
                 c.await(w, epoch);
                 c.give(in, w.v, plain);
+                float acc[4];
                 c.rows(acc, a, in);
-            } else {
-                c.expect(w, H + DOWN_T * copy, 3);
-                gamma = norm_next[threadIdx.x];
-                c.await(w, epoch);
-                c.slices(acc, w, plain);
+                c.put(1, 0, acc[0], acc[1]);
+                barrier_arrive(2, SUMMING);
             }
-            c.put(1, 0, acc[0], acc[1]);
-            barrier_arrive(2, SUMMING);
+            const u32* norm_next = reinterpret_cast<const u32*>(l + 1 < N_LAYERS ? step.layers[l + 1].attention_norm : step.final_norm);
+            {
+                u32 in[1][8];
+                Consumer::Words<1> w;
+                c.load<UP_EARLY, 6>(up);
+                c.expect(w, Y + copy, 2);
+                c.release<UP_EARLY, 6>(up);
+                c.await(w, epoch);
+                c.give(in, w.v, [&](int r, u32 v) { return normed(r, v, gamma); });
+                float acc[3][4];
+                #pragma unroll
+                for (int t = 0; t < 3; t++) c.tile(acc[t], up[2 * t], up[2 * t + 1], in[0]);
+                c.put_squares(squares);
+                #pragma unroll
+                for (int t = 0; t < 3; t++) {
+                    c.put(0, 8 * t, acc[t][0], acc[t][1]);
+                    c.put(0, 24 + 8 * t, acc[t][2], acc[t][3]);
+                }
+                barrier_arrive(1, SUMMING);
+            }
+            {
+                Consumer::Words<DOWN_T> w;
+                float acc[4];
+                if constexpr (BATCH < 4) {
+                    u32 a[DOWN_T][8], in[DOWN_T][8];
+                    c.load(a);
+                    c.expect(w, H + DOWN_T * copy, 3);
+                    c.release(a);
+                    gamma = norm_next[threadIdx.x];
+                    c.await(w, epoch);
+                    c.give(in, w.v, plain);
+                    c.rows(acc, a, in);
+                } else {
+                    c.expect(w, H + DOWN_T * copy, 3);
+                    gamma = norm_next[threadIdx.x];
+                    c.await(w, epoch);
+                    c.slices(acc, w, plain);
+                }
+                c.put(1, 0, acc[0], acc[1]);
+                barrier_arrive(2, SUMMING);
+            }
         }
-    }
-    c.place();
-    u32 result[BATCH];
-    {
-        Consumer::Words<1> w;
-        c.expect(w, X + b % COPIES * (BATCH * SLICE / 2), 0);
-        c.await(w, epoch - 1);
+        c.place();
+        u32 result[BATCH];
+        {
+            Consumer::Words<1> w;
+            c.expect(w, X + b % COPIES * (BATCH * SLICE / 2), 0);
+            c.await(w, epoch - 1);
+            #pragma unroll
+            for (int r = 0; r < BATCH; r++) {
+                result[r] = w.v[0][r];
+                __syncwarp();
+                asm volatile("st.shared.u32 [%0], %1;" ::"r"(c.staged + r * 128), "r"(normed(r, result[r], gamma)) : "memory");
+            }
+        }
+        c.put_squares(squares);
+        barrier_sync(3, WARPS * 32);
+        float factors[BATCH];
         #pragma unroll
         for (int r = 0; r < BATCH; r++) {
-            result[r] = w.v[0][r];
-            __syncwarp();
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(c.staged + r * 128), "r"(normed(r, result[r], gamma)) : "memory");
+            float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
+            #pragma unroll
+            for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+            factors[r] = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
+            if (b > 0 || r >= step.rows) continue;
+            const u32 v = result[r];
+            reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
+                pack(low(v) * low(gamma) * factors[r], high(v) * high(gamma) * factors[r]);
         }
+        if (!project(c, step, factors, epoch)) return;
     }
-    c.put_squares(squares);
-    barrier_sync(3, WARPS * 32);
-    float factors[BATCH];
-    #pragma unroll
-    for (int r = 0; r < BATCH; r++) {
-        float sum = reinterpret_cast<const float*>(memory + AT_SQUARES)[r * WARPS + c.lane % WARPS];
-        #pragma unroll
-        for (int o = WARPS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-        factors[r] = Watch::dead() ? __int_as_float(0x7fc00000) : rsqrtf(sum / D_MODEL + EPSILON);
-        if (b > 0 || r >= step.rows) continue;
-        const u32 v = result[r];
-        reinterpret_cast<u32*>(step.hidden)[r * (D_MODEL / 2) + threadIdx.x] =
-            pack(low(v) * low(gamma) * factors[r], high(v) * high(gamma) * factors[r]);
-    }
-    project(c, step, factors, epoch);
 }
 
 // ---- finishers
@@ -1141,63 +1245,66 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
     const int d0 = part(D_MODEL / 2, b), dn = part(D_MODEL / 2, b + 1) - d0;
     const int f0 = part(D_FF / 2, b), fn = part(D_FF / 2, b + 1) - f0;
     u64* scratch = step.scratch;
-    int ids[ROWS_EACH];
-    #pragma unroll
-    for (int i = 0; i < ROWS_EACH; i++) ids[i] = step.id(first_row + i * FINISHERS);
     float x[ROWS_EACH][2];
-    #pragma unroll
-    for (int i = 0; i < ROWS_EACH; i++) {
-        const u32 v = step.embedded(ids[i], d0 + min(lane % 4, dn - 1));
-        x[i][0] = low(v), x[i][1] = high(v);
-    }
     // The scales of a pair of rows, read before their sums are there.
     const int own_d = d0 + min(lane % 4, dn - 1), own_f = f0 + min(pair, fn - 1);
     auto scales = [](const float* of, int pair) { return INT8 ? reinterpret_cast<const float2*>(of)[pair] : float2{1, 1}; };
     #pragma unroll 1
-    for (int l = 0; l < N_LAYERS; l++, epoch++) {
-        const Scales& of = step.scales[l];
-        const float2 of_qkv = scales(of.qkv, q0 + min(pair, qn - 1)), of_out = scales(of.out, own_d);
-        const float2 of_gate = scales(of.up, own_f), of_up = scales(of.up, D_FF / 2 + own_f), of_down = scales(of.down, own_d);
-        barrier_sync(1, SUMMING);
-        #pragma unroll
-        for (int i = 0; i < ROWS_EACH; i++) {
-            const int row = first_row + i * FINISHERS;
-            const float scale = f.factor(row);
-            const float2 s = f.sum(sums[0], row, 2 * pair);
-            if (leads && pair < qn) {
-                const float q[2] = {s.x * scale * of_qkv.x, s.y * scale * of_qkv.y};
-                publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(q[0]), __float_as_uint(q[1]), epoch);
-            }
-        }
-        auto residual = [&](u64* to, float2 scales) {
-            barrier_sync(2, SUMMING);
+    for (int at = 0; at < step.steps; at++, epoch++) {
+        #pragma unroll 1
+        for (int l = 0; l < N_LAYERS; l++, epoch++) {
+            const Scales& of = step.scales[l];
+            const float2 of_qkv = scales(of.qkv, q0 + min(pair, qn - 1)), of_out = scales(of.out, own_d);
+            const float2 of_gate = scales(of.up, own_f), of_up = scales(of.up, D_FF / 2 + own_f), of_down = scales(of.down, own_d);
+            barrier_sync(1, SUMMING);
             #pragma unroll
             for (int i = 0; i < ROWS_EACH; i++) {
                 const int row = first_row + i * FINISHERS;
-                const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
-                x[i][0] += s.x * scales.x, x[i][1] += s.y * scales.y;
-                const u32 v = pack(x[i][0], x[i][1]);
-                // Four lanes a copy.
-                if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
-            }
-        };
-        residual(scratch + Y, of_out);
-        barrier_sync(1, SUMMING);
-        #pragma unroll
-        for (int i = 0; i < ROWS_EACH; i++) {
-            const int row = first_row + i * FINISHERS;
-            float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
-            const float scale = f.factor(row);
-            gate.x *= scale * of_gate.x, gate.y *= scale * of_gate.y, up.x *= scale * of_up.x, up.y *= scale * of_up.y;
-            const float h0 = gated(gate.x, up.x), h1 = gated(gate.y, up.y);
-            if (pair < fn) {
-                #pragma unroll
-                for (int k = 0; k < COPIES; k += 2) {
-                    if (k + f.part < COPIES) publish(scratch + H + ((k + f.part) * BATCH + row) * (D_FF / 2) + f0 + pair, pack(h0, h1), epoch);
+                const float scale = f.factor(row);
+                const float2 s = f.sum(sums[0], row, 2 * pair);
+                if (leads && pair < qn) {
+                    const float q[2] = {s.x * scale * of_qkv.x, s.y * scale * of_qkv.y};
+                    publish(scratch + Q + row * QKV_ROWS + 2 * (q0 + pair), __float_as_uint(q[0]), __float_as_uint(q[1]), epoch);
                 }
             }
+            if (l == 0) {
+                // The tokens are known since the warps that multiply arrived.
+                #pragma unroll
+                for (int i = 0; i < ROWS_EACH; i++) {
+                    const u32 v = step.embedded(step.id(first_row + i * FINISHERS), own_d);
+                    x[i][0] = low(v), x[i][1] = high(v);
+                }
+            }
+            auto residual = [&](u64* to, float2 scales) {
+                barrier_sync(2, SUMMING);
+                #pragma unroll
+                for (int i = 0; i < ROWS_EACH; i++) {
+                    const int row = first_row + i * FINISHERS;
+                    const float2 s = f.sum(sums[1], row, 2 * (lane % 4));
+                    x[i][0] += s.x * scales.x, x[i][1] += s.y * scales.y;
+                    const u32 v = pack(x[i][0], x[i][1]);
+                    // Four lanes a copy.
+                    if (lane % 4 < dn && lane / 4 < COPIES) publish(to + (lane / 4 * BATCH + row) * (D_MODEL / 2) + d0 + lane % 4, v, epoch);
+                }
+            };
+            residual(scratch + Y, of_out);
+            barrier_sync(1, SUMMING);
+            #pragma unroll
+            for (int i = 0; i < ROWS_EACH; i++) {
+                const int row = first_row + i * FINISHERS;
+                float2 gate = f.sum(sums[0], row, 2 * min(pair, 11)), up = f.sum(sums[0], row, 24 + 2 * min(pair, 11));
+                const float scale = f.factor(row);
+                gate.x *= scale * of_gate.x, gate.y *= scale * of_gate.y, up.x *= scale * of_up.x, up.y *= scale * of_up.y;
+                const float h0 = gated(gate.x, up.x), h1 = gated(gate.y, up.y);
+                if (pair < fn) {
+                    #pragma unroll
+                    for (int k = 0; k < COPIES; k += 2) {
+                        if (k + f.part < COPIES) publish(scratch + H + ((k + f.part) * BATCH + row) * (D_FF / 2) + f0 + pair, pack(h0, h1), epoch);
+                    }
+                }
+            }
+            residual(scratch + X, of_down);
         }
-        residual(scratch + X, of_down);
     }
     if (b == 0 && first_row == 0 && lane == 0) step.state->epoch = epoch;
 }
@@ -1205,35 +1312,50 @@ __device__ __forceinline__ void finish(const Step& step, u32 epoch, Cut part) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     const Layer* layers, const Weight* embedding, const u16* final_norm, const float* cos, const float* sin, State* state,
     u64* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const Weight* head, float* logits,
-    int* next, int* following, const int* streams, const int* lines, const float* draw_numbers, const float* prompt, float* written,
-    const float* bias, const __grid_constant__ DrawNumbers numbers
+    int* tokens, int* next, int* reached, int* following, const int* ends, const int* streams, const int* lines, const float* draw_numbers,
+    const float* prompt, float* written, const float* bias, const __grid_constant__ StepNumbers numbers
 ) {
-    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, next, following,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+    const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, tokens, next, reached, following,
+        ends, static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.steps),
+        min(static_cast<int>(numbers.ends_a_row), MOST_ENDS),
         reinterpret_cast<const Scales*>(numbers.scales),
         {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.texts), numbers.draws != 0}};
     if (failed(state, hidden, step.rows)) {
         const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
         for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
-        if (blockIdx.x == 0 && threadIdx.x < step.rows) next[threadIdx.x] = -1, following[threadIdx.x] = positions[threadIdx.x] + 1;
+        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, -1);
         return;
     }
     StageRing ring{shared_address(memory)};
-    if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS);
+    if (threadIdx.x == 0) Watch::begin(), ring.init(WARPS), Step::at() = 0;
     if (threadIdx.x < 6 * WARPS) reinterpret_cast<volatile u32*>(memory + AT_RELEASED)[threadIdx.x] = 0;
+    if (threadIdx.x < 32) Roles::write(step);
     const u32 epoch = reinterpret_cast<volatile State*>(state)->epoch + 1;
-    int at[BATCH];
-    #pragma unroll
-    for (int r = 0; r < BATCH; r++) at[r] = __shfl_sync(~0u, step.position(r), 0);
-    __syncthreads();
-    const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(at[0]) == 1};
+    bool goes_on = false;
+    if (threadIdx.x < BATCH) {
+        const int row = step.row(threadIdx.x), id = ids[row];
+        step.set_id(threadIdx.x, id);
+        goes_on = true;
+        for (int i = 0; i < step.ends_a_row; i++) {
+            const int end = ends[row * step.ends_a_row + i];
+            Step::ends_kept()[threadIdx.x * MOST_ENDS + i] = end;
+            goes_on = goes_on && end != id;
+        }
+    }
+    // Where all texts are at their ends, there is nothing to do.
+    if (!__syncthreads_or(goes_on)) {
+        for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, ids[threadIdx.x]);
+        return;
+    }
+    const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(step.position(0)) == 1};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < WARPS) {
-        consume(step, ring, at, epoch);
-    } else if (warp < WARPS + FINISHERS) {
-        finish(step, epoch, part);
+        registers_raise<104>();
+        consume(step, ring, epoch);
     } else {
-        produce(step, ring, at, part);
+        registers_lower<64>();
+        if (warp < WARPS + FINISHERS) finish(step, epoch, part);
+        else if (warp == WARPS + FINISHERS) produce(step, ring, part);
     }
     if (Watch::dead()) reinterpret_cast<volatile State*>(state)->error = 1;
 }

@@ -15,6 +15,8 @@ pub(super) const PAGE_TOKENS: usize = 64;
 pub(super) const FEW_ROWS: usize = 4;
 /// The most rows whose tokens it draws, too. With four what is compiled for it makes all else 4% slower.
 pub(super) const DRAWN_ROWS: usize = 2;
+/// The most steps of a launch for few rows: what is between two launches then costs a hundredth of a step.
+pub(super) const MOST_STEPS: usize = 8;
 /// The most blocks of the kernel for few rows.
 pub(super) const MOST_BLOCKS: u32 = 256;
 /// The rows that the kernel for many is compiled for.
@@ -90,11 +92,6 @@ pub(super) struct DecodeStepFewRows {
 }
 
 impl DecodeStepFewRows {
-    /// Warps that multiply, add up, and bring.
-    fn warps(&self) -> usize {
-        16 + self.rows.min(2) + 1
-    }
-
     /// Eight-byte words that blocks exchange, as the source counts them.
     pub(super) fn words(&self) -> usize {
         let Sizes { d_model, n_heads, d_ff, .. } = self.sizes;
@@ -102,7 +99,7 @@ impl DecodeStepFewRows {
         let exchanged = 2 * d_model / 2 + n_heads * HEAD_DIM / 2 + d_ff / 2;
         let largest = 2 * MOST_BLOCKS as usize;
         let groups = MOST_BLOCKS as usize * GROUPS;
-        let draw_words = self.rows * groups * GROUP_OF_LOGITS / 8 + MOST_BLOCKS as usize;
+        let draw_words = self.rows + self.rows * groups * GROUP_OF_LOGITS / 8 + MOST_BLOCKS as usize;
         let of_rows = copies * exchanged + self.sizes.qkv_rows() + n_heads * splits * (HEAD_DIM + 1) + largest;
         self.rows * of_rows + draw_words
     }
@@ -110,7 +107,8 @@ impl DecodeStepFewRows {
 
 impl CudaKernel for DecodeStepFewRows {
     fn threads(&self) -> u32 {
-        32 * self.warps() as u32
+        // Four warpgroups multiply; of the fifth, some warps add up, one brings, and the rest only give up registers.
+        32 * 20
     }
 
     fn entry(&self) -> &'static str {

@@ -157,10 +157,11 @@ where
     }
     let made = cuda::in_context(&on_device, || {
         if let Ok((body, most_rows)) = width_1024::plan(&planned) {
-            return Ok(DecodeBody { most_rows, head_rows: kernels::FEW_ROWS, body: Box::new(body) });
+            let (head_rows, most_steps) = (kernels::FEW_ROWS, width_1024::most_steps);
+            return Ok(DecodeBody { most_rows, head_rows, most_steps, body: Box::new(body) });
         }
         let (body, most_rows) = any_shape::plan(&planned)?;
-        Ok(DecodeBody { most_rows, head_rows: most_rows, body: Box::new(body) })
+        Ok(DecodeBody { most_rows, head_rows: most_rows, most_steps: |_, _| 1, body: Box::new(body) })
     });
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
@@ -180,7 +181,7 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeStep { plan, tokens, at, draw, .. } = operands.into_inner();
+    let DecodeStep { plan, tokens, at, draw, ahead, .. } = operands.into_inner();
     if [tokens.dtype(), at.positions.dtype(), at.pages.dtype()].iter().any(|dtype| *dtype != DType::I32) {
         return Err(Declined::new("tokens, positions and pages are not integers of 32 bits"));
     }
@@ -189,7 +190,7 @@ where
         // More rows draw in a launch of their own.
         let draw = draw.filter(|_| at.rows.len() <= kernels::DRAWN_ROWS);
         let draws = Draws::new(draw, &primitive(plan.model.final_norm.gamma.clone()))?;
-        return width_1024::decode_step(width_1024, tokens, at, draws);
+        return width_1024::decode_step(width_1024, tokens, at, draws, ahead);
     }
     let Some(body) = body.body.downcast_ref::<AnyShape<R>>() else { unreachable!("a plan of another backend") };
     any_shape::decode_step(body, tokens, at)

@@ -9,15 +9,15 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::kernels::{
-    BLOCKS, DecodeStepFewRows, DecodeStepLargeBatch, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, LARGE, MANY, MOST_BLOCKS,
-    MOST_ROWS, PAGE_TOKENS, SLICE, Sizes,
+    BLOCKS, DRAWN_ROWS, DecodeStepFewRows, DecodeStepLargeBatch, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, LARGE, MANY,
+    MOST_BLOCKS, MOST_ROWS, MOST_STEPS, PAGE_TOKENS, SLICE, Sizes,
 };
 use super::{Draws, address, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, blocks_map, grouped_map};
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::cached_attention::{CachedTokens, Held};
-use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted, StepsAhead};
 use crate::ops::norm::{Norm, NormKind};
 use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
@@ -222,12 +222,19 @@ where
     Ok((body, most_rows))
 }
 
-/// One token more of each row.
+/// The most steps of a launch.
+pub(super) fn most_steps(rows: usize, draws: bool) -> usize {
+    let most_rows = if draws { DRAWN_ROWS } else { FEW_ROWS };
+    if rows <= most_rows { MOST_STEPS } else { 1 }
+}
+
+/// One token more of each row, so many times.
 pub(super) fn decode_step<R, F, I, BT>(
     body: &Width1024<R>,
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, Int>,
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
     draws: Draws<R>,
+    StepsAhead { steps, ends }: StepsAhead<'_, CubeBackend<R, F, I, BT>>,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
     R: CubeRuntime,
@@ -257,20 +264,26 @@ where
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
-        let next = empty(&tokens, [rows], DType::I32);
-        let following = empty(&positions, [1, rows], DType::I32);
+        let [next, reached, following] = [(); 3].map(|()| empty(&tokens, [1, rows], DType::I32));
+        let all_tokens = empty(&tokens, [steps, rows], DType::I32);
+        let ends = ends.map(|ends| contiguous(ends.clone().into_primitive()));
+        let ends_a_row = ends.as_ref().map_or(0, |ends| ends.meta.shape()[1]);
         let arguments = || {
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
-            let of_head = [&body.head, &logits, &next, &following].into_iter().chain(&draws.pointers);
-            draws.words(of_head.fold(arguments, Arguments::pointer))
+            let of_head =
+                [&body.head, &logits, &all_tokens, &next, &reached, &following, ends.as_ref().unwrap_or(&next)];
+            let pointers = of_head.into_iter().chain(&draws.pointers);
+            draws.words(pointers.fold(arguments, Arguments::pointer)).word(steps).word(ends_a_row)
         };
         launch_tried(&body.state, &kernel, || unsafe {
             cuda::launch(&hidden, kernel.clone(), body.blocks, arguments())
         })?;
-        let next = Tensor::from_primitive(next);
-        let predicted = Predicted { logits: float(logits), next, drawn: draws.some };
-        let following = Some(Tensor::from_primitive(following));
-        return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), following });
+        let [next, reached, following, tokens] =
+            [next, reached, following, all_tokens].map(Tensor::<CubeBackend<R, F, I, BT>, 2, Int>::from_primitive);
+        let next = next.reshape([rows]);
+        let predicted = Predicted { logits: float(logits), next, tokens, drawn: draws.some };
+        let positions = Some([reached, following]);
+        return Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), positions });
     }
     let tables = || Arguments::default().pointer(&body.table).pointer(&body.maps);
     if let Some(variant) = MANY.iter().position(|most| rows <= *most) {
@@ -284,5 +297,5 @@ where
         let arguments = || all(tables().pointer(inputs), words);
         launch_tried(&body.state, &kernel, || unsafe { cuda::launch(&hidden, kernel.clone(), BLOCKS, arguments()) })?;
     }
-    Ok(Decoded { hidden: float(hidden), predicted: None, following: None })
+    Ok(Decoded { hidden: float(hidden), predicted: None, positions: None })
 }
