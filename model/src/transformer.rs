@@ -343,7 +343,9 @@ impl<B: Backend> Transformer<B> {
     ) -> TokensAhead<B> {
         let greedy = rows.are_greedy();
         self.plan(cache);
-        let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ..most };
+        // A launch that leaves at once has no logits to draw from.
+        let ends = most.ends.filter(|_| cache.goes_ahead(decoding.len(), !greedy));
+        let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ends };
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
         let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), cache);
         match hidden.predicted {

@@ -204,9 +204,9 @@ impl<B: Backend> Cache<B> {
         plan.get_or_insert_with(|| make(layers).ok());
     }
 
-    /// Whether so many rows may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead). Not before the first pass.
-    pub fn goes_ahead(&self, rows: usize) -> bool {
-        matches!(&self.plan, Some(Some(plan)) if plan.goes_ahead(rows))
+    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead). Not before the first pass.
+    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
+        matches!(&self.plan, Some(Some(plan)) if plan.goes_ahead(rows, draws))
     }
 
     /// Tokens more of each of these rows that one operation reads, `most` at the most, with pages for them: one, but where there is a

@@ -102,7 +102,7 @@ impl<B: Backend> Scheduler<B> {
     fn most_ahead(&self, writing: &[usize]) -> usize {
         let texts = || writing.iter().map(|at| &self.running[*at]);
         let one = |text: &Text| text.filter.is_some() || text.request.likeliest.is_some();
-        if !self.cache.goes_ahead(writing.len()) || !self.waiting.is_empty() || texts().any(one) {
+        if !self.cache.goes_ahead(writing.len(), false) || !self.waiting.is_empty() || texts().any(one) {
             return 1;
         }
         let left = texts().map(|text| text.request.max_tokens - text.drawn);

@@ -143,9 +143,9 @@ impl<B: Backend> DecodePlan<B> {
         self.body.most_rows
     }
 
-    /// Whether any launch for so many rows takes several steps.
-    pub fn goes_ahead(&self, rows: usize) -> bool {
-        (self.body.most_steps)(rows, false) > 1
+    /// Whether a launch for so many rows, which draw or not, may take several steps, and so looks for tokens that end texts.
+    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
+        (self.body.most_steps)(rows, draws) > 1
     }
 
     /// The most steps of a launch for rows that have so many tokens with those of the first step, and draw or not: all of them see
@@ -235,8 +235,9 @@ pub struct DecodeStep<'a, B: Backend> {
 pub struct StepsAhead<'a, B: Backend> {
     /// How many: one at least.
     pub steps: usize,
-    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MOST_ENDS`](Self::MOST_ENDS) of them: a row that reads
-    /// one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden states and logits are not to be used then.
+    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MOST_ENDS`](Self::MOST_ENDS) of them. Where the plan
+    /// [goes ahead](DecodePlan::goes_ahead), a row that reads one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden
+    /// states and logits are not to be used then.
     pub ends: Option<&'a Tensor<B, 2, Int>>,
 }
 
