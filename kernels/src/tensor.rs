@@ -1,7 +1,7 @@
 //! Between tensors and the primitives that a backend computes with.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Numeric, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Numeric, Tensor, TensorData, TensorPrimitive};
 
 /// The tensor of a float primitive.
 pub(crate) fn float<B: Backend, const D: usize>(primitive: B::FloatTensorPrimitive) -> Tensor<B, D> {
@@ -11,6 +11,19 @@ pub(crate) fn float<B: Backend, const D: usize>(primitive: B::FloatTensorPrimiti
 /// The float primitive under a tensor.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> B::FloatTensorPrimitive {
     tensor.into_primitive().tensor()
+}
+
+/// Rows of integers `[rows, most]`, at least one column; behind those that a row has, `padding`.
+pub(crate) fn padded_rows<B: Backend>(rows: &[&[u32]], padding: i32, device: &B::Device) -> Tensor<B, 2, Int> {
+    let most = rows.iter().map(|row| row.len()).max().unwrap_or(0).max(1);
+    let padded = |row: &&[u32]| {
+        let values = row.iter().map(|value| *value as i32);
+        values.chain(std::iter::repeat(padding)).take(most).collect::<Vec<i32>>()
+    };
+    let values: Vec<i32> = rows.iter().flat_map(padded).collect();
+    let (count, shape) = (values.len(), [rows.len(), most]);
+    // In one row: some devices leave gaps between the rows of a matrix.
+    Tensor::<B, 1, Int>::from_data(TensorData::new(values, [count]), device).reshape(shape)
 }
 
 /// The rows of `table` `[rows, width]` that `indices` `[count]`, below `rows`, name: `[count, width]`.

@@ -109,24 +109,14 @@ impl<B: Backend> Scheduler<B> {
         left.fold(TOKENS_AHEAD, usize::min)
     }
 
-    /// Tokens that end each of the texts, `[texts, most]`: as many as steps ahead take.
+    /// Tokens that end each of the texts, on the device.
     fn ends_of(&mut self, writing: &[usize]) -> Tensor<B, 2, Int> {
-        let most = StepsAhead::<B>::MOST_ENDS;
-        let ends = writing.iter().map(|at| self.running[*at].request.ends.iter().copied().take(most).collect());
-        let ends: Vec<Vec<u32>> = ends.collect();
+        let of_texts: Vec<Vec<u32>> = writing.iter().map(|at| self.running[*at].request.ends.clone()).collect();
         match &self.ends {
-            Some(Ends { of_texts, on_device }) if *of_texts == ends => on_device.clone(),
+            Some(same) if same.of_texts == of_texts => same.on_device.clone(),
             _ => {
-                let most = ends.iter().map(Vec::len).max().unwrap_or(0).max(1);
-                let padded = |ends: &Vec<u32>| {
-                    ends.iter().map(|end| *end as i32).chain(std::iter::repeat(-1)).take(most).collect::<Vec<i32>>()
-                };
-                let values: Vec<i32> = ends.iter().flat_map(padded).collect();
-                let (count, shape) = (values.len(), [ends.len(), most]);
-                // In one row: some devices leave gaps between the rows of a matrix.
-                let on_device = Tensor::<B, 1, Int>::from_data(TensorData::new(values, [count]), &self.device);
-                let on_device = on_device.reshape(shape);
-                self.ends = Some(Ends { of_texts: ends, on_device: on_device.clone() });
+                let on_device = StepsAhead::<B>::ends_of(&of_texts, &self.device);
+                self.ends = Some(Ends { of_texts, on_device: on_device.clone() });
                 on_device
             }
         }

@@ -34,6 +34,7 @@ use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
+use crate::tensor::padded_rows;
 
 /// New tokens of a row that a kernel takes together.
 #[cfg(feature = "cuda")]
@@ -162,13 +163,8 @@ fn assert_rows(rows: &[CachedRow]) {
 }
 
 fn page_table<B: Backend>(rows: &[CachedRow], device: &B::Device) -> Tensor<B, 2, Int> {
-    let most = rows.iter().map(|row| row.pages.len()).max().unwrap_or(0);
-    let padded =
-        |row: &CachedRow| row.pages.iter().copied().chain(std::iter::repeat(0)).take(most).collect::<Vec<u32>>();
-    let pages: Vec<i32> = rows.iter().flat_map(padded).map(|page| page as i32).collect();
-    let (count, shape) = (pages.len(), [rows.len(), most]);
-    // In one row: some devices leave gaps between the rows of a matrix.
-    Tensor::<B, 1, Int>::from_data(TensorData::new(pages, [count]), device).reshape(shape)
+    let pages: Vec<&[u32]> = rows.iter().map(|row| &row.pages[..]).collect();
+    padded_rows(&pages, 0, device)
 }
 
 /// What [`cached_attention`] computes with.

@@ -28,6 +28,7 @@ use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::reference_only;
+use crate::tensor::padded_rows;
 
 /// Why a backend leaves a model's blocks to be computed operation by operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -244,6 +245,12 @@ pub struct StepsAhead<'a, B: Backend> {
 impl<B: Backend> StepsAhead<'_, B> {
     /// Tokens that end a row's text, at the most.
     pub const MOST_ENDS: usize = 8;
+
+    /// Tokens that end texts as [`ends`](Self::ends) has them, but for those beyond the most.
+    pub fn ends_of(texts: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
+        let ends: Vec<&[u32]> = texts.iter().map(|ends| &ends[..ends.len().min(Self::MOST_ENDS)]).collect();
+        padded_rows(&ends, -1, device)
+    }
 
     /// One step of texts that have no ends.
     pub fn one() -> Self {
