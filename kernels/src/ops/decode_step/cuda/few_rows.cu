@@ -920,6 +920,47 @@ __device__ __forceinline__ void combine(Consumer& c, const Step& step, int row, 
     copies<BATCH * HEADS_WIDTH / 2>(step.scratch + O + row * (HEADS_WIDTH / 2) + head * (HEAD_DIM / 2) + pair, pack(o0, o1), epoch);
 }
 
+// The likeliest token of each row, of which `best` is this thread's. Where a step follows, each block finds it by itself.
+__device__ __forceinline__ void predict_likeliest(const Consumer& c, const Step& step, Largest best, int at, u32 epoch) {
+    const int warp = c.warp, lane = c.lane, block = opaque_block();
+    // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
+    best.of_lanes<4, 32>();
+    Largest* of_warps = reinterpret_cast<Largest*>(memory + AT_PART);
+    if (lane < BATCH) of_warps[lane * WARPS + warp] = best;
+    barrier_sync(3, WARPS * 32);
+    if (warp >= step.rows) return;
+    best = of_warps[warp * WARPS + lane % WARPS];
+    best.of_lanes<1, WARPS>();
+    u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
+    if (Watch::dead()) best = {INFINITE, -1};
+    if (lane == 0) publish(words_of + 2 * block, __float_as_uint(best.logit), best.token, epoch);
+    if (at + 1 < step.steps || block == 0) {
+        u32 logit[MOST_BLOCKS / 32], token[MOST_BLOCKS / 32], wrong;
+        #pragma unroll 1
+        do {
+            wrong = 0;
+            u32 e[MOST_BLOCKS / 32][2];
+            #pragma unroll
+            for (int i = 0; i < MOST_BLOCKS / 32; i++) {
+                words(words_of + 2 * min(i * 32 + lane, static_cast<int>(gridDim.x) - 1), logit[i], e[i][0], token[i], e[i][1]);
+            }
+            #pragma unroll
+            for (int i = 0; i < MOST_BLOCKS / 32; i++) wrong |= (e[i][0] ^ epoch) | (e[i][1] ^ epoch);
+        } while (__any_sync(~0u, wrong != 0) && !__any_sync(~0u, c.watch.late()));
+        #pragma unroll
+        for (int i = 0; i < MOST_BLOCKS / 32; i++) best.or_else(__uint_as_float(logit[i]), token[i]);
+        best.of_lanes<1, 32>();
+        int token_of_row = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+        if (step.ended(warp)) token_of_row = step.id(warp);
+        __syncwarp();
+        if (lane == 0) {
+            step.set_id(warp, token_of_row);
+            for (int r = step.rows; r < BATCH && warp == 0; r++) step.set_id(r, token_of_row);
+            if (block == 0) step.predict(at, warp, token_of_row);
+        }
+    }
+}
+
 // The head of this block's rows: all columns of the input lie in shared memory, and `factors` are the norm's. Then what the rows predict;
 // where a step follows, all threads that multiply know of it.
 __device__ __forceinline__ bool project(Consumer& c, const Step& step, const float (&factors)[BATCH], u32 epoch) {
@@ -1007,8 +1048,7 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
             }
             __syncwarp();
         }
-        if (!follows) return false;
-        if (threadIdx.x < BATCH) {
+        if (follows && threadIdx.x < BATCH) {
             u32 token, e;
             do {
                 word(drawn + step.row(threadIdx.x), token, e);
@@ -1016,47 +1056,9 @@ __device__ __forceinline__ bool project(Consumer& c, const Step& step, const flo
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             step.set_id(threadIdx.x, token);
         }
-        if (threadIdx.x == 0) Step::at() = at + 1;
-        barrier_sync(3, WARPS * 32);
-        return true;
-    }
-    c.release_all(head.stages());
-    // Of the warp, of the block, of all: lanes of a row of the batch are four apart.
-    best.of_lanes<4, 32>();
-    Largest* of_warps = reinterpret_cast<Largest*>(memory + AT_PART);
-    if (lane < BATCH) of_warps[lane * WARPS + warp] = best;
-    barrier_sync(3, WARPS * 32);
-    if (warp < step.rows) {
-        best = of_warps[warp * WARPS + lane % WARPS];
-        best.of_lanes<1, WARPS>();
-        u64* words_of = step.scratch + LARGEST + warp * (2 * MOST_BLOCKS);
-        if (Watch::dead()) best = {INFINITE, -1};
-        if (lane == 0) publish(words_of + 2 * block, __float_as_uint(best.logit), best.token, epoch);
-        if (follows || block == 0) {
-            u32 logit[MOST_BLOCKS / 32], token[MOST_BLOCKS / 32], wrong;
-            #pragma unroll 1
-            do {
-                wrong = 0;
-                u32 e[MOST_BLOCKS / 32][2];
-                #pragma unroll
-                for (int i = 0; i < MOST_BLOCKS / 32; i++) {
-                    words(words_of + 2 * min(i * 32 + lane, static_cast<int>(gridDim.x) - 1), logit[i], e[i][0], token[i], e[i][1]);
-                }
-                #pragma unroll
-                for (int i = 0; i < MOST_BLOCKS / 32; i++) wrong |= (e[i][0] ^ epoch) | (e[i][1] ^ epoch);
-            } while (__any_sync(~0u, wrong != 0) && !__any_sync(~0u, c.watch.late()));
-            #pragma unroll
-            for (int i = 0; i < MOST_BLOCKS / 32; i++) best.or_else(__uint_as_float(logit[i]), token[i]);
-            best.of_lanes<1, 32>();
-            int token_of_row = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
-            if (step.ended(warp)) token_of_row = step.id(warp);
-            __syncwarp();
-            if (lane == 0) {
-                step.set_id(warp, token_of_row);
-                for (int r = step.rows; r < BATCH && warp == 0; r++) step.set_id(r, token_of_row);
-                if (block == 0) step.predict(at, warp, token_of_row);
-            }
-        }
+    } else {
+        c.release_all(head.stages());
+        predict_likeliest(c, step, best, at, epoch);
     }
     if (!follows) return false;
     if (threadIdx.x == 0) Step::at() = at + 1;
