@@ -7,6 +7,8 @@ using Weight = u16;
 #endif
 
 constexpr int PAGE_TOKENS = 64, GROUP = N_HEADS / N_KV_HEADS;
+// Warps that attend to a page together, each to 16 of its tokens.
+constexpr int TEAM_WARPS = PAGE_TOKENS / 16;
 constexpr int QKV_ROWS = (N_HEADS + 2 * N_KV_HEADS) * HEAD_DIM, HEADS_WIDTH = N_HEADS * HEAD_DIM;
 constexpr float NOTHING = -1e30f;                      // the score of a key that is none
 
@@ -31,6 +33,13 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// This block's number. The compiler does not know that it is the same each time.
+__device__ __forceinline__ int opaque_block() {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
 }
 
 // A warp's wait for one of a layer's four inputs. How long it was in the layer before, which shared memory keeps, tells for how long

@@ -132,12 +132,6 @@ __device__ __forceinline__ float log_2(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The compiler does not know that it is the same each time.
-__device__ __forceinline__ int opaque_block() {
-    int block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    return block;
-}
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -154,7 +154,7 @@ impl DecodeStepManyRows {
 
 impl CudaKernel for DecodeStepManyRows {
     fn threads(&self) -> u32 {
-        32 * 9
+        32 * 12
     }
 
     fn entry(&self) -> &'static str {

@@ -34,7 +34,7 @@ constexpr int CLUSTER = 2, BLOCKS = 128, SLICES = 64, TOKENS = BATCH / 2;
 // Which of the kernels for 64, 96 and 128 rows this is: each has words and numbers of its own.
 constexpr int SIZE = BATCH / 32 - 2;
 static_assert(SIZE >= 0 && SIZE < 3 && BATCH % 32 == 0, "rows");
-constexpr int WARPS = 8, TEAM_WARPS = 4, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
+constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
 // Stages of weights, keys and values; of inputs: two groups of 64 columns, one from each block of the cluster.
 constexpr int STAGE = 16384, GROUP_BYTES = TOKENS * 128, INPUT_STAGE = 2 * GROUP_BYTES;
 // Up to so many pages a head, or a block, heads are not cut.
@@ -83,11 +83,11 @@ constexpr int FLAG_WORDS = PIECES + BLOCKS * PIECE * 2;                         
 // Shared memory.
 constexpr int EXCHANGED = (2 * GateOrUp::OWN > Qkv::OWN ? 2 * GateOrUp::OWN : Qkv::OWN) * 64 * 4, HEADS_PUT_TOGETHER = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int EXCHANGE_BYTES = EXCHANGED > HEADS_PUT_TOGETHER ? EXCHANGED : HEADS_PUT_TOGETHER;
-constexpr int OTHERS = EXCHANGE_BYTES + 3 * 64 * 4 + WARPS / TEAM_WARPS * (GROUP + 2) * HEAD_DIM * 2 + WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
+constexpr int OTHERS = EXCHANGE_BYTES + 3 * 64 * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 + WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
 constexpr int INPUT_STAGES = (TOKENS > 48 ? 81920 : 65536) / INPUT_STAGE, STAGES = (SHARED_BYTES - OTHERS - INPUT_STAGES * INPUT_STAGE) / STAGE;
 constexpr int AT_INPUT = STAGES * STAGE, AT_EXCHANGE = AT_INPUT + INPUT_STAGES * INPUT_STAGE, AT_PARTS = AT_EXCHANGE;
 constexpr int AT_FACTORS = AT_EXCHANGE + EXCHANGE_BYTES, AT_SQUARES = AT_FACTORS + 64 * 4, AT_QUERIES = AT_SQUARES + 2 * 64 * 4;
-constexpr int AT_NEW = AT_QUERIES + WARPS / TEAM_WARPS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + WARPS / TEAM_WARPS * 2 * HEAD_DIM * 2;
+constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_INPUT_BARRIERS = AT_BARRIERS + 16 * STAGES;
 constexpr int AT_READY = AT_INPUT_BARRIERS + 16 * INPUT_STAGES, AT_POSITIONS = AT_READY + 16, AT_BEFORE = AT_POSITIONS + BATCH * 4;
 constexpr int AT_WALK = AT_BEFORE + (BATCH + 1) * 4, SHARED = AT_WALK + sizeof(int) * 3;
@@ -118,8 +118,6 @@ __device__ __forceinline__ u32 own_slice() { return blockIdx.x / CLUSTER / 2 * C
 // The number before a step's first; each step has NUMBERS.
 __device__ __forceinline__ u32 epoch_of(const Step& step) { return reinterpret_cast<volatile State*>(step.state)->large_batch[SIZE]; }
 constexpr u32 NUMBERS = 2 * N_LAYERS + 1;
-// Where a block's pages begin and end.
-__device__ __forceinline__ Walk& kept_walk() { return *reinterpret_cast<Walk*>(memory + AT_WALK); }
 
 // ---- the warp that brings weights, keys and values
 
@@ -477,51 +475,18 @@ struct Consumer {
     }
 };
 
-// What a thread needs for its place of a segment, asked for while the other team is at the segment before.
-struct Ahead {
-    uint4 v;
-    Angles angles;
-    int page;
-
-    __device__ __forceinline__ void load(const Step& step, u32 thread, const Segment& s) {
-        if (!Place::has(thread)) return;
-        const Place place(thread);
-        v = ask(step.scratch + Q + (s.row * QKV_ROWS + place.column(s)) / 2);
-        angles.load(step, place, s.position);
-        page = step.pages[s.row * step.pages_a_row + s.pages - 1];
-    }
-};
-
-// Two teams take segments in turns: one puts its heads together while pages of the other's come.
 __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 number) {
     const Step& step = c.step;
-    const u32 team = c.warp / TEAM_WARPS, thread = c.thread % TEAM;
     c.await_ready();
-    Walk walk = kept_walk();
-    Segment s, next;
-    Ahead ahead;
-    bool more = walk.next(s);
-    if (more && team == 0) ahead.load(step, thread, s);
-    #pragma unroll 1
-    for (u32 turn = 0; more; s = next, turn++) {
-        more = walk.next(next);
-        if (turn % (CONSUMERS / TEAM) != team) {
-            if (more) ahead.load(step, thread, next);
-            pass_by(c, s);
-            continue;
-        }
-        if (Place::has(thread)) put(layer, s, team, Place(thread), ahead.angles, ahead.page, ahead.v);
-        team_sync(team);
-        Part part = attend(c, s);
-        if (thread >= PARTED) continue;
-        const u32 head = thread / PAIRS_OF_HEAD, pair = thread % PAIRS_OF_HEAD;
+    auto value = [&](u32 at) { return ask(step.scratch + Q + at / 2); };
+    attend_in_turns(c, step, layer, kept_walk(), value, [&](const Segment& s, Part part, u32 head, u32 pair) {
         u32* piece = step.scratch + PIECES + head * (HEAD_DIM + 2) * 2;
         if (s.first > 0) {
             u32* to = piece + blockIdx.x * PIECE * 2;
             publish(to + 4 * pair, __float_as_uint(part.out.x), number);
             publish(to + 4 * pair + 2, __float_as_uint(part.out.y), number);
             if (pair == 0) publish(to + 2 * HEAD_DIM, __float_as_uint(part.peak), number), publish(to + 2 * HEAD_DIM + 2, __float_as_uint(part.sum), number);
-            continue;
+            return;
         }
         each_other(s, step.rows, [&](int block) {
             const u32* from = piece + block * PIECE * 2;
@@ -535,7 +500,7 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
         });
         const u32 to = s.row * HEADS_WIDTH + (s.head * GROUP + head) * HEAD_DIM + 2 * pair;
         step.scratch[O + to / 2] = pack(part.out.x / part.sum, part.out.y / part.sum);
-    }
+    });
     c.publish_all(ATTENDED, number);
 }
 
@@ -557,6 +522,7 @@ __device__ __forceinline__ void consume(const Step& step) {
         attention(c, layer, number);
         c.forget();
         c.add<Out>(layer.feed_forward_norm, number + 1);
+        c.forget();
         c.gate_up(number);
         c.add<Down>(l == N_LAYERS - 1 ? step.final_norm : step.layers[l + 1].attention_norm, number + 2);
     }

@@ -19,11 +19,11 @@
 // A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no exchange of its own. Pages of all
 // kv heads of all rows are shared out evenly; where a head's pages are several blocks', the first of these puts it together.
 constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
-constexpr int WARPS = 8, TEAM_WARPS = WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32;
+constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
 constexpr int STAGE = 16384;
 // Stages on their way at once: more would make what few rows exchange wait behind them.
-constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 4;
+constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 3;
 // Up to so many pages a head, or a block, heads are not cut.
 constexpr int WHOLE_HEADS = 4;
 
@@ -78,14 +78,14 @@ constexpr int INPUT = ROWS * max_of(max_of(Qkv::COLUMNS, Out::COLUMNS), Down::CO
 constexpr int SUMS = max_of(max_of(Qkv::PARTS * BATCH * Qkv::PITCH, max_of(Out::PARTS * BATCH * Out::PITCH, Down::PARTS * BATCH * Down::PITCH)) * 4,
                             WARPS * GROUP * HEAD_DIM * 4);
 constexpr int SLOTS_0 = BATCH * max_of(CLUSTER * Qkv::OWN, CLUSTER * UP_PARTS * 2 * Half::OWN) * 4, SLOTS_1 = CLUSTER * BATCH * Out::OWN * 4;
-constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + GROUP * HEAD_DIM * 2 + 2 * HEAD_DIM * 2 +
+constexpr int OTHERS = INPUT + SUMS + SLOTS_0 + SLOTS_1 + SQUARES * BATCH * 4 + TEAMS * (GROUP + 2) * HEAD_DIM * 2 +
     WARPS * GROUP * 8 + (2 * BATCH + 1) * 4 + 1024;
 constexpr int STAGES = (SHARED_BYTES - OTHERS) / STAGE;
 constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_PARTS = AT_SUMS, AT_SLOTS_0 = AT_SUMS + SUMS, AT_SLOTS_1 = AT_SLOTS_0 + SLOTS_0;
 constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
-constexpr int AT_NEW = AT_QUERIES + GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + 2 * HEAD_DIM * 2;
+constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
-constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_WAITED = AT_BEFORE + (BATCH + 1) * 4, SHARED = AT_WAITED + WARPS * 16;
+constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_WAITED = AT_BEFORE + (BATCH + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16, SHARED = AT_WALK + 16;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -159,7 +159,6 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, u32 cl
     Producer p{ring};
     // Keys and values of the tokens before were not written by TMA.
     asm volatile("fence.acq_rel.gpu;\nfence.proxy.async.global;" ::: "memory");
-    const Walk pages(blockIdx.x, step.rows);
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
         if (Watch::dead()) return;
@@ -168,7 +167,7 @@ __device__ __forceinline__ void produce(const Step& step, StageRing ring, u32 cl
             for (int m = 0; m < MAPS; m++) asm volatile("prefetch.tensormap [%0];" ::"l"(maps + MAPS + m) : "memory");
         }
         p.weight<Qkv>(maps + QKV_MAP, cluster, rank);
-        Pages page(step, pages);
+        Pages page(step, kept_walk());
         for (; page.there(); page.advance()) {
             #pragma unroll
             for (int m = 0; m < 2; m++) {
@@ -204,6 +203,12 @@ struct Consumer {
     float squares[NORM_TURNS];
     u32 at_input, at_weight;                           // where in a tile of [16, 64] a lane reads
 
+    // What follows from these is computed again: kept, it would fit neither registers nor predicates.
+    __device__ __forceinline__ void forget() {
+        asm volatile("" : "+r"(thread), "+r"(warp), "+r"(lane));
+        const u32 block = opaque_block();
+        cluster = block / CLUSTER, rank = block % CLUSTER;
+    }
     __device__ __forceinline__ u32 slots_barrier(int b) const { return base + AT_BARRIERS + 16 * STAGES + 8 * b; }
 
     // The columns of this block, of all rows, of one of a layer's four inputs: into shared memory. With a norm: times gamma, and the squares go to the cluster.
@@ -438,27 +443,15 @@ struct Consumer {
 };
 static_assert(BATCH * Out::OWN / 2 <= CONSUMERS, "residual");
 
-__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, u32* set, Walk walk) {
-    Segment s;
-    #pragma unroll 1
-    while (walk.next(s)) {
-        if (Place::has(c.thread)) {
-            const Place place(c.thread);
-            Angles angles;
-            angles.load(step, place, s.position);
-            const int page = step.pages[s.row * step.pages_a_row + s.pages - 1];
-            put(layer, s, 0, place, angles, page, receive(set + Q + (s.row * QKV_ROWS + place.column(s)) / 2));
-        }
-        consumers_sync();
-        Part part = attend(c, s);
-        if (c.thread >= PARTED) continue;
-        const u32 head = c.thread / PAIRS_OF_HEAD, pair = c.thread % PAIRS_OF_HEAD;
+__device__ __forceinline__ void attend(Consumer& c, const Step& step, const Layer& layer, u32* set) {
+    auto value = [&](u32 at) { return receive(set + Q + at / 2); };
+    attend_in_turns(c, step, layer, kept_walk(), value, [&](const Segment& s, Part part, u32 head, u32 pair) {
         u32* piece = set + PIECES + head * (HEAD_DIM + 2);
         if (s.first > 0) {
             u32* to = piece + blockIdx.x * PIECE;
             publish(to + 2 * pair, part.out.x, part.out.y);
             if (pair == 0) publish(to + HEAD_DIM, part.peak, part.sum);
-            continue;
+            return;
         }
         each_other(s, step.rows, [&](int block) {
             const u32* from = piece + block * PIECE;
@@ -472,7 +465,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             part.add(__uint_as_float(p.x), __uint_as_float(p.y), make_float2(__uint_as_float(v.x), __uint_as_float(v.y)));
         });
         publish(set + O + s.row * (HEADS_WIDTH / 2) + (s.head * GROUP + head) * PAIRS_OF_HEAD + pair, pack(part.out.x / part.sum, part.out.y / part.sum));
-    }
+    });
 }
 
 __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cluster, u32 rank) {
@@ -489,11 +482,11 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
             c.residual = make_float2(low(v), high(v));
         }
     }
-    const Walk pages(blockIdx.x, step.rows);
     const u32 turn = reinterpret_cast<volatile State*>(step.state)->turns[BATCH / 16];
     u32 *set = step.scratch + turn * SET, *next = step.scratch + (turn + 1) % 3 * SET, *before = step.scratch + (turn + 2) % 3 * SET;
     #pragma unroll 1
     for (int l = 0; l < N_LAYERS; l++) {
+        c.forget();
         const Layer& layer = step.layers[l];
         c.arm(0, CLUSTER * Qkv::OWN + SQUARES);
         c.load<Qkv::COLUMNS, D_MODEL, true>(set + X, 0, layer.attention_norm, l == 0);
@@ -514,7 +507,8 @@ __device__ __forceinline__ void consume(const Step& step, StageRing ring, u32 cl
         // read these words again. By one thread, which would only wait here, for all: a barrier lies between the stores and this. Readers go
         // to the L2 (relaxed, of GPU scope), and need no fence of their own.
         if (c.thread == CONSUMERS - 1) asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        attend(c, step, layer, set, pages);
+        attend(c, step, layer, set);
+        c.forget();
         c.load<Out::COLUMNS, HEADS_WIDTH, false>(set + O, 1, nullptr, false);
         c.products<Out, false>(1, c.base + AT_SLOTS_1);
         c.gather(1, 0);
@@ -598,17 +592,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             sum += (at[r] / PAGE_TOKENS + 1) * N_KV_HEADS;
         }
         for (int r = step.rows; r <= BATCH; r++) before[r] = sum;
+        kept_walk() = Walk(blockIdx.x, step.rows);
     }
     // Rows past the last one are zeros.
     for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
     cluster_sync();
     const u32 cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     if (threadIdx.x < CONSUMERS) {
+        registers_raise<232>();
         consume(step, ring, cluster, rank);
         if (blockIdx.x == 0 && threadIdx.x == 0) state->turns[BATCH / 16] = (state->turns[BATCH / 16] + N_LAYERS) % 3;
         if (Watch::dead()) reinterpret_cast<volatile State*>(state)->error = 1;
-    } else if (threadIdx.x == CONSUMERS) {
-        produce(step, ring, cluster, rank);
+    } else {
+        registers_lower<40>();
+        if (threadIdx.x == CONSUMERS) produce(step, ring, cluster, rank);
     }
     // The other block of the cluster may still write here.
     cluster_sync();

@@ -1,10 +1,10 @@
 // Attention of one new token a row over keys and values in pages: which block has which pages, and what its warps do with them. What
 // blocks exchange is the kernel's affair.
 //
-// Included behind BATCH, BLOCKS, CONSUMERS, TEAM_WARPS, WHOLE_HEADS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
-// AT_BEFORE), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
+// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, WHOLE_HEADS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
+// AT_BEFORE, AT_WALK), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
 
-// Warps that attend to a segment together, each to 16 tokens of a page: four, or eight to two pages. Each team has its own place in shared memory.
+// Each team has its own place in shared memory.
 constexpr int TEAM = 32 * TEAM_WARPS;
 constexpr int QUERIES_BYTES = GROUP * HEAD_DIM * 2, NEW_BYTES = 2 * HEAD_DIM * 2, PARTS_BYTES = TEAM_WARPS * GROUP * HEAD_DIM * 4;
 constexpr int PEAKS_BYTES = TEAM_WARPS * GROUP * 8;
@@ -84,6 +84,9 @@ struct Walk {
         return true;
     }
 };
+
+// Where this block's pages begin and end, once one thread has found it.
+__device__ __forceinline__ Walk& kept_walk() { return *reinterpret_cast<Walk*>(memory + AT_WALK); }
 
 // The pages of a block in their order, for the thread that brings them.
 struct Pages {
@@ -221,7 +224,7 @@ __device__ __forceinline__ void each_other(const Segment& s, int rows, Add add) 
     }
 }
 constexpr int PAIRS_OF_HEAD = HEAD_DIM / 2, PARTED = GROUP * PAIRS_OF_HEAD;
-static_assert(PARTED <= TEAM, "heads");
+static_assert(PARTED <= TEAM && TEAMS > 1, "heads");
 // A segment whose queries are in shared memory: of a team's thread `t` below PARTED, head t / PAIRS_OF_HEAD of the group, columns 2 (t % PAIRS_OF_HEAD) and the next.
 template <class Consumer>
 __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
@@ -239,9 +242,8 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     #pragma unroll 1
     for (int page = s.first; page < s.last; page++) {
         const bool newest = page == s.pages - 1;
-        const int at = s.position % PAGE_TOKENS, mine = warp % 4;
-        const bool takes = (page - s.first) % (TEAM_WARPS / 4) == warp / 4 && (!newest || mine <= at / 16);
-        const bool has_new = newest && mine == at / 16;
+        const int at = s.position % PAGE_TOKENS, mine = warp;
+        const bool takes = !newest || mine <= at / 16, has_new = newest && mine == at / 16;
         c.ring.await();
         u32 last = 0;
         u32 p[2];
@@ -319,33 +321,30 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
         c.ring.release(lane, last, c.nil);
     }
     // All warps' parts together.
-    const int warps = min(TEAM_WARPS, 4 * (s.last - s.first));
     float* parts = reinterpret_cast<float*>(memory + AT_PARTS + team * PARTS_BYTES);
     float2* peaks = reinterpret_cast<float2*>(memory + AT_PEAKS + team * PEAKS_BYTES);
-    if (warp < warps) {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        #pragma unroll
+        for (int o = 4; o < 32; o <<= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], o);
+    }
+    if (2 * q < GROUP) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
+            float* to = parts + (warp * GROUP + 2 * q + h) * HEAD_DIM + g;
             #pragma unroll
-            for (int o = 4; o < 32; o <<= 1) sum[h] += __shfl_xor_sync(~0u, sum[h], o);
-        }
-        if (2 * q < GROUP) {
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float* to = parts + (warp * GROUP + 2 * q + h) * HEAD_DIM + g;
-                #pragma unroll
-                for (int m = 0; m < STEPS; m++) to[m * 16] = out[m][h], to[m * 16 + 8] = out[m][h + 2];
-                if (g == 0) peaks[warp * GROUP + 2 * q + h] = make_float2(peak[h], sum[h]);
-            }
+            for (int m = 0; m < STEPS; m++) to[m * 16] = out[m][h], to[m * 16 + 8] = out[m][h + 2];
+            if (g == 0) peaks[warp * GROUP + 2 * q + h] = make_float2(peak[h], sum[h]);
         }
     }
     team_sync(team);
     Part part{NOTHING, 0, {0, 0}};
     if (thread >= PARTED) return part;
     const u32 head = thread / PAIRS_OF_HEAD, pair = thread % PAIRS_OF_HEAD;
-    #pragma unroll 4
-    for (int w = 0; w < warps; w++) part.peak = fmaxf(part.peak, peaks[w * GROUP + head].x);
-    #pragma unroll 4
-    for (int w = 0; w < warps; w++) {
+    #pragma unroll
+    for (int w = 0; w < TEAM_WARPS; w++) part.peak = fmaxf(part.peak, peaks[w * GROUP + head].x);
+    #pragma unroll
+    for (int w = 0; w < TEAM_WARPS; w++) {
         const float2 p = peaks[w * GROUP + head], v = *reinterpret_cast<const float2*>(parts + (w * GROUP + head) * HEAD_DIM + 2 * pair);
         const float f = exp_2(p.x - part.peak);
         part.sum = fmaf(p.y, f, part.sum), part.out.x = fmaf(v.x, f, part.out.x), part.out.y = fmaf(v.y, f, part.out.y);
@@ -360,5 +359,45 @@ __device__ __forceinline__ void pass_by(Consumer& c, const Segment& s) {
     for (int i = 0; i < 2 * (s.last - s.first); i++) {
         c.ring.await();
         c.ring.release(c.lane, 0, c.nil);
+    }
+}
+
+// What a thread needs for its place of a segment, asked for before the segment's turn.
+struct Ahead {
+    uint4 v;
+    Angles angles;
+    int page;
+
+    template <class Value>
+    __device__ __forceinline__ void load(const Step& step, u32 thread, const Segment& s, Value value) {
+        if (!Place::has(thread)) return;
+        const Place place(thread);
+        angles.load(step, place, s.position);
+        page = step.pages[s.row * step.pages_a_row + s.pages - 1];
+        v = value(s.row * QKV_ROWS + place.column(s));
+    }
+};
+
+// Teams take a block's segments in turns: one puts its heads together while pages of the other's come. `value(at)`: eight queries, keys or values as their
+// projection leaves them. `done(segment, part, head, pair)` for what comes of each, by PARTED threads.
+template <class Consumer, class Value, class Done>
+__device__ __forceinline__ void attend_in_turns(Consumer& c, const Step& step, const Layer& layer, Walk walk, Value value, Done done) {
+    const u32 team = c.warp / TEAM_WARPS, thread = c.thread % TEAM;
+    Segment s, next;
+    Ahead ahead;
+    bool more = walk.next(s);
+    if (more && team == 0) ahead.load(step, thread, s, value);
+    #pragma unroll 1
+    for (u32 turn = 0; more; s = next, turn++) {
+        more = walk.next(next);
+        if (turn % TEAMS != team) {
+            if (more && (turn + 1) % TEAMS == team) ahead.load(step, thread, next, value);
+            pass_by(c, s);
+            continue;
+        }
+        if (Place::has(thread)) put(layer, s, team, Place(thread), ahead.angles, ahead.page, ahead.v);
+        team_sync(team);
+        const Part part = attend(c, s);
+        if (thread < PARTED) done(s, part, thread / PAIRS_OF_HEAD, thread % PAIRS_OF_HEAD);
     }
 }
