@@ -267,7 +267,8 @@ impl<B: Backend> Transformer<B> {
     /// If the model looks ahead, as encoders do.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
         assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
-        Cache::new(&self.config, tokens, self.cache_dtype(), &self.positions.device())
+        let cache = Cache::new(&self.config, tokens, self.cache_dtype(), &self.positions.device());
+        cache.planned(|layers| DecodePlan::new(self.decode_model()?, layers))
     }
 
     /// Hidden states `[batch_size, seq_length, d_model]` of `tokens` `[batch_size, seq_length]`, after the last norm.
@@ -342,7 +343,6 @@ impl<B: Backend> Transformer<B> {
         cache: &mut Cache<B>,
     ) -> TokensAhead<B> {
         let greedy = rows.are_greedy();
-        self.plan(cache);
         // A launch that leaves at once has no logits to draw from.
         let ends = most.ends.filter(|_| cache.goes_ahead(decoding.len(), !greedy));
         let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ends };
@@ -357,10 +357,6 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    fn plan(&self, cache: &mut Cache<B>) {
-        cache.plan(|layers| DecodePlan::new(self.decode_model()?, layers));
-    }
-
     /// [`step`](Self::step), which may draw, too, and so many steps of rows that read a token each.
     fn step_drawing(
         &self,
@@ -369,6 +365,12 @@ impl<B: Backend> Transformer<B> {
         (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
+        if let Some((_, decoding)) = &decode
+            && !prefill.is_empty()
+            && cache.takes_whole_step(decoding.len())
+        {
+            return self.step_apart(decode, prefill, cache);
+        }
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
         let mut rows: Vec<(RowId, usize)> = Vec::new();
@@ -387,7 +389,6 @@ impl<B: Backend> Transformer<B> {
         }
         let ids = if ids.len() == 1 { ids.remove(0) } else { Tensor::cat(ids, 0) };
         let [count] = ids.dims();
-        self.plan(cache);
         let at = cache.begin(&rows);
         let steps = ahead.steps;
         if prefill.is_empty()
@@ -409,6 +410,22 @@ impl<B: Backend> Transformer<B> {
         let last = TensorData::new(ends.collect::<Vec<i32>>(), [1, rows.len()]);
         let last = embed(x, Tensor::<B, 2, Int>::from_data(last, &device), self.activations);
         self.normalised(reshape(last, [rows.len(), self.config.d_model])).into()
+    }
+
+    /// [`step`](Self::step) of rows that read one token, and behind it that of `prefill`: the host makes the second ready while the device does the
+    /// first, which is one launch.
+    fn step_apart(
+        &self,
+        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        prefill: &[(RowId, &[u32])],
+        cache: &mut Cache<B>,
+    ) -> Hidden<B> {
+        let decoding = decode.iter().flat_map(|(_, decoding)| *decoding);
+        let rows: Vec<RowId> = decoding.chain(prefill.iter().map(|(row, _)| row)).copied().collect();
+        let first = self.step(decode, &[], cache);
+        let second = self.step(None, prefill, cache);
+        cache.pass_was_of(rows);
+        Tensor::cat(vec![first.states, second.states], 0).into()
     }
 
     /// [`step`](Self::step) for rows that read what is on the host.

@@ -236,11 +236,7 @@ fn prefill<B: Backend>(
     let all: Vec<u32> = (0..(prompts * tokens) as u32).map(|at| at.wrapping_mul(7919) % vocabulary).collect();
     let mut seconds = Vec::new();
     for _ in 0..repeats + 1 {
-        let mut cache = model.cache(PAGE_TOKENS + prompts * (tokens + 1).next_multiple_of(PAGE_TOKENS));
-        // Whole decode steps are planned at the first token that a cache has.
-        let first = cache.add_row();
-        model.prefill(&[(first, &[1])], &mut cache);
-        cache.remove_row(first);
+        let mut cache = model.cache(prompts * (tokens + 1).next_multiple_of(PAGE_TOKENS));
         let read_together: Vec<(RowId, &[u32])> =
             all.chunks_exact(tokens).map(|prompt| (cache.add_row(), prompt)).collect();
         let sampled = SampledRows::new(&vec![Sampling::greedy().into(); prompts], device);

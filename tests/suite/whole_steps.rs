@@ -129,6 +129,12 @@ impl<'a, B: Backend> Rows<'a, B> {
     /// One token more of each row.
     #[track_caller]
     fn step(&mut self) {
+        self.step_beside(&[]);
+    }
+
+    /// One token more of each row, and beside them texts of new ones.
+    #[track_caller]
+    fn step_beside(&mut self, texts: &[Vec<u32>]) {
         let step = self.steps;
         self.steps += 1;
         let next: Vec<u32> = self
@@ -139,7 +145,12 @@ impl<'a, B: Backend> Rows<'a, B> {
             .collect();
         self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
         let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
-        let hidden = self.model.decode(integers(&next, self.device), &ids, &mut self.cache);
+        let read: Vec<(RowId, &[u32])> = texts.iter().map(|text| (self.cache.add_row(), &text[..])).collect();
+        let decode = Some((integers(&next, self.device), &ids[..]));
+        let hidden = self.model.step(decode, &read, &mut self.cache);
+        self.rows.extend(read.into_iter().map(|(row, tokens)| (row, tokens.to_vec())));
+        let positions = self.cache.last_positions().into_data();
+        assert!(positions.iter::<i64>().eq(self.rows.iter().map(|(_, tokens)| tokens.len() as i64 - 1)), "{positions}");
         let [_, d_model] = hidden.states().dims();
         let states = values(&hidden.states().cast(DType::F32));
         self.assert_predictions(hidden, step);
@@ -191,6 +202,17 @@ backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(de
                 rows.step();
             }
         }
+    }
+});
+
+// Then one token more of all of them.
+backend_test!(rows_that_decode_beside_prompts_have_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
+    let (model, bound) = model::<B>(16, false, &device)?;
+    let mut rows = Rows::new(&model, bound, 40 * PAGE_TOKENS, &device);
+    assert!(rows.add(text(0, 70), 10));
+    for (step, lengths) in [[300, 1], [5, 64], [129, 2], [63, 17]].into_iter().enumerate() {
+        rows.step_beside(&lengths.map(|length| text(step, length)));
+        rows.step();
     }
 });
 

@@ -46,8 +46,8 @@ pub struct Cache<B: Backend> {
     context_length: usize,
     /// The rows of the last pass, and where their last tokens stand.
     last: Option<(Vec<RowId>, CachedTokens<B>)>,
-    /// What whole decode steps need, once it was tried whether the backend has them.
-    plan: Option<Option<DecodePlan<B>>>,
+    /// What whole decode steps need, where the backend has them.
+    plan: Option<DecodePlan<B>>,
     device: B::Device,
 }
 
@@ -197,16 +197,21 @@ impl<B: Backend> Cache<B> {
         at
     }
 
-    /// Makes ready, once, what [`whole_step`](Self::whole_step) needs, where the backend has such an operation for the model. It is asked for
-    /// before the first pass: what a backend has to say of it does not come between a text's tokens.
-    pub(crate) fn plan(&mut self, make: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>) {
-        let Self { plan, layers, .. } = self;
-        plan.get_or_insert_with(|| make(layers).ok());
+    /// With what [`whole_step`](Self::whole_step) needs, where the backend has such an operation for the model. What the backend has to say of it
+    /// does not come between a text's tokens.
+    pub(crate) fn planned(mut self, plan: impl FnOnce(&[LayerCache<B>]) -> Result<DecodePlan<B>, Declined>) -> Self {
+        self.plan = plan(&self.layers).ok();
+        self
     }
 
-    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead). Not before the first pass.
+    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead).
     pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
-        matches!(&self.plan, Some(Some(plan)) if plan.goes_ahead(rows, draws))
+        self.plan.as_ref().is_some_and(|plan| plan.goes_ahead(rows, draws))
+    }
+
+    /// Whether one operation reads a token more of each of so many rows.
+    pub(crate) fn takes_whole_step(&self, rows: usize) -> bool {
+        self.plan.as_ref().is_some_and(|plan| (1..=plan.rows()).contains(&rows))
     }
 
     /// Tokens more of each of these rows that one operation reads, `most` at the most, with pages for them: one, but where there is a
@@ -215,7 +220,7 @@ impl<B: Backend> Cache<B> {
     /// # Panics
     /// If a row is not there.
     pub(crate) fn whole_steps(&mut self, rows: &[RowId], draws: bool, most: usize) -> usize {
-        let Some(Some(plan)) = &self.plan else { return 1 };
+        let Some(plan) = &self.plan else { return 1 };
         let keys = rows.iter().map(|row| self.length(*row) + 1);
         let longest = keys.clone().max().unwrap_or(0);
         let room = (self.context_length + 1).saturating_sub(longest);
@@ -232,13 +237,13 @@ impl<B: Backend> Cache<B> {
         draw: Option<StepDraw<'_, B>>,
         ahead: StepsAhead<'_, B>,
     ) -> Option<Decoded<B>> {
-        let Self { plan, layers, last, .. } = self;
-        let made = plan.as_ref()?.as_ref()?;
-        if at.rows().len() > made.rows() {
+        if !self.takes_whole_step(at.rows().len()) {
             return None;
         }
+        let Self { plan, layers, last, .. } = self;
+        let made = plan.as_ref()?;
         let Ok((decoded, at)) = decode_step(made, tokens.clone(), at, layers, draw, ahead) else {
-            *plan = Some(None);
+            *plan = None;
             return None;
         };
         *last = last.take().map(|(ids, _)| (ids, at));
@@ -252,6 +257,16 @@ impl<B: Backend> Cache<B> {
                 row.length += tokens;
             }
         }
+    }
+
+    /// Takes the last passes, which were of some of these rows each, for one of all of them.
+    ///
+    /// # Panics
+    /// If a row is not there, or has no tokens.
+    pub(crate) fn pass_was_of(&mut self, rows: Vec<RowId>) {
+        let last = |id: &RowId| CachedRow { pages: self.rows[id].pages.clone(), tokens: 1, keys: self.rows[id].length };
+        let at = CachedTokens::new(rows.iter().map(last).collect(), self.window, &self.device);
+        self.last = Some((rows, at));
     }
 
     /// Where the last token of each row of the last pass stands, `[rows]`.
