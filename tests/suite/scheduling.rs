@@ -169,6 +169,29 @@ backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(dev
     assert!(waited > 10, "some waited for pages in {waited} steps");
 });
 
+backend_test!(a_prompt_that_was_read_ahead_is_written_as_soon_as_another_text_ends::<B>(device) {
+    let model = model::<B>(&device)?;
+    let request = |at: u32| Request::new((0..8).map(|place| at * 10 + place).collect(), 30);
+    let requests: Vec<Request> = (0..6).map(request).collect();
+    let mut scheduler = Scheduler::new(&model, SchedulerOptions { rows: 4, ..ROOMY }, device.clone());
+    let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
+    let mut texts = Texts::new();
+    step(&mut scheduler, &model, &mut texts)?;
+    let load = scheduler.load();
+    // Four are written; of one that waits all is read but its last token.
+    assert_eq!((load.waiting, load.reading, load.writing, load.tokens), (1, 1, 4, 4 * 8 + 7), "{load:?}");
+    scheduler.cancel(ids[0]);
+    step(&mut scheduler, &model, &mut texts)?;
+    let load = scheduler.load();
+    assert_eq!((load.waiting, load.reading, load.writing, load.tokens), (1, 0, 4, 3 * 9 + 8), "{load:?}");
+    while !scheduler.is_idle() {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    for (id, request) in ids.iter().zip(&requests).skip(1) {
+        assert_eq!(texts[id].0, alone(&model, request, &device)?);
+    }
+});
+
 backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
     let model = model::<B>(&device)?;
     let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { ends: vec![], max_tokens: 40, ..request }).collect();

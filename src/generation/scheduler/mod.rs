@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
-//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Drawn tokens feed the next step on the
+//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Where a prompt is read, so are those of the next texts that wait, but
+//! for their last tokens: many tokens take less time each, and such a text is written as soon as another has ended. Drawn tokens feed the next step on the
 //! device, and are read one or more steps later. Where nothing else is to be done, a step gives texts as many tokens as the device does at
 //! once.
 
@@ -31,13 +32,15 @@ const READ_STEPS: usize = 16;
 const READ_INTERVAL: Duration = Duration::from_millis(25);
 /// Tokens that texts are given before the next look at what else is to be done, at the most.
 const TOKENS_AHEAD: usize = 16;
+/// Of the texts that are written at a time, the share that may be read ahead of their turn: one in so many.
+const READ_AHEAD: usize = 4;
 /// The most of the likeliest tokens whose probabilities can be asked for.
 pub const MOST_LIKELIEST: usize = 20;
 
 /// What a scheduler may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerOptions {
-    /// Texts that are read or written at a time.
+    /// Texts that are written at a time.
     pub rows: usize,
     /// Tokens of one step, prompts and texts together.
     pub step_tokens: usize,
@@ -131,7 +134,7 @@ pub struct Written {
 pub struct Load {
     /// Requests that have not begun.
     pub waiting: usize,
-    /// Those whose prompts are being read.
+    /// Those whose prompts are being read, or were, and wait for their turn.
     pub reading: usize,
     /// Those that are being written.
     pub writing: usize,
@@ -166,6 +169,8 @@ struct Text {
     drawn_at: Option<usize>,
     /// Tokens that it reads in this step.
     reads: usize,
+    /// Whether it is its turn: if not, its last token is not read yet.
+    has_turn: bool,
     finished: bool,
 }
 
@@ -177,11 +182,6 @@ impl Text {
     /// Whether nothing more is to be drawn.
     fn is_complete(&self) -> bool {
         self.finished || self.drawn >= self.request.max_tokens
-    }
-
-    /// Whether the next step gives it a token.
-    fn writes(&self) -> bool {
-        self.drawn_at.is_some() && !self.is_complete()
     }
 
     fn needs_line(&self) -> bool {
@@ -346,6 +346,7 @@ impl<B: Backend> Scheduler<B> {
             slides: 0,
             drawn_at: None,
             reads: 0,
+            has_turn: false,
             finished: false,
         };
         self.waiting.push_back(text);
@@ -394,8 +395,8 @@ impl<B: Backend> Scheduler<B> {
         }
         self.slide()?;
         let reads = self.plan()?;
-        let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.running[*at].writes()).collect();
-        let first_tokens = !reads.is_empty() && writing.is_empty();
+        let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.writes(&self.running[*at])).collect();
+        let first_tokens = writing.iter().all(|at| self.running[*at].drawn_at.is_none());
         if !reads.is_empty() || !writing.is_empty() {
             self.pass(model, &writing, &reads);
         }

@@ -19,17 +19,7 @@ impl<B: Backend> Scheduler<B> {
         let most_ahead = if reads.is_empty() { self.most_ahead(writing) } else { 1 };
         let ends = (most_ahead > 1).then(|| self.ends_of(writing));
         let writing_rows: Vec<RowId> = writing.iter().filter_map(|at| self.running[*at].row).collect();
-        let decode = self.drawn.as_ref().filter(|_| !writing.is_empty()).map(|drawn| {
-            let places: Vec<usize> = writing.iter().filter_map(|at| self.running[*at].drawn_at).collect();
-            match places.iter().copied().eq(0..drawn.dims()[0]) {
-                true => drawn.clone(),
-                false => {
-                    let places: Vec<i32> = places.into_iter().map(|place| place as i32).collect();
-                    let count = places.len();
-                    drawn.clone().gather(0, Tensor::from_data(TensorData::new(places, [count]), &self.device))
-                }
-            }
-        });
+        let decode = (!writing.is_empty()).then(|| self.last_tokens(writing));
         let prefill: Vec<(RowId, &[u32])> = reads
             .iter()
             .filter_map(|(at, count)| {
@@ -98,11 +88,38 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
+    /// The last tokens of texts: those that the last step drew, or, of texts that it drew none of, the last ones that are known.
+    fn last_tokens(&self, writing: &[usize]) -> Tensor<B, 1, Int> {
+        let on_device = |tokens: Vec<i32>| {
+            let count = tokens.len();
+            Tensor::from_data(TensorData::new(tokens, [count]), &self.device)
+        };
+        let drawn = self.drawn.as_ref().map_or(0, |drawn| drawn.dims()[0]);
+        let mut known = Vec::new();
+        let mut place = |at: &usize| {
+            let Text { drawn_at, tokens, .. } = &self.running[*at];
+            drawn_at.unwrap_or_else(|| {
+                known.extend(tokens.last().map(|token| *token as i32));
+                drawn + known.len() - 1
+            })
+        };
+        let places: Vec<usize> = writing.iter().map(&mut place).collect();
+        let count = drawn + known.len();
+        let known = (!known.is_empty()).then(|| on_device(known));
+        let mut tokens: Vec<Tensor<B, 1, Int>> = self.drawn.iter().cloned().chain(known).collect();
+        let tokens = if tokens.len() == 1 { tokens.remove(0) } else { Tensor::cat(tokens, 0) };
+        if places.iter().copied().eq(0..count) {
+            return tokens;
+        }
+        tokens.gather(0, on_device(places.into_iter().map(|place| place as i32).collect()))
+    }
+
     /// The most tokens that texts are given in a step that reads no prompts: one, where anything waits for its end, or has to be known of it.
     fn most_ahead(&self, writing: &[usize]) -> usize {
         let texts = || writing.iter().map(|at| &self.running[*at]);
         let one = |text: &Text| text.filter.is_some() || text.request.likeliest.is_some();
-        if !self.cache.goes_ahead(writing.len(), false) || !self.waiting.is_empty() || texts().any(one) {
+        let waits = !self.waiting.is_empty() || self.running.iter().any(|text| !text.has_turn);
+        if !self.cache.goes_ahead(writing.len(), false) || waits || texts().any(one) {
             return 1;
         }
         let left = texts().map(|text| text.request.max_tokens - text.drawn);

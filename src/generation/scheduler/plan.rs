@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 use fireclay_kernels::{Backend, TokenCounts};
 
-use super::{Scheduler, Text};
+use super::{READ_AHEAD, Scheduler, Text};
 use crate::failure::Failure;
 
 impl<B: Backend> Scheduler<B> {
@@ -34,11 +34,14 @@ impl<B: Backend> Scheduler<B> {
     /// Which texts read how many tokens in this step, with pages for all that the step reads and writes.
     pub(super) fn plan(&mut self) -> Result<Vec<(usize, usize)>, Failure> {
         // Texts that are written come first, a token each.
-        self.running.iter_mut().for_each(|text| text.reads = usize::from(text.writes()));
+        self.give_turns();
+        for at in 0..self.running.len() {
+            self.running[at].reads = self.writes(&self.running[at]).into();
+        }
         let mut at = 0;
         while at < self.running.len() {
             let text = &self.running[at];
-            let Some(row) = text.row.filter(|_| text.writes()) else {
+            let Some(row) = text.row.filter(|_| self.writes(text)) else {
                 at += 1;
                 continue;
             };
@@ -55,29 +58,35 @@ impl<B: Backend> Scheduler<B> {
             at = self.running.iter().position(|text| text.id >= id).unwrap_or(self.running.len());
             at += usize::from(self.running.get(at).is_some_and(|text| text.id == id));
         }
-        let writing = self.running.iter().filter(|text| text.writes()).count();
+        let writing = self.running.iter().filter(|text| self.writes(text)).count();
         let mut budget = self.options.step_tokens.saturating_sub(writing).max(usize::from(writing == 0));
-        let mut reads = Vec::new();
         for at in 0..self.running.len() {
-            if budget == 0 || self.running[at].drawn_at.is_some() || self.running[at].is_complete() {
+            let text = &self.running[at];
+            if budget == 0 || text.drawn_at.is_some() || text.is_complete() || self.writes(text) {
                 continue;
             }
             if let Some(count) = self.readable(at, budget) {
                 self.running[at].reads = count;
-                reads.push((at, count));
                 budget -= count;
             }
         }
-        while budget > 0 && self.running.len() < self.options.rows && !self.waiting.is_empty() {
+        let mut active = self.running.iter().filter(|text| !text.is_complete()).count();
+        // Without a text whose turn has come, nobody reads ahead.
+        let most = if active < self.options.rows { self.options.rows + self.options.rows / READ_AHEAD } else { 0 };
+        while budget > 0 && active < most && !self.waiting.is_empty() {
             if self.cache.pages().1 == 0 && !self.release() {
                 break;
             }
-            self.admit();
+            let has_turn = active < self.options.rows;
+            if !has_turn && !self.may_read_ahead(budget) {
+                break;
+            }
+            self.admit(has_turn);
+            active += 1;
             let at = self.running.len() - 1;
             match self.readable(at, budget) {
                 Some(count) => {
                     self.running[at].reads = count;
-                    reads.push((at, count));
                     budget -= count;
                 }
                 None => {
@@ -91,19 +100,44 @@ impl<B: Backend> Scheduler<B> {
             }
         }
         // Where nothing moves, two texts that are being read may have all pages: one gives way.
-        if reads.is_empty() && writing == 0 && self.running.iter().any(|text| !text.is_complete()) {
+        if self.running.iter().all(|text| text.reads == 0) && self.running.iter().any(|text| !text.is_complete()) {
             self.preempt()?;
             return self.plan();
         }
-        Ok(reads)
+        let reads = self.running.iter().enumerate().filter(|(_, text)| text.reads > 0 && !self.writes(text));
+        Ok(reads.map(|(at, text)| (at, text.reads)).collect())
+    }
+
+    /// The first of those that are not complete have their turns.
+    fn give_turns(&mut self) {
+        let active = self.running.iter_mut().filter(|text| !text.is_complete());
+        active.enumerate().for_each(|(place, text)| text.has_turn = place < self.options.rows);
+    }
+
+    /// Whether this step gives a text a token behind one that was drawn, or behind its last one, where it has read all others.
+    pub(super) fn writes(&self, text: &Text) -> bool {
+        text.has_turn && !text.is_complete() && (text.drawn_at.is_some() || self.unread(text) == 1)
+    }
+
+    /// Tokens of a text that are known, and not read.
+    fn unread(&self, text: &Text) -> usize {
+        let read = text.begin + text.row.map_or(0, |row| self.cache.length(row));
+        text.tokens.len().saturating_sub(read)
+    }
+
+    /// Whether the first of those that wait may be read before its turn: all of it in this step, into pages that are not scarce.
+    fn may_read_ahead(&self, budget: usize) -> bool {
+        let tokens = self.waiting.front().map_or(0, |text| text.tokens.len() - text.begin);
+        let (_, pages_left) = self.cache.pages();
+        tokens <= budget && 2 * tokens.div_ceil(self.cache.page_tokens()) <= pages_left
     }
 
     /// Tokens that a text can read now, up to `budget`, with pages for them.
     fn readable(&mut self, at: usize, budget: usize) -> Option<usize> {
         let text = &self.running[at];
         let row = text.row?;
-        let left = text.tokens.len().saturating_sub(text.begin + self.cache.length(row));
-        let count = left.min(budget);
+        let left = self.unread(text);
+        let count = left.saturating_sub(usize::from(!text.has_turn)).min(budget);
         // All that it will ever need, where there is room: its pages are sent to the device once then.
         let behind =
             (text.request.max_tokens - text.drawn).min(self.context.saturating_sub(text.tokens.len() - text.begin));
@@ -131,9 +165,10 @@ impl<B: Backend> Scheduler<B> {
     }
 
     /// The first of those that wait gets a row, with as much of its tokens as the cache has.
-    fn admit(&mut self) {
+    fn admit(&mut self, has_turn: bool) {
         let Some(mut text) = self.waiting.pop_front() else { return };
         text.row = Some(self.cache.add_row_of(&text.tokens[text.begin..]));
+        text.has_turn = has_turn;
         if text.needs_line() {
             let line = self.free_line();
             if let Some(counts) = &mut self.counts {
