@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 9 to 128 rows, 16-bit, Hopper, aligned ---> few rows, in CUDA C++ (../cuda/few_rows); of weights as large as a head's from one row on, of
-//!     smaller ones up to 256
+//!     smaller ones up to 256, and more of them where there are few outputs: 1,024 of 1,024
 //! rows <= SKINNY_ROWS ---> skinny (one pass over the weight; norm, bias, activation and residual in the same launch)
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
@@ -104,7 +104,9 @@ pub(crate) fn takes_few_rows<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usiz
     let worth = m > 0 && if m <= SKINNIEST { n * k >= LARGE_WEIGHT } else { n >= TILE && n * k >= FEW_ROWS_WEIGHT };
     // Each tile of rows reads the whole weight.
     let once = m <= TILE || m <= 2 * TILE && n * k < LARGE_WEIGHT;
-    x.dtype.size() == 2 && worth && once && k.is_multiple_of(8) && on_hopper(x)
+    // A tile of the GEMM for Hopper is two multiprocessors', and at most half of them would have one.
+    let idle = || 4 * m.div_ceil(2 * TILE) * n.div_ceil(TILE) <= multiprocessors(x) as usize;
+    x.dtype.size() == 2 && worth && k.is_multiple_of(8) && on_hopper(x) && (once || idle())
 }
 
 /// The GEMM of `a` `[m, k]` and `b` `[k, n]`, both of one dtype and with a stride of one, into `[m, n]`.

@@ -149,6 +149,7 @@ pub(super) fn kernels() -> impl Iterator<Item = impl CudaKernel> {
             kernel(tokens, 1, 4, false, false),
             kernel(tokens, 2, 2, true, true),
             kernel(tokens, 2, 1, false, false),
+            kernel(tokens, 2, 2, false, false),
         ]
     })
 }
@@ -206,15 +207,16 @@ fn kernel<R: CubeRuntime>(
     let (activation, gated) = activation.map_or(Some((0, false)), numbered)?;
     let tokens = TOKENS.into_iter().find(|tokens| m <= *tokens).unwrap_or(TOKENS[TOKENS.len() - 1]);
     let processors = multiprocessors(x) as usize;
-    // Wide tiles read `x` less often.
-    let wide = gated || n.div_ceil(COLUMNS) >= 2 * processors;
+    let (many, narrow) = (m > 2 * tokens, m.div_ceil(tokens) * n.div_ceil(COLUMNS));
+    // Wide tiles read `x` less often: for many columns, and for many rows where narrow ones would be too many to halve K.
+    let wide = gated || n.div_ceil(COLUMNS) >= 2 * processors || many && 2 * narrow > processors;
     let mut kernel =
         GemmFewRows { half, tokens, warpgroups: 1 + usize::from(wide), split: 1, out_f32, activation, gated, norm };
     // Sums of many rows cost more than a longer run of K.
     let most = if tokens == 128 { 4 } else { 8 };
     let tiles = kernel.tiles([m, if gated { n / 2 } else { n }]);
-    let allowed =
-        |split: &usize| (tiles * split) as f64 <= BLOCKS_EACH * processors as f64 && k.div_ceil(DEPTH) >= 2 * split;
+    let each = if wide && many { 1.0 } else { BLOCKS_EACH };
+    let allowed = |split: &usize| (tiles * split) as f64 <= each * processors as f64 && k.div_ceil(DEPTH) >= 2 * split;
     kernel.split = [8, 4, 2].into_iter().filter(|split| *split <= most).find(allowed).unwrap_or(1);
     Some(kernel)
 }
