@@ -134,7 +134,7 @@ impl<R: FnOnce()> Engine<R> {
         let Self { shared, ready, .. } = self;
         ready();
         let mut texts = Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new() };
-        let served = texts.serve(&generator, rows);
+        let served = texts.serve(&generator);
         let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
         // Whoever has gone needs no reason.
         for mut waiting in texts.jobs.into_values() {
@@ -226,10 +226,10 @@ impl Waiting {
 
 impl<B: Backend> Texts<'_, B> {
     /// Writes until the server drains, and then until all is done or the time is over.
-    fn serve(&mut self, generator: &Generator<B>, rows: usize) -> Result<(), Failure> {
+    fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
         loop {
             self.cancel_abandoned();
-            while self.jobs.len() < rows
+            while self.jobs.len() < self.scheduler.texts_at_once()
                 && let Some(job) = self.shared.queue.pop()
             {
                 self.begin(job);

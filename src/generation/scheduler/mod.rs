@@ -287,6 +287,11 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
+    /// Texts that there is work for at a time: those that are written, and those that are read ahead of their turn.
+    pub fn texts_at_once(&self) -> usize {
+        self.options.rows + self.options.rows / READ_AHEAD
+    }
+
     /// Adds a request, behind those that wait.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 use fireclay_kernels::{Backend, TokenCounts};
 
-use super::{READ_AHEAD, Scheduler, Text};
+use super::{Scheduler, Text};
 use crate::failure::Failure;
 
 impl<B: Backend> Scheduler<B> {
@@ -72,7 +72,7 @@ impl<B: Backend> Scheduler<B> {
         }
         let mut active = self.running.iter().filter(|text| !text.is_complete()).count();
         // Without a text whose turn has come, nobody reads ahead.
-        let most = if active < self.options.rows { self.options.rows + self.options.rows / READ_AHEAD } else { 0 };
+        let most = if active < self.options.rows { self.texts_at_once() } else { 0 };
         while budget > 0 && active < most && !self.waiting.is_empty() {
             if self.cache.pages().1 == 0 && !self.release() {
                 break;
