@@ -365,11 +365,11 @@ impl<B: Backend> Transformer<B> {
         (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        if let Some((_, decoding)) = &decode
+        if let Some((tokens, decoding)) = &decode
             && !prefill.is_empty()
             && cache.takes_whole_step(decoding.len())
         {
-            return self.step_apart(decode, prefill, cache);
+            return self.step_apart((tokens.clone(), decoding), prefill, cache);
         }
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
@@ -416,14 +416,13 @@ impl<B: Backend> Transformer<B> {
     /// first, which is one launch.
     fn step_apart(
         &self,
-        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        (tokens, decoding): (Tensor<B, 1, Int>, &[RowId]),
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        let decoding = decode.iter().flat_map(|(_, decoding)| *decoding);
-        let rows: Vec<RowId> = decoding.chain(prefill.iter().map(|(row, _)| row)).copied().collect();
-        let first = self.step(decode, &[], cache);
-        let second = self.step(None, prefill, cache);
+        let rows: Vec<RowId> = decoding.iter().chain(prefill.iter().map(|(row, _)| row)).copied().collect();
+        let first = self.decode(tokens, decoding, cache);
+        let second = self.prefill(prefill, cache);
         cache.pass_was_of(rows);
         Tensor::cat(vec![first.states, second.states], 0).into()
     }

@@ -179,9 +179,7 @@ impl<B: Backend> Cache<B> {
         };
         let cached: Vec<CachedRow> = rows.iter().map(cached).collect();
         let ids: Vec<RowId> = rows.iter().map(|(id, _)| *id).collect();
-        let mut sorted = ids.clone();
-        sorted.sort_unstable();
-        assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is there once");
+        assert_once(&ids);
         let _in_cache = part("cache");
         let follows = |old: &CachedTokens<B>| {
             let one_more =
@@ -262,8 +260,9 @@ impl<B: Backend> Cache<B> {
     /// Takes the last passes, which were of some of these rows each, for one of all of them.
     ///
     /// # Panics
-    /// If a row is not there, or has no tokens.
+    /// If a row is not there, or twice, or has no tokens.
     pub(crate) fn pass_was_of(&mut self, rows: Vec<RowId>) {
+        assert_once(&rows);
         let last = |id: &RowId| CachedRow { pages: self.rows[id].pages.clone(), tokens: 1, keys: self.rows[id].length };
         let at = CachedTokens::new(rows.iter().map(last).collect(), self.window, &self.device);
         self.last = Some((rows, at));
@@ -277,4 +276,10 @@ impl<B: Backend> Cache<B> {
         let (_, at) = self.last.as_ref().expect("a pass that wrote into the cache");
         at.positions().clone().reshape([at.rows().len()])
     }
+}
+
+fn assert_once(rows: &[RowId]) {
+    let mut sorted = rows.to_vec();
+    sorted.sort_unstable();
+    assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is there once");
 }
