@@ -58,7 +58,11 @@ impl Metrics {
                 Histogram::new(FIRST_TOKEN.into_iter())
             ),
             queued: metric!("queued", "Texts that wait for the device", Gauge::default()),
-            reading: metric!("reading", "Texts whose prompts are being read", Gauge::default()),
+            reading: metric!(
+                "reading",
+                "Texts whose prompts are being read, or were, and wait for their turn",
+                Gauge::default()
+            ),
             writing: metric!("writing", "Texts that are being written", Gauge::default()),
             pages: metric!("cache_pages", "Pages of the cache", Gauge::default()),
             pages_left: metric!("cache_pages_left", "Pages of the cache that no text has", Gauge::default()),
