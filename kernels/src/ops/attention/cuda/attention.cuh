@@ -39,19 +39,22 @@ struct Tile {
 // longest and the shortest of a head, then one in the middle, and all pairs take as long. Where there are too few pairs for
 // all blocks, tiles are taken one by one.
 struct Tiles {
-    int across, heads, pairs, count, round = 0;
+    int across, heads, pairs, batches;
+    // The next pair, and what lies between two of a block: divisions would take as long as some of the tiles' products.
+    int place, head, batch, place_step, head_step, batch_step;
     // Where the other tile of a pair begins, or -1.
     int other = -1;
 
-    __device__ Tiles(u64 rows, u64 of_heads, u64 batch) {
+    __device__ Tiles(u64 rows, u64 of_heads, u64 of_batch) {
         across = (static_cast<int>(rows) + KEPT - 1) / KEPT;
-        heads = static_cast<int>(of_heads);
+        heads = static_cast<int>(of_heads), batches = static_cast<int>(of_batch);
         pairs = (across + 1) / 2;
-        int all = heads * static_cast<int>(batch);
-        if (pairs * all < gridDim.x) {
+        if (pairs * heads * batches < gridDim.x) {
             pairs = across;
         }
-        count = pairs * all;
+        int block = blockIdx.x, blocks = gridDim.x;
+        place = block % pairs, head = block / pairs % heads, batch = block / pairs / heads;
+        place_step = blocks % pairs, head_step = blocks / pairs % heads, batch_step = blocks / pairs / heads;
     }
 
     __device__ bool next(Tile& tile) {
@@ -60,17 +63,20 @@ struct Tiles {
             other = -1;
             return true;
         }
-        int at = round * gridDim.x + blockIdx.x;
-        round++;
-        if (at >= count) {
+        if (batch >= batches) {
             return false;
         }
-        int place = at % pairs, mirrored = across - 1 - place;
-        tile.first = place * KEPT;
-        tile.head = at / pairs % heads;
-        tile.batch = at / pairs / heads;
+        int mirrored = across - 1 - place;
+        tile = {batch, head, place * KEPT};
         if (pairs < across && mirrored != place) {
             other = mirrored * KEPT;
+        }
+        place += place_step, head += head_step, batch += batch_step;
+        if (place >= pairs) {
+            place -= pairs, head++;
+        }
+        if (head >= heads) {
+            head -= heads, batch++;
         }
         return true;
     }
@@ -158,6 +164,15 @@ __device__ __forceinline__ void sums_by_columns(float (&d)[HEAD_DIM / 8][4], con
     }
 }
 
+// Which of a thread's sums of a row of `N` columns are among the first `count` columns behind its own first one: a bit each. Two of
+// each eight columns are its own.
+template <int N>
+__device__ __forceinline__ u32 among_first(int count) {
+    static_assert(N <= 128, "bits");
+    count = min(max(count, 0), N);
+    return static_cast<u32>((1ull << (count / 8 * 2 + min(count % 8, 2))) - 1);
+}
+
 // Puts `instead` in the place of a tile's sums in columns outside a span, which is that of `span_of(row)` less `column`: rows are
 // counted in the warpgroup's tile.
 template <int N, class SpanOf>
@@ -166,14 +181,12 @@ __device__ __forceinline__ void mask_sums(float (&sums)[N / 8][4], float instead
     #pragma unroll
     for (int half = 0; half < 2; half++) {
         Span span = span_of(warp * 16 + half * 8 + lane / 4);
-        int first = span.first - column - lane % 4 * 2, length = span.last - span.first;
+        int own = column + lane % 4 * 2;
+        u32 seen = among_first<N>(span.last + 1 - own) & ~among_first<N>(span.first - own);
         #pragma unroll
-        for (int i = 0; i < N / 8; i++) {
-            #pragma unroll
-            for (int value = 0; value < 2; value++) {
-                if (static_cast<u32>(i * 8 + value - first) > static_cast<u32>(length)) {
-                    sums[i][2 * half + value] = instead;
-                }
+        for (int i = 0; i < N / 4; i++) {
+            if (!(seen >> i & 1)) {
+                sums[i / 2][2 * half + i % 2] = instead;
             }
         }
     }
@@ -239,7 +252,7 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
 }
 
 // The consumers take turns at issuing products, so that one's products run while the other computes exponentials. Those of narrow
-// heads are over too soon for that.
+// heads are over too soon for that, and forward the products of keys and of values are beside each other already.
 struct Turns {
     static constexpr bool TAKEN = HEAD_DIM > 64;
     int consumer;

@@ -1,7 +1,7 @@
 // Attention, forward (Dao et al., 2022; Shah et al., 2024): tiles of queries stay, keys and values come by, the last ones first.
 //
-// While the values of one block are multiplied, so are the queries by the keys of the next, and one warpgroup's softmax
-// runs beside the other's products.
+// While the values of one block are multiplied, so are the queries by the keys of the next; softmax runs beside the products of
+// values, and beside the other warpgroup's.
 //
 // Which tiles there are, where their queries, keys and values lie and which keys they see is said by `Rows`: rows of one
 // length (forward.cu), or of any length over pages (paged.cu).
@@ -10,21 +10,25 @@ constexpr int KEYS = 128;
 constexpr int Q_BYTES = KEPT * HEAD_DIM * 2;
 constexpr int KV_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int OUT_BYTES = 64 * HEAD_DIM * 2;
+// The queries of the next tile come while those of one are multiplied.
+constexpr int Q_STAGES = 2;
+// Values of wide heads are waited for before the products of keys are begun, those of others behind that: so it is faster.
+constexpr bool WIDE = HEAD_DIM > 64;
 
 struct Shared {
     u32 base = shared_base();
 
-    __device__ u32 q() const { return base; }
-    __device__ u32 out(int consumer) const { return base + Q_BYTES + consumer * OUT_BYTES; }
+    __device__ u32 q(int stage) const { return base + stage * Q_BYTES; }
+    __device__ u32 out(int consumer) const { return q(Q_STAGES) + consumer * OUT_BYTES; }
     __device__ u32 k(int stage) const { return out(CONSUMERS) + stage * KV_BYTES; }
     __device__ u32 v(int stage) const { return k(STAGES + stage); }
     __device__ u32 barrier(int index) const { return v(STAGES) + 8 * index; }
-    __device__ u32 q_full() const { return barrier(0); }
-    __device__ u32 q_empty() const { return barrier(1); }
-    __device__ u32 k_full(int stage) const { return barrier(2 + stage); }
-    __device__ u32 k_empty(int stage) const { return barrier(2 + STAGES + stage); }
-    __device__ u32 v_full(int stage) const { return barrier(2 + 2 * STAGES + stage); }
-    __device__ u32 v_empty(int stage) const { return barrier(2 + 3 * STAGES + stage); }
+    __device__ u32 q_full(int stage) const { return barrier(stage); }
+    __device__ u32 q_empty(int stage) const { return barrier(Q_STAGES + stage); }
+    __device__ u32 k_full(int stage) const { return barrier(2 * Q_STAGES + stage); }
+    __device__ u32 k_empty(int stage) const { return k_full(STAGES + stage); }
+    __device__ u32 v_full(int stage) const { return k_full(2 * STAGES + stage); }
+    __device__ u32 v_empty(int stage) const { return k_full(3 * STAGES + stage); }
 };
 
 template <class Rows>
@@ -32,13 +36,13 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
                         const Shared& shared) {
     typename Rows::Tiles tiles = rows.tiles();
     Ring<STAGES> k, v;
-    u32 q_parity = 1;
+    Ring<Q_STAGES> q;
     int group = static_cast<int>(rows.info.heads / rows.info.kv_heads);
     for (typename Rows::Tile tile; tiles.next(tile);) {
-        barrier_wait(shared.q_empty(), q_parity);
-        q_parity ^= 1;
-        barrier_expect(shared.q_full(), Q_BYTES);
-        rows.bring_queries(shared.q(), q_map, tile, shared.q_full());
+        barrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
+        barrier_expect(shared.q_full(q.stage), Q_BYTES);
+        rows.bring_queries(shared.q(q.stage), q_map, tile, shared.q_full(q.stage));
+        q.advance();
         Range range = rows.seen(tile);
         int head = tile.head / group;
         // Keys are needed a block before the values.
@@ -120,55 +124,73 @@ template <class Rows>
 __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared& shared, int consumer) {
     typename Rows::Tiles tiles = rows.tiles();
     Ring<STAGES> k, v;
-    u32 q_parity = 0;
-    int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
+    Ring<Q_STAGES> q;
+    int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
     float scale = scale_of(rows.info), scale_log2 = scale * LOG2_E;
-    u32 q = shared.q() + consumer * 64 * ROW_BYTES;
     // The first of the consumer's queries in a tile.
     int query = consumer * 64;
-    Turns turns(consumer);
-    for (typename Rows::Tile tile; tiles.next(tile);) {
+    Scores scores;
+    // A tile's queries by a block of keys: they have to be there.
+    auto multiply = [&] { rows_by_rows<KEPT, KEYS>(scores, shared.q(q.stage) + consumer * 64 * ROW_BYTES, shared.k(k.stage)); };
+    auto first_keys_there = [&] {
+        barrier_wait(shared.q_full(q.stage), q.parity);
+        barrier_wait(shared.k_full(k.stage), k.parity);
+    };
+    auto values_there = [&](const typename Rows::Tile& tile, int block) {
+        barrier_wait(shared.v_full(v.stage), v.parity);
+        rows.clear_unseen(shared.v(v.stage), tile, block, 1 + consumer);
+    };
+    auto release_keys = [&] {
+        release(shared.k_empty(k.stage));
+        k.advance();
+    };
+    auto release_values = [&] {
+        release(shared.v_empty(v.stage));
+        v.advance();
+    };
+    typename Rows::Tile tile;
+    bool more = tiles.next(tile);
+    if (more) {
+        first_keys_there();
+        wgmma_fence();
+        multiply();
+        wgmma_commit();
+        wgmma_wait<0>();
+        release_keys();
+    }
+    while (more) {
         Range range = rows.seen(tile);
-        Scores scores;
         u32 probabilities[KEYS / 16][4];
         float out[HEAD_DIM / 8][4];
         Softmax softmax;
 
-        barrier_wait(shared.q_full(), q_parity);
-        q_parity ^= 1;
-        barrier_wait(shared.k_full(k.stage), k.parity);
-        wgmma_fence();
-        rows_by_rows<KEPT, KEYS>(scores, q, shared.k(k.stage));
-        wgmma_commit();
-        wgmma_wait<0>();
-        release(shared.k_empty(k.stage));
-        k.advance();
         mask_scores(scores, rows, tile, query, (range.end - 1) * KEYS);
         softmax.apply(scores, scale_log2);
         pack_sums<KEYS>(probabilities, scores);
         bool add = false;
         for (int block = range.end - 2; block >= range.begin; block--) {
             barrier_wait(shared.k_full(k.stage), k.parity);
-            barrier_wait(shared.v_full(v.stage), v.parity);
-            rows.clear_unseen(shared.v(v.stage), tile, block + 1, 1 + consumer);
-            turns.begin();
+            if (WIDE) {
+                values_there(tile, block + 1);
+            }
             wgmma_fence();
-            rows_by_rows<KEPT, KEYS>(scores, q, shared.k(k.stage));
+            multiply();
             wgmma_commit();
+            if (!WIDE) {
+                values_there(tile, block + 1);
+                wgmma_fence();
+            }
             sums_by_columns<KEYS>(out, probabilities, shared.v(v.stage), add);
             wgmma_commit();
-            turns.end();
             add = true;
             wgmma_wait<1>();
-            release(shared.k_empty(k.stage));
-            k.advance();
+            release_keys();
             mask_scores(scores, rows, tile, query, block * KEYS);
             softmax.apply(scores, scale_log2);
-            wgmma_wait<0>();
-            release(shared.v_empty(v.stage));
-            v.advance();
-            // Maxima change often at first, and rarely then.
+            // Maxima change often at first, and rarely then. Each way waits on its own: a compiler moves a wait ahead of all that comes
+            // before it in a straight line, and nothing would run beside the product.
             if (__any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f)) {
+                wgmma_wait<0>();
                 #pragma unroll
                 for (int i = 0; i < HEAD_DIM / 8; i++) {
                     #pragma unroll
@@ -176,32 +198,55 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
                         out[i][value] *= softmax.correction[value / 2];
                     }
                 }
+            } else {
+                wgmma_wait<0>();
             }
+            release_values();
             pack_sums<KEYS>(probabilities, scores);
         }
-        release(shared.q_empty());
-        barrier_wait(shared.v_full(v.stage), v.parity);
-        rows.clear_unseen(shared.v(v.stage), tile, range.begin, 1 + consumer);
+        release(shared.q_empty(q.stage));
+        q.advance();
+        typename Rows::Tile done = tile;
+        auto divide = [&] {
+            float2 factors;
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float sum = softmax.sum[half];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                (half ? factors.y : factors.x) = __fdividef(1.0f, sum);
+                if (lane % 4 == 0) {
+                    rows.keep(done, query + warp * 16 + half * 8 + lane / 4, softmax.maximum[half] * scale, sum);
+                }
+            }
+            return factors;
+        };
+        auto write = [&](float2 factors) { rows.write(out, factors, shared.out(consumer), out_map, done, query, 1 + consumer); };
+        more = tiles.next(tile);
+        values_there(done, range.begin);
         wgmma_fence();
         sums_by_columns<KEYS>(out, probabilities, shared.v(v.stage), add);
         wgmma_commit();
-        float factors[2];
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = softmax.sum[half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            factors[half] = 1.0f / sum;
-            if (lane % 4 == 0) {
-                rows.keep(tile, query + warp * 16 + half * 8 + lane / 4, softmax.maximum[half] * scale, sum);
-            }
+        if (more) {
+            // The next tile's first scores, while this one is written.
+            first_keys_there();
+            wgmma_fence();
+            multiply();
+            wgmma_commit();
+            float2 factors = divide();
+            wgmma_wait<1>();
+            release_values();
+            write(factors);
+            wgmma_wait<0>();
+            release_keys();
+        } else {
+            float2 factors = divide();
+            wgmma_wait<0>();
+            release_values();
+            write(factors);
         }
-        wgmma_wait<0>();
-        release(shared.v_empty(v.stage));
-        v.advance();
-        rows.write(out, make_float2(factors[0], factors[1]), shared.out(consumer), out_map, tile, query, 1 + consumer);
     }
-    if (thread == 0) {
+    if (threadIdx.x % WARPGROUP == 0) {
         tma_store_wait();
     }
 }
@@ -212,8 +257,10 @@ __device__ __forceinline__ void attend(const TensorMap& q_map, const TensorMap& 
                                        const TensorMap& out_map, const Rows& rows) {
     Shared shared;
     if (threadIdx.x == 0) {
-        barrier_init(shared.q_full(), 1);
-        barrier_init(shared.q_empty(), RELEASES);
+        for (int stage = 0; stage < Q_STAGES; stage++) {
+            barrier_init(shared.q_full(stage), 1);
+            barrier_init(shared.q_empty(stage), RELEASES);
+        }
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(shared.k_full(stage), 1);
             barrier_init(shared.v_full(stage), 1);

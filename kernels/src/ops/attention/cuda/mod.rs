@@ -53,10 +53,9 @@ impl AttentionHopper {
         }
     }
 
-    /// Bytes beside the stages: what is kept, the result on its way out, and barriers.
+    /// Bytes beside the stages: what is kept, or forward the queries of two tiles, the result on its way out, and barriers.
     fn other_bytes(&self) -> usize {
-        let tiles = if matches!(self.pass, Pass::Forward | Pass::Paged) { 1 } else { 2 };
-        (tiles + 1) * KEPT * self.head_dim * 2 + 256
+        3 * KEPT * self.head_dim * 2 + 256
     }
 
     /// Two tiles, and what is known of each query.
