@@ -195,7 +195,7 @@ __device__ __forceinline__ void leave(const Sums& sums, const Buffers& buffers, 
     for (int i = 0; i < COLUMNS / 8; i++) {
         __stcg(partial + i * WARPGROUP + thread, make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
     }
-    __threadfence();
+    // A release by one thread is one of what others wrote ahead of a barrier with it, too.
     named_barrier(barrier, WARPGROUP);
     if (thread == 0) {
         asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(buffers.ready + slot) : "memory");
@@ -271,26 +271,29 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
 struct Runs {
     float values[2][4];
 
-    __device__ __forceinline__ Runs(const Sums& sums, int i, bool biased, u32 bias_place) {
+    template <bool BIASED>
+    static __device__ __forceinline__ Runs of(const Sums& sums, int i, u32 bias_place) {
+        Runs runs;
         #pragma unroll
         for (int side = 0; side < 2; side++) {
             float2 bias = make_float2(0.0f, 0.0f);
-            if (biased) {
+            if (BIASED) {
                 u32 place = bias_place + 4 * ((i + side) * 8 + threadIdx.x % 4 * 2);
                 asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(bias.x), "=f"(bias.y) : "r"(place));
             }
             #pragma unroll
             for (int value = 0; value < 4; value++) {
-                values[side][value] = sums[i + side][value] + (value % 2 ? bias.y : bias.x);
+                runs.values[side][value] = sums[i + side][value] + (value % 2 ? bias.y : bias.x);
             }
         }
+        return runs;
     }
 };
 
 // Into shared memory, where the residual may be already, in the order that TMA stores: all, or the product alone; of a gated activation
-// one half of it, 0 for the gates.
-template <bool ALONE>
-__device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u32 out, u32 bias_place, int half) {
+// one half of it, 0 for the gates. What there is to add is asked for once: branches between the stores took three times as long as these.
+template <bool ALONE, bool BIASED, bool ADDS>
+__device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, int half) {
     constexpr int OUT_RUNS = OUT_COLUMNS / 8;
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int row = warp * 16 + lane % 16;
@@ -298,9 +301,9 @@ __device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u3
     for (int i = 0; i < OUT_RUNS; i += 2) {
         int chunk = i + lane / 16;
         u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
-        Runs runs(sums, i + half * OUT_RUNS, !ALONE && info.bias, bias_place);
+        Runs runs = Runs::of<BIASED>(sums, i + half * OUT_RUNS, bias_place);
         u32 matrices[4];
-        if (!ALONE && info.adds_residual) {
+        if (ADDS) {
             matrices_load(matrices, place);
             #pragma unroll
             for (int matrix = 0; matrix < 4; matrix++) {
@@ -316,7 +319,7 @@ __device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u3
             }
         }
         if (!ALONE && GATED) {
-            Runs gated(sums, i + OUT_RUNS, info.bias, bias_place);
+            Runs gated = Runs::of<BIASED>(sums, i + OUT_RUNS, bias_place);
             #pragma unroll
             for (int value = 0; value < 8; value++) {
                 runs.values[value / 4][value % 4] *= gated.values[value / 4][value % 4];
@@ -327,6 +330,16 @@ __device__ __forceinline__ void stage_out(const Sums& sums, const Info& info, u3
             matrices[matrix] = pack(runs.values[matrix / 2][matrix % 2 * 2], runs.values[matrix / 2][matrix % 2 * 2 + 1]);
         }
         matrices_store(place, matrices);
+    }
+}
+
+// All of it, with what there is to add.
+template <bool BIASED>
+__device__ __forceinline__ void stage_all(const Sums& sums, const Info& info, u32 out, u32 bias_place) {
+    if (!ACTIVATION && info.adds_residual) {
+        stage_out<false, BIASED, !ACTIVATION>(sums, out, bias_place, 0);
+    } else {
+        stage_out<false, BIASED, false>(sums, out, bias_place, 0);
     }
 }
 
@@ -352,7 +365,8 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
     Ring<STAGES> at;
     [[maybe_unused]] u32 residual_parity = 0;
     u32 a_rows = consumer * 64 * ROW_BYTES, out = shared.out(consumer);
-    for (Work work; schedule.next(work);) {
+    Work work, next;
+    for (bool more = schedule.next(work); more; work = next) {
         int row = work.row + static_cast<int>(rank) * BLOCK_ROWS + consumer * 64;
         bool has_end = work.end == schedule.stages;
         if (!OUT_F32 && info.adds_residual && has_end && thread == 0) {
@@ -367,15 +381,18 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             bring_bias(buffers, info, shared.bias(consumer), work.column);
         }
         Sums sums;
-        int before = 0;
-        for (int step = work.begin; step < work.end; step++) {
+        barrier_wait(shared.full(at.stage), at.parity);
+        multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), false);
+        int before = at.stage;
+        at.advance();
+        // Its divisions run beside the products.
+        more = schedule.next(next);
+        for (int step = work.begin + 1; step < work.end; step++) {
             barrier_wait(shared.full(at.stage), at.parity);
-            multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), step > work.begin);
-            if (step > work.begin) {
-                wgmma_wait<1>();
-                if (thread < BLOCKS) {
-                    barrier_arrive(shared.empty(before), thread);
-                }
+            multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), true);
+            wgmma_wait<1>();
+            if (thread < BLOCKS) {
+                barrier_arrive(shared.empty(before), thread);
             }
             before = at.stage;
             at.advance();
@@ -410,7 +427,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
         if (ACTIVATION && info.saves_product) {
             #pragma unroll
             for (int half = 0; half <= GATED; half++) {
-                stage_out<true>(sums, info, out, 0, half);
+                stage_out<true, false, false>(sums, out, 0, half);
                 send(*residual_map, out, row, work.column + half * static_cast<int>(info.n), barrier);
                 if (thread == 0) {
                     tma_store_wait_read();
@@ -418,7 +435,11 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
                 named_barrier(barrier, WARPGROUP);
             }
         }
-        stage_out<false>(sums, info, out, shared.bias(consumer), 0);
+        if (info.bias) {
+            stage_all<true>(sums, info, out, shared.bias(consumer));
+        } else {
+            stage_all<false>(sums, info, out, 0);
+        }
         send(*out_map, out, row, work.column, barrier);
 #endif
     }

@@ -23,9 +23,9 @@ struct TileCosts {
 }
 
 const TILE_COSTS: [TileCosts; 3] = [
-    TileCosts { columns: 128, stage: 0.456, end: 0.75, cut: 4.0, part: 2.6 },
-    TileCosts { columns: 192, stage: 0.588, end: 1.6, cut: 8.0, part: 4.2 },
-    TileCosts { columns: WIDEST, stage: 0.79, end: 2.0, cut: 14.0, part: 3.6 },
+    TileCosts { columns: 128, stage: 0.456, end: 0.2, cut: 3.5, part: 2.6 },
+    TileCosts { columns: 192, stage: 0.588, end: 0.95, cut: 7.0, part: 4.2 },
+    TileCosts { columns: WIDEST, stage: 0.79, end: 1.1, cut: 13.0, part: 3.6 },
 ];
 
 /// The tiles of a product on Hopper that take the least time: on the one hand wide ones, which read less, on the other such that no
