@@ -39,6 +39,8 @@ constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THR
 constexpr int STAGE = 16384, GROUP_BYTES = TOKENS * 128, INPUT_STAGE = 2 * GROUP_BYTES;
 // Up to so many pages a head, or a block, heads are not cut.
 constexpr int WHOLE_HEADS = 4;
+// What it takes to begin a head, in pages.
+constexpr int HEAD_COST = 1;
 static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0, "rows, heads");
 
 // A block's slice of a weight [N, K].
@@ -90,7 +92,7 @@ constexpr int AT_FACTORS = AT_EXCHANGE + EXCHANGE_BYTES, AT_SQUARES = AT_FACTORS
 constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_INPUT_BARRIERS = AT_BARRIERS + 16 * STAGES;
 constexpr int AT_READY = AT_INPUT_BARRIERS + 16 * INPUT_STAGES, AT_POSITIONS = AT_READY + 16, AT_BEFORE = AT_POSITIONS + BATCH * 4;
-constexpr int AT_WALK = AT_BEFORE + (BATCH + 1) * 4, SHARED = AT_WALK + sizeof(int) * 3;
+constexpr int AT_CUTS = AT_BEFORE + (BATCH + 1) * 4, AT_WALK = AT_CUTS + (BLOCKS + 1) * 4, SHARED = AT_WALK + sizeof(int) * 3;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 // Of fewer than 64 rows wgmma reads what lies behind, too, and makes sums of it that nobody needs.
 static_assert(EXCHANGE_BYTES >= (64 - TOKENS) * 128, "rows behind the last stage of inputs");
@@ -488,7 +490,7 @@ __device__ __forceinline__ void attention(Consumer& c, const Layer& layer, u32 n
             if (pair == 0) publish(to + 2 * HEAD_DIM, __float_as_uint(part.peak), number), publish(to + 2 * HEAD_DIM + 2, __float_as_uint(part.sum), number);
             return;
         }
-        each_other(s, step.rows, [&](int block) {
+        each_other(s, [&](int block) {
             const u32* from = piece + block * PIECE * 2;
             uint2 v[4];
             poll([&] {
@@ -543,9 +545,6 @@ __device__ __forceinline__ void consume(const Step& step) {
 }
 
 __device__ __forceinline__ void begin(const Step& step) {
-    int* at = reinterpret_cast<int*>(memory + AT_POSITIONS);
-    int* before = reinterpret_cast<int*>(memory + AT_BEFORE);
-    for (int r = threadIdx.x; r < step.rows; r += THREADS) at[r] = step.positions[r];
     if (threadIdx.x == 0) {
         Watch::begin();
         for (int i = 0; i < 2; i++) barrier_init(block_base() + AT_READY + 8 * i, 1);
@@ -556,29 +555,7 @@ __device__ __forceinline__ void begin(const Step& step) {
         }
         Weights{block_base()}.init(WARPS);
     }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        // Pages before each row.
-        constexpr int EACH = BATCH / 32;
-        int sum = 0, own[EACH];
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int r = threadIdx.x * EACH + i;
-            own[i] = sum;
-            sum += r < step.rows ? (at[r] / PAGE_TOKENS + 1) * N_KV_HEADS : 0;
-        }
-        int all = sum;
-        #pragma unroll
-        for (int o = 1; o < 32; o <<= 1) {
-            const int other = __shfl_up_sync(~0u, all, o);
-            if (threadIdx.x >= o) all += other;
-        }
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) before[threadIdx.x * EACH + i] = all - sum + own[i];
-        if (threadIdx.x == 31) before[BATCH] = all;
-        __syncwarp();
-        if (threadIdx.x == 0) kept_walk() = Walk(blockIdx.x, step.rows);
-    }
+    if (threadIdx.x < 32) share_out(step, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) decode_step_large_batch(

@@ -17,7 +17,8 @@
 //                              +---------+---------+
 //
 // A norm's gamma is multiplied into the input, and its 1 / rms into the sums: so a norm costs no exchange of its own. Pages of all
-// kv heads of all rows are shared out evenly; where a head's pages are several blocks', the first of these puts it together.
+// kv heads of all rows are shared out so that blocks take equally long; where a head's pages are several blocks', the first of these puts
+// it together.
 constexpr int CLUSTER = 2, BLOCKS = 128, CLUSTERS = BLOCKS / CLUSTER;
 constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
 constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
@@ -26,6 +27,8 @@ constexpr int STAGE = 16384;
 constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 3;
 // Up to so many pages a head, or a block, heads are not cut.
 constexpr int WHOLE_HEADS = 4;
+// What it takes to begin a head, in pages.
+constexpr int HEAD_COST = 1;
 
 // A cluster's rows of a weight [N, K], and a block's columns.
 template <int N, int K>
@@ -85,7 +88,8 @@ constexpr int AT_INPUT = STAGES * STAGE, AT_SUMS = AT_INPUT + INPUT, AT_PARTS = 
 constexpr int AT_SQUARES = AT_SLOTS_1 + SLOTS_1, AT_QUERIES = AT_SQUARES + SQUARES * BATCH * 4;
 constexpr int AT_NEW = AT_QUERIES + TEAMS * GROUP * HEAD_DIM * 2, AT_PEAKS = AT_NEW + TEAMS * 2 * HEAD_DIM * 2;
 constexpr int AT_BARRIERS = (AT_PEAKS + WARPS * GROUP * 8 + 7) / 8 * 8, AT_POSITIONS = AT_BARRIERS + 16 * (STAGES + 1);
-constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_WAITED = AT_BEFORE + (BATCH + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16, SHARED = AT_WALK + 16;
+constexpr int AT_BEFORE = AT_POSITIONS + BATCH * 4, AT_CUTS = AT_BEFORE + (BATCH + 1) * 4;
+constexpr int AT_WAITED = AT_CUTS + (BLOCKS + 1) * 4, AT_WALK = AT_WAITED + WARPS * 16, SHARED = AT_WALK + 16;
 static_assert(SHARED <= AT_WATCH && STAGES >= 4, "shared memory");
 using StageRing = RingOf<STAGE, STAGES, AT_BARRIERS>;
 
@@ -453,7 +457,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Step& step, const Laye
             if (pair == 0) publish(to + HEAD_DIM, part.peak, part.sum);
             return;
         }
-        each_other(s, step.rows, [&](int block) {
+        each_other(s, [&](int block) {
             const u32* from = piece + block * PIECE;
             uint2 v = ask_2(from + 2 * pair), p = ask_2(from + HEAD_DIM);
             poll([&] {
@@ -584,16 +588,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         Watch::begin();
         for (int b = 0; b < 2; b++) barrier_init(ring.base + AT_BARRIERS + STAGES * 16 + 8 * b, 1);
         ring.init(WARPS);
-        int* at = reinterpret_cast<int*>(memory + AT_POSITIONS);
-        int* before = reinterpret_cast<int*>(memory + AT_BEFORE);
-        int sum = 0;
-        for (int r = 0; r < step.rows; r++) {
-            at[r] = step.positions[r], before[r] = sum;
-            sum += (at[r] / PAGE_TOKENS + 1) * N_KV_HEADS;
-        }
-        for (int r = step.rows; r <= BATCH; r++) before[r] = sum;
-        kept_walk() = Walk(blockIdx.x, step.rows);
     }
+    if (threadIdx.x < 32) share_out(step, threadIdx.x);
     // Rows past the last one are zeros.
     for (int i = threadIdx.x; i < INPUT / 16; i += THREADS) *reinterpret_cast<uint4*>(memory + AT_INPUT + 16 * i) = make_uint4(0, 0, 0, 0);
     cluster_sync();

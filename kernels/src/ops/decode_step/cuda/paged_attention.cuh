@@ -1,8 +1,8 @@
 // Attention of one new token a row over keys and values in pages: which block has which pages, and what its warps do with them. What
 // blocks exchange is the kernel's affair.
 //
-// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, WHOLE_HEADS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
-// AT_BEFORE, AT_WALK), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
+// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, WHOLE_HEADS, HEAD_COST, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
+// AT_BEFORE, AT_CUTS, AT_WALK), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
 
 // Each team has its own place in shared memory.
 constexpr int TEAM = 32 * TEAM_WARPS;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void poll(F ready) {
     }
 }
 
-// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, an equal part; or whole heads, where they are short
+// ---- which keys a block attends to: of all pages of all kv heads of all rows, in this order, what takes equally long; or whole heads, where they are short
 
 // Pages `first` to `last` of all that a kv head of a row has.
 struct Segment {
@@ -59,19 +59,14 @@ struct Segment {
 };
 struct Walk {
     int at, end, row;
-    static __device__ __forceinline__ const int* before() { return reinterpret_cast<const int*>(memory + AT_BEFORE); }
-    static __device__ __forceinline__ const int* positions() { return reinterpret_cast<const int*>(memory + AT_POSITIONS); }
+    static __device__ __forceinline__ int* before() { return reinterpret_cast<int*>(memory + AT_BEFORE); }
+    static __device__ __forceinline__ int* positions() { return reinterpret_cast<int*>(memory + AT_POSITIONS); }
+    static __device__ __forceinline__ int* cuts() { return reinterpret_cast<int*>(memory + AT_CUTS); }
     static __device__ __forceinline__ int pages(int row) { return positions()[row] / PAGE_TOKENS + 1; }
-    static __device__ __forceinline__ int begin(int block, int rows) {
-        const u32 all = before()[rows];
-        if (all <= WHOLE_HEADS * min(rows * N_KV_HEADS, BLOCKS)) {
-            const int head = rows * N_KV_HEADS * block / BLOCKS, row = head / N_KV_HEADS;
-            return row == rows ? all : before()[row] + head % N_KV_HEADS * pages(row);
-        }
-        return static_cast<int>(static_cast<u64>(all) * block / BLOCKS);
-    }
+    // How many pages are a block's and the blocks' behind it.
+    static __device__ __forceinline__ int begin(int block) { return cuts()[block]; }
     Walk() = default;
-    __device__ __forceinline__ Walk(int block, int rows) : at(begin(block, rows)), end(begin(block + 1, rows)), row(0) {
+    __device__ __forceinline__ explicit Walk(int block) : at(begin(block)), end(begin(block + 1)), row(0) {
         while (at < end && before()[row + 1] <= at) row++;
     }
     __device__ __forceinline__ bool next(Segment& s) {
@@ -85,8 +80,52 @@ struct Walk {
     }
 };
 
+// The first of a block's pages, as all of them are counted. To begin a head takes as long as some pages.
+__device__ __forceinline__ int cut(int block, int rows) {
+    const int *before = Walk::before(), all = before[rows], heads = rows * N_KV_HEADS;
+    if (all <= WHOLE_HEADS * min(heads, BLOCKS)) {
+        const int head = heads * block / BLOCKS, row = head / N_KV_HEADS;
+        return row == rows ? all : before[row] + head % N_KV_HEADS * Walk::pages(row);
+    }
+    constexpr int ROW_COST = HEAD_COST * N_KV_HEADS;
+    const int cost = static_cast<int>(static_cast<u64>(all + rows * ROW_COST) * block / BLOCKS);
+    int row = 0;
+    while (row < rows && before[row + 1] + (row + 1) * ROW_COST <= cost) row++;
+    if (row == rows) return all;
+    const int off = cost - before[row] - row * ROW_COST, pages = Walk::pages(row), head = off / (pages + HEAD_COST);
+    return before[row] + head * pages + max(off - head * (pages + HEAD_COST) - HEAD_COST, 0);
+}
+
 // Where this block's pages begin and end, once one thread has found it.
 __device__ __forceinline__ Walk& kept_walk() { return *reinterpret_cast<Walk*>(memory + AT_WALK); }
+// Finds which block has which pages; by one warp, with a barrier of all behind it.
+__device__ __forceinline__ void share_out(const Step& step, int lane) {
+    constexpr int EACH = (BATCH + 31) / 32;
+    int sum = 0, own[EACH];
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int row = lane * EACH + i;
+        own[i] = sum;
+        if (row >= step.rows) continue;
+        const int position = step.positions[row];
+        Walk::positions()[row] = position, sum += (position / PAGE_TOKENS + 1) * N_KV_HEADS;
+    }
+    int all = sum;
+    #pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+        const int other = __shfl_up_sync(~0u, all, o);
+        if (lane >= o) all += other;
+    }
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (lane * EACH + i <= BATCH) Walk::before()[lane * EACH + i] = all - sum + own[i];
+    }
+    if (lane == 31) Walk::before()[BATCH] = all;
+    __syncwarp();
+    for (int block = lane; block <= BLOCKS; block += 32) Walk::cuts()[block] = cut(block, step.rows);
+    __syncwarp();
+    if (lane == 0) kept_walk() = Walk(blockIdx.x);
+}
 
 // The pages of a block in their order, for the thread that brings them.
 struct Pages {
@@ -212,12 +251,12 @@ struct Part {
 };
 // Each of the next blocks that has a part of a row's head which this block begins: `add(block)` waits for it.
 template <class Add>
-__device__ __forceinline__ void each_other(const Segment& s, int rows, Add add) {
+__device__ __forceinline__ void each_other(const Segment& s, Add add) {
     int block = blockIdx.x + 1, done = s.last;
     #pragma unroll 1
     for (; done < s.pages; block++) {
         // A block that has no pages says nothing.
-        const int its = Walk::begin(block + 1, rows) - Walk::begin(block, rows);
+        const int its = Walk::begin(block + 1) - Walk::begin(block);
         if (its == 0) continue;
         done += its;
         add(block);
@@ -242,14 +281,14 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     #pragma unroll 1
     for (int page = s.first; page < s.last; page++) {
         const bool newest = page == s.pages - 1;
-        const int at = s.position % PAGE_TOKENS, mine = warp;
-        const bool takes = !newest || mine <= at / 16, has_new = newest && mine == at / 16;
+        const int at = s.position % PAGE_TOKENS, its = at / 16;
+        const bool takes = !newest || warp <= its, has_new = newest && warp == its;
         c.ring.await();
         u32 last = 0;
         u32 p[2];
         float correction[2];
         if (takes) {
-            const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
+            const u32 tile = c.ring.stage() + warp * (32 * HEAD_DIM);
             if (has_new) {
                 const uint4 v = *reinterpret_cast<const uint4*>(at_new + lane % LANES * 16);
                 if (lane < LANES) keep(tile + lane / 8 * 2048 + swizzled(at % 16, lane % 8), v);
@@ -266,7 +305,7 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
             float x[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int key = mine * 16 + g + 8 * (i >> 1);
+                const int key = warp * 16 + g + 8 * (i >> 1);
                 x[i] = newest && key > at ? NOTHING : (score[0][i] + score[1][i]) * scale;
             }
             #pragma unroll
@@ -294,7 +333,7 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
         c.ring.await();
         last = 0;
         if (takes) {
-            const u32 tile = c.ring.stage() + mine * (32 * HEAD_DIM);
+            const u32 tile = c.ring.stage() + warp * (32 * HEAD_DIM);
             if (has_new) {
                 // The newest value; none behind it.
                 const uint4 v = *reinterpret_cast<const uint4*>(at_new + HEAD_DIM * 2 + lane % LANES * 16);
