@@ -192,6 +192,30 @@ backend_test!(a_prompt_that_was_read_ahead_is_written_as_soon_as_another_text_en
     }
 });
 
+backend_test!(a_prompt_that_does_not_fit_its_step_is_read_ahead_in_part::<B>(device) {
+    let model = model::<B>(&device)?;
+    let request = |at: u32, length: u32| Request::new((0..length).map(|place| (at * 10 + place) % 90).collect(), 30);
+    let requests: Vec<Request> = (0..5).map(|at| request(at, if at == 4 { 100 } else { 8 })).collect();
+    let options = SchedulerOptions { rows: 4, step_tokens: 4 * 8 + 70, ..ROOMY };
+    let mut scheduler = Scheduler::new(&model, options, device.clone());
+    let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
+    let mut texts = Texts::new();
+    // As much as there is room for; no more while nobody reads whose turn it is; and the rest in its turn.
+    for (cancelled, tokens) in [(None, 4 * 8 + 70), (None, 4 * 9 + 70), (Some(0), 3 * 10 + 100)] {
+        if let Some(at) = cancelled {
+            scheduler.cancel(ids[at]);
+        }
+        step(&mut scheduler, &model, &mut texts)?;
+        assert_eq!(scheduler.load().tokens, tokens, "{:?}", scheduler.load());
+    }
+    while !scheduler.is_idle() {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    for (id, request) in ids.iter().zip(&requests).skip(1) {
+        assert_eq!(texts[id].0, alone(&model, request, &device)?);
+    }
+});
+
 backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
     let model = model::<B>(&device)?;
     let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { ends: vec![], max_tokens: 40, ..request }).collect();

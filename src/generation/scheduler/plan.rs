@@ -60,19 +60,24 @@ impl<B: Backend> Scheduler<B> {
         }
         let writing = self.running.iter().filter(|text| self.writes(text)).count();
         let mut budget = self.options.step_tokens.saturating_sub(writing).max(usize::from(writing == 0));
-        for at in 0..self.running.len() {
-            let text = &self.running[at];
-            if budget == 0 || text.drawn_at.is_some() || text.is_complete() || self.writes(text) {
-                continue;
-            }
-            if let Some(count) = self.readable(at, budget) {
-                self.running[at].reads = count;
-                budget -= count;
-            }
-        }
         let mut active = self.running.iter().filter(|text| !text.is_complete()).count();
         // Without a text whose turn has come, nobody reads ahead.
-        let most = if active < self.options.rows { self.texts_at_once() } else { 0 };
+        let mut ahead = active < self.options.rows && !self.waiting.is_empty();
+        for has_turn in [true, false] {
+            for at in 0..self.running.len() {
+                let text = &self.running[at];
+                let reads = text.has_turn == has_turn && (has_turn || ahead);
+                if budget == 0 || !reads || text.drawn_at.is_some() || text.is_complete() || self.writes(text) {
+                    continue;
+                }
+                if let Some(count) = self.readable(at, budget) {
+                    self.running[at].reads = count;
+                    budget -= count;
+                    ahead |= count > 0;
+                }
+            }
+        }
+        let most = if ahead { self.texts_at_once() } else { 0 };
         while budget > 0 && active < most && !self.waiting.is_empty() {
             if self.cache.pages().1 == 0 && !self.release() {
                 break;
@@ -125,11 +130,14 @@ impl<B: Backend> Scheduler<B> {
         text.tokens.len().saturating_sub(read)
     }
 
-    /// Whether the first of those that wait may be read before its turn: all of it in this step, into pages that are not scarce.
+    /// Whether the first of those that wait may be read before its turn, all of it or as much as this step has room for, a page at the
+    /// least: where a quarter of all pages are left, and half of these are enough for it.
     fn may_read_ahead(&self, budget: usize) -> bool {
         let tokens = self.waiting.front().map_or(0, |text| text.tokens.len() - text.begin);
-        let (_, pages_left) = self.cache.pages();
-        tokens <= budget && 2 * tokens.div_ceil(self.cache.page_tokens()) <= pages_left
+        let page_tokens = self.cache.page_tokens();
+        let (pages, pages_left) = self.cache.pages();
+        let plenty = 4 * pages_left >= pages && 2 * tokens.div_ceil(page_tokens) <= pages_left;
+        plenty && (tokens <= budget || page_tokens <= budget)
     }
 
     /// Tokens that a text can read now, up to `budget`, with pages for them.
