@@ -39,22 +39,19 @@ struct Tile {
 // longest and the shortest of a head, then one in the middle, and all pairs take as long. Where there are too few pairs for
 // all blocks, tiles are taken one by one.
 struct Tiles {
-    int across, heads, pairs, batches;
-    // The next pair, and what lies between two of a block: divisions would take as long as some of the tiles' products.
-    int place, head, batch, place_step, head_step, batch_step;
+    int across, heads, pairs, count, round = 0;
     // Where the other tile of a pair begins, or -1.
     int other = -1;
 
-    __device__ Tiles(u64 rows, u64 of_heads, u64 of_batch) {
+    __device__ Tiles(u64 rows, u64 of_heads, u64 batch) {
         across = (static_cast<int>(rows) + KEPT - 1) / KEPT;
-        heads = static_cast<int>(of_heads), batches = static_cast<int>(of_batch);
+        heads = static_cast<int>(of_heads);
         pairs = (across + 1) / 2;
-        if (pairs * heads * batches < gridDim.x) {
+        int all = heads * static_cast<int>(batch);
+        if (pairs * all < gridDim.x) {
             pairs = across;
         }
-        int block = blockIdx.x, blocks = gridDim.x;
-        place = block % pairs, head = block / pairs % heads, batch = block / pairs / heads;
-        place_step = blocks % pairs, head_step = blocks / pairs % heads, batch_step = blocks / pairs / heads;
+        count = pairs * all;
     }
 
     __device__ bool next(Tile& tile) {
@@ -63,20 +60,17 @@ struct Tiles {
             other = -1;
             return true;
         }
-        if (batch >= batches) {
+        int at = round * gridDim.x + blockIdx.x;
+        round++;
+        if (at >= count) {
             return false;
         }
-        int mirrored = across - 1 - place;
-        tile = {batch, head, place * KEPT};
+        int place = at % pairs, mirrored = across - 1 - place;
+        tile.first = place * KEPT;
+        tile.head = at / pairs % heads;
+        tile.batch = at / pairs / heads;
         if (pairs < across && mirrored != place) {
             other = mirrored * KEPT;
-        }
-        place += place_step, head += head_step, batch += batch_step;
-        if (place >= pairs) {
-            place -= pairs, head++;
-        }
-        if (head >= heads) {
-            head -= heads, batch++;
         }
         return true;
     }

@@ -2,7 +2,51 @@
 
 struct Batch {
     using Tile = ::Tile;
-    using Tiles = ::Tiles;
+
+    // The same as `::Tiles`, found without divisions, which take as long as some of a tile's products. Backward has no registers for that.
+    struct Tiles {
+        int across, heads, pairs, batches;
+        // The next pair, and what lies between two of a block.
+        int place, head, batch, place_step, head_step, batch_step;
+        // Where the other tile of a pair begins, or -1.
+        int other = -1;
+
+        __device__ Tiles(u64 rows, u64 of_heads, u64 of_batch) {
+            across = (static_cast<int>(rows) + KEPT - 1) / KEPT;
+            heads = static_cast<int>(of_heads), batches = static_cast<int>(of_batch);
+            pairs = (across + 1) / 2;
+            if (pairs * heads * batches < gridDim.x) {
+                pairs = across;
+            }
+            int block = blockIdx.x, blocks = gridDim.x;
+            place = block % pairs, head = block / pairs % heads, batch = block / pairs / heads;
+            place_step = blocks % pairs, head_step = blocks / pairs % heads, batch_step = blocks / pairs / heads;
+        }
+
+        __device__ bool next(Tile& tile) {
+            if (other >= 0) {
+                tile.first = other;
+                other = -1;
+                return true;
+            }
+            if (batch >= batches) {
+                return false;
+            }
+            int mirrored = across - 1 - place;
+            tile = {batch, head, place * KEPT};
+            if (pairs < across && mirrored != place) {
+                other = mirrored * KEPT;
+            }
+            place += place_step, head += head_step, batch += batch_step;
+            if (place >= pairs) {
+                place -= pairs, head++;
+            }
+            if (head >= heads) {
+                head -= heads, batch++;
+            }
+            return true;
+        }
+    };
 
     const Info& info;
     float* log_sum_exp;

@@ -36,6 +36,8 @@ constexpr int B_BYTES = COLUMNS * DEPTH * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 // Columns of the result that a tile has.
 constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
+// Whether the next tile is found while the first products of one run, as its divisions take long: where there are registers for it.
+constexpr bool FINDS_AHEAD = ACTIVATION == 0 || GATED || COLUMNS < 256;
 // Where a consumer puts its 64 rows of the result: blocks of 64 columns.
 constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * OUT_COLUMNS * 2;
 constexpr int OUT_BLOCK = 64 * ROW_BYTES;
@@ -366,7 +368,14 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
     [[maybe_unused]] u32 residual_parity = 0;
     u32 a_rows = consumer * 64 * ROW_BYTES, out = shared.out(consumer);
     Work work, next;
-    for (bool more = schedule.next(work); more; work = next) {
+    bool more = schedule.next(work);
+    auto advance = [&] {
+        if (!FINDS_AHEAD) {
+            more = schedule.next(next);
+        }
+        work = next;
+    };
+    for (; more; advance()) {
         int row = work.row + static_cast<int>(rank) * BLOCK_ROWS + consumer * 64;
         bool has_end = work.end == schedule.stages;
         if (!OUT_F32 && info.adds_residual && has_end && thread == 0) {
@@ -385,8 +394,9 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
         multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), false);
         int before = at.stage;
         at.advance();
-        // Its divisions run beside the products.
-        more = schedule.next(next);
+        if (FINDS_AHEAD) {
+            more = schedule.next(next);
+        }
         for (int step = work.begin + 1; step < work.end; step++) {
             barrier_wait(shared.full(at.stage), at.parity);
             multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), true);
