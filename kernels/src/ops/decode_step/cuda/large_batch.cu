@@ -37,10 +37,6 @@ static_assert(SIZE >= 0 && SIZE < 3 && BATCH % 32 == 0, "rows");
 constexpr int WARPS = 8, TEAMS = WARPS / TEAM_WARPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + WARPGROUP;
 // Stages of weights, keys and values; of inputs: two groups of 64 columns, one from each block of the cluster.
 constexpr int STAGE = 16384, GROUP_BYTES = TOKENS * 128, INPUT_STAGE = 2 * GROUP_BYTES;
-// Up to so many pages a head, or a block, heads are not cut.
-constexpr int WHOLE_HEADS = 4;
-// What it takes to begin a head, in pages.
-constexpr int HEAD_COST = 1;
 static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && GROUP <= 8 && GROUP % 2 == 0 && HEAD_DIM % 64 == 0, "rows, heads");
 
 // A block's slice of a weight [N, K].

@@ -25,10 +25,6 @@ constexpr int M_TILES = (BATCH + 15) / 16, ROWS = 16 * M_TILES;
 constexpr int STAGE = 16384;
 // Stages on their way at once: more would make what few rows exchange wait behind them.
 constexpr int IN_FLIGHT = BATCH <= 8 ? 2 : 3;
-// Up to so many pages a head, or a block, heads are not cut.
-constexpr int WHOLE_HEADS = 4;
-// What it takes to begin a head, in pages.
-constexpr int HEAD_COST = 1;
 
 // A cluster's rows of a weight [N, K], and a block's columns.
 template <int N, int K>

@@ -1,9 +1,13 @@
 // Attention of one new token a row over keys and values in pages: which block has which pages, and what its warps do with them. What
 // blocks exchange is the kernel's affair.
 //
-// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, WHOLE_HEADS, HEAD_COST, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
+// Included behind BATCH, BLOCKS, CONSUMERS, TEAMS, the places in shared memory (AT_PARTS, AT_QUERIES, AT_NEW, AT_PEAKS, AT_POSITIONS,
 // AT_BEFORE, AT_CUTS, AT_WALK), and Step with `cos`, `sin`, `pages` and `pages_a_row`. A Consumer has `ring`, `warp`, `lane`, `thread`, `nil`, `at_input` and `at_weight`.
 
+// Up to so many pages a head, or a block, heads are not cut.
+constexpr int WHOLE_HEADS = 4;
+// What it takes to begin a head, in pages.
+constexpr int HEAD_COST = 1;
 // Each team has its own place in shared memory.
 constexpr int TEAM = 32 * TEAM_WARPS;
 constexpr int QUERIES_BYTES = GROUP * HEAD_DIM * 2, NEW_BYTES = 2 * HEAD_DIM * 2, PARTS_BYTES = TEAM_WARPS * GROUP * HEAD_DIM * 4;
