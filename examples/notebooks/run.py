@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
 # The first cell of the first notebook builds the library.
-CELL_SECONDS = 900
+CELL_SECONDS = 1800
 # Cells that take longer are named.
 SLOW_SECONDS = 10
 

@@ -7,10 +7,10 @@
 //! ```
 //!
 //! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
-//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Where a prompt is read, so are those of the next texts that wait, as far as the step has room, but
-//! for their last tokens: many tokens take less time each, and such a text is written as soon as another has ended. Drawn tokens feed the next step on the
-//! device, and are read one or more steps later. Where nothing else is to be done, a step gives texts as many tokens as the device does at
-//! once.
+//! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Where a prompt is read, so are those of the
+//! next texts that wait, as far as the step has room, but for their last tokens: many tokens take less time each, and such a text
+//! is written as soon as another has ended. Drawn tokens feed the next step on the device, and are read one or more steps later.
+//! Where nothing else is to be done, a step gives texts as many tokens as the device does at once.
 
 mod log_probabilities;
 mod pass;

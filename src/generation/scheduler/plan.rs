@@ -137,7 +137,7 @@ impl<B: Backend> Scheduler<B> {
         let page_tokens = self.cache.page_tokens();
         let (pages, pages_left) = self.cache.pages();
         let plenty = 4 * pages_left >= pages && 2 * tokens.div_ceil(page_tokens) <= pages_left;
-        plenty && (tokens <= budget || page_tokens <= budget)
+        plenty && tokens.min(page_tokens) <= budget
     }
 
     /// Tokens that a text can read now, up to `budget`, with pages for them.
