@@ -1,7 +1,7 @@
 //! Between tensors and the primitives that a backend computes with.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Numeric, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{BasicOps, Element, Int, Numeric, Tensor, TensorData, TensorPrimitive};
 
 /// The tensor of a float primitive.
 pub(crate) fn float<B: Backend, const D: usize>(primitive: B::FloatTensorPrimitive) -> Tensor<B, D> {
@@ -13,6 +13,17 @@ pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> B::
     tensor.into_primitive().tensor()
 }
 
+/// Values on the device, row after row. What is uploaded as a matrix has gaps behind its rows on some devices, even if it has one only, and
+/// each kernel that wants none would copy it first.
+pub(crate) fn row_after_row<B: Backend, const D: usize, K: BasicOps<B>>(
+    values: Vec<impl Element>,
+    shape: [usize; D],
+    device: &B::Device,
+) -> Tensor<B, D, K> {
+    let count = values.len();
+    Tensor::<B, 1, K>::from_data(TensorData::new(values, [count]), device).reshape(shape)
+}
+
 /// Rows of integers `[rows, most]`, at least one column; behind those that a row has, `padding`.
 pub(crate) fn padded_rows<B: Backend>(rows: &[&[u32]], padding: i32, device: &B::Device) -> Tensor<B, 2, Int> {
     let most = rows.iter().map(|row| row.len()).max().unwrap_or(0).max(1);
@@ -20,10 +31,7 @@ pub(crate) fn padded_rows<B: Backend>(rows: &[&[u32]], padding: i32, device: &B:
         let values = row.iter().map(|value| *value as i32);
         values.chain(std::iter::repeat(padding)).take(most).collect::<Vec<i32>>()
     };
-    let values: Vec<i32> = rows.iter().flat_map(padded).collect();
-    let (count, shape) = (values.len(), [rows.len(), most]);
-    // In one row: some devices leave gaps between the rows of a matrix.
-    Tensor::<B, 1, Int>::from_data(TensorData::new(values, [count]), device).reshape(shape)
+    row_after_row(rows.iter().flat_map(padded).collect(), [rows.len(), most], device)
 }
 
 /// The rows of `table` `[rows, width]` that `indices` `[count]`, below `rows`, name: `[count, width]`.

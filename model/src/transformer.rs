@@ -407,8 +407,10 @@ impl<B: Backend> Transformer<B> {
             *end += tokens;
             Some(*end as i32 - 1)
         });
-        let last = TensorData::new(ends.collect::<Vec<i32>>(), [1, rows.len()]);
-        let last = embed(x, Tensor::<B, 2, Int>::from_data(last, &device), self.activations);
+        // In one axis first: what is uploaded as a matrix may have gaps behind a row.
+        let last = TensorData::new(ends.collect::<Vec<i32>>(), [rows.len()]);
+        let last = Tensor::<B, 1, Int>::from_data(last, &device).reshape([1, rows.len()]);
+        let last = embed(x, last, self.activations);
         self.normalised(reshape(last, [rows.len(), self.config.d_model])).into()
     }
 

@@ -23,7 +23,7 @@ pub(crate) mod reference;
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 
 pub(crate) use self::cache::Held;
 pub use self::cache::{CacheDType, LayerCache};
@@ -34,7 +34,7 @@ use crate::checked::{Checked, Operands, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
-use crate::tensor::padded_rows;
+use crate::tensor::{padded_rows, row_after_row};
 
 /// New tokens of a row that a kernel takes together.
 #[cfg(feature = "cuda")]
@@ -94,7 +94,7 @@ impl<B: Backend> CachedTokens<B> {
         let places = rows.iter().flat_map(|row| row.keys - row.tokens..row.keys).map(|place| place as i32);
         let places: Vec<i32> = places.collect();
         let shape = [1, places.len()];
-        let positions = Tensor::from_data(TensorData::new(places, shape), device);
+        let positions = row_after_row(places, shape, device);
         let pages = page_table(&rows, device);
         Self::of(rows, positions, pages, window)
     }
@@ -138,7 +138,7 @@ impl<B: Backend> CachedTokens<B> {
         let rows: Vec<CachedRow> = self.rows.iter().map(|row| CachedRow { tokens: 1, ..row.clone() }).collect();
         let positions: Vec<i32> = rows.iter().map(|row| row.keys as i32 - 1).collect();
         let shape = [1, rows.len()];
-        let positions = Tensor::from_data(TensorData::new(positions, shape), &self.positions.device());
+        let positions = row_after_row(positions, shape, &self.positions.device());
         Self::of(rows, positions, self.pages.clone(), self.window)
     }
 

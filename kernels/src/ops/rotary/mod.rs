@@ -8,12 +8,13 @@ pub(crate) mod cubecl;
 pub(crate) mod reference;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 
 use crate::checked::{Checked, Operands, Part, part};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
+use crate::tensor::row_after_row;
 
 /// Cosines and sines of every position's angles, f32.
 #[derive(Clone, Debug)]
@@ -32,7 +33,7 @@ impl<B: Backend> RotaryTable<B> {
             let values: Vec<f32> = (0..positions)
                 .flat_map(|position| frequencies.iter().map(move |w| (f(position as f64 * w) * magnitude) as f32))
                 .collect();
-            Tensor::from_data(TensorData::new(values, [positions, frequencies.len()]), device)
+            row_after_row(values, [positions, frequencies.len()], device)
         };
         Self { cos: table(f64::cos), sin: table(f64::sin) }
     }
