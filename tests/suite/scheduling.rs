@@ -200,7 +200,7 @@ backend_test!(a_prompt_that_does_not_fit_its_step_is_read_ahead_in_part::<B>(dev
     let mut scheduler = Scheduler::new(&model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
     let mut texts = Texts::new();
-    // As much as there is room for; no more while nobody reads whose turn it is; and the rest in its turn.
+    // As much as there is room for; no more while it waits for its turn; and the rest in that.
     for (cancelled, tokens) in [(None, 4 * 8 + 70), (None, 4 * 9 + 70), (Some(0), 3 * 10 + 100)] {
         if let Some(at) = cancelled {
             scheduler.cancel(ids[at]);

@@ -61,23 +61,20 @@ impl<B: Backend> Scheduler<B> {
         let writing = self.running.iter().filter(|text| self.writes(text)).count();
         let mut budget = self.options.step_tokens.saturating_sub(writing).max(usize::from(writing == 0));
         let mut active = self.running.iter().filter(|text| !text.is_complete()).count();
-        // Without a text whose turn has come, nobody reads ahead.
-        let mut ahead = active < self.options.rows && !self.waiting.is_empty();
-        for has_turn in [true, false] {
-            for at in 0..self.running.len() {
-                let text = &self.running[at];
-                let reads = text.has_turn == has_turn && (has_turn || ahead);
-                if budget == 0 || !reads || text.drawn_at.is_some() || text.is_complete() || self.writes(text) {
-                    continue;
-                }
-                if let Some(count) = self.readable(at, budget) {
-                    self.running[at].reads = count;
-                    budget -= count;
-                    ahead |= count > 0;
-                }
+        // Prompts are read ahead only beside one that is read in its turn.
+        let mut reads_in_turn = active < self.options.rows && !self.waiting.is_empty();
+        for at in 0..self.running.len() {
+            let text = &self.running[at];
+            if budget == 0 || !text.has_turn || text.drawn_at.is_some() || text.is_complete() || self.writes(text) {
+                continue;
+            }
+            if let Some(count) = self.readable(at, budget) {
+                self.running[at].reads = count;
+                budget -= count;
+                reads_in_turn |= count > 0;
             }
         }
-        let most = if ahead { self.texts_at_once() } else { 0 };
+        let most = if reads_in_turn { self.texts_at_once() } else { 0 };
         while budget > 0 && active < most && !self.waiting.is_empty() {
             if self.cache.pages().1 == 0 && !self.release() {
                 break;
