@@ -37,11 +37,12 @@ backend_test!(skinny_projections_match_the_reference::<B>(device) {
 });
 
 // Tiles of rows and columns that are not whole, K that is cut among blocks, its end within a stage, more tiles than blocks, and many rows of few
-// outputs. In f32 so many rows are an ordinary product, and take long on a device that is none.
+// outputs. In f32 these last are Burn's product, which a GPU in software computes for minutes.
 backend_test!(projections_of_few_rows_match_the_reference::<B>(device) {
     for (dtype, tolerance) in dtypes::<B>(&device) {
         let few = [[9, 1032, 400], [17, 520, 808], [33, 1000, 1344], [64, 264, 1208], [100, 2048, 136], [129, 1288, 400], [12, 72, 34_000]];
-        let many: &[_] = if dtype == FloatDType::F32 { &[] } else { &[[500, 520, 1000], [1000, 1344, 1016]] };
+        let burns = dtype == FloatDType::F32 && !B::is_synchronous();
+        let many: &[_] = if burns { &[] } else { &[[500, 520, 1000], [1000, 1344, 1016]] };
         for shape in few.into_iter().chain(many.iter().copied()) {
             projections_match_the_reference::<B>(shape, dtype, tolerance, &device);
         }
