@@ -245,8 +245,8 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
     }
 }
 
-// The consumers take turns at issuing products, so that one's products run while the other computes exponentials. Those of narrow
-// heads are over too soon for that, and forward the products of keys and of values are beside each other already.
+// Backward the consumers take turns at issuing products, so that one's products run while the other computes exponentials. Those of narrow
+// heads are over too soon for that. Forward takes no turns: softmax runs beside the same warpgroup's products there.
 struct Turns {
     static constexpr bool TAKEN = HEAD_DIM > 64;
     int consumer;

@@ -1,7 +1,7 @@
 // Attention, forward (Dao et al., 2022; Shah et al., 2024): tiles of queries stay, keys and values come by, the last ones first.
 //
 // While the values of one block are multiplied, so are the queries by the keys of the next; softmax runs beside the products of
-// values, and beside the other warpgroup's.
+// values.
 //
 // Which tiles there are, where their queries, keys and values lie and which keys they see is said by `Rows`: rows of one
 // length (forward.cu), or of any length over pages (paged.cu).
@@ -187,8 +187,9 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
             release_keys();
             mask_scores(scores, rows, tile, query, block * KEYS);
             softmax.apply(scores, scale_log2);
-            // Maxima change often at first, and rarely then. Each way waits on its own: a compiler moves a wait ahead of all that comes
-            // before it in a straight line, and nothing would run beside the product.
+            // Maxima change often at first, and rarely then. Each way waits on its own: ptxas moves a wait ahead of all that comes before it
+            // in a straight line, and nothing would run beside the product. PTX wants all warps of a warpgroup to take the same way to a
+            // wait; these may not, and rely on each warp's waiting for itself, as Hopper's do.
             if (__any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f)) {
                 wgmma_wait<0>();
                 #pragma unroll

@@ -67,7 +67,7 @@ struct Walk {
     static __device__ __forceinline__ int* positions() { return reinterpret_cast<int*>(memory + AT_POSITIONS); }
     static __device__ __forceinline__ int* cuts() { return reinterpret_cast<int*>(memory + AT_CUTS); }
     static __device__ __forceinline__ int pages(int row) { return positions()[row] / PAGE_TOKENS + 1; }
-    // How many pages are a block's and the blocks' behind it.
+    // Where a block's pages begin, as all are counted.
     static __device__ __forceinline__ int begin(int block) { return cuts()[block]; }
     Walk() = default;
     __device__ __forceinline__ explicit Walk(int block) : at(begin(block)), end(begin(block + 1)), row(0) {
@@ -260,9 +260,9 @@ __device__ __forceinline__ void each_other(const Segment& s, Add add) {
     #pragma unroll 1
     for (; done < s.pages; block++) {
         // A block that has no pages says nothing.
-        const int its = Walk::begin(block + 1) - Walk::begin(block);
-        if (its == 0) continue;
-        done += its;
+        const int pages = Walk::begin(block + 1) - Walk::begin(block);
+        if (pages == 0) continue;
+        done += pages;
         add(block);
     }
 }
@@ -285,8 +285,8 @@ __device__ __forceinline__ Part attend(Consumer& c, const Segment& s) {
     #pragma unroll 1
     for (int page = s.first; page < s.last; page++) {
         const bool newest = page == s.pages - 1;
-        const int at = s.position % PAGE_TOKENS, its = at / 16;
-        const bool takes = !newest || warp <= its, has_new = newest && warp == its;
+        const int at = s.position % PAGE_TOKENS, of_warp = at / 16;
+        const bool takes = !newest || warp <= of_warp, has_new = newest && warp == of_warp;
         c.ring.await();
         u32 last = 0;
         u32 p[2];

@@ -269,7 +269,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
     }
 }
 #else
-// A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if there is one.
+// A thread's sums of two runs of eight columns of the tile, from run `i` on, with the bias if BIASED.
 struct Runs {
     float values[2][4];
 
@@ -293,7 +293,7 @@ struct Runs {
 };
 
 // Into shared memory, where the residual may be already, in the order that TMA stores: all, or the product alone; of a gated activation
-// one half of it, 0 for the gates. What there is to add is asked for once: branches between the stores took three times as long as these.
+// one half of it, 0 for the gates. BIASED and ADDS are decided ahead of the loop: a branch at each store took three times as long as the stores.
 template <bool ALONE, bool BIASED, bool ADDS>
 __device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, int half) {
     constexpr int OUT_RUNS = OUT_COLUMNS / 8;

@@ -13,7 +13,8 @@ pub(super) struct Tiles {
 pub(super) const WIDEST: usize = 256;
 
 /// What tiles cost a cluster on an H100, in microseconds: a stage of 64 of K, the end of a tile, the parts of tiles that are cut,
-/// and each further part of a tile. Fitted to 33 products; ends and cuts are less by what they took less on an H200 since stores have no branches.
+/// and each further part of a tile. Fitted to 33 products; from ends and cuts is taken what was measured to be saved on an H200 when their stores
+/// lost their branches.
 struct TileCosts {
     columns: usize,
     stage: f64,
