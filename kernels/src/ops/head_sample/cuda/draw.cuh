@@ -125,12 +125,14 @@ struct Way {
     __device__ __forceinline__ bool noisy() const { return draws() && !cuts(); }
 
     // After biases and penalties.
-    __device__ __forceinline__ float penalised(float logit, int token) const {
-        logit += counts.bias[line + token];
-        const float behind = __ldcg(counts.written + line + token);
-        if (counts.prompt[line + token] + behind > 0) logit = logit < 0 ? logit * repetition : logit / repetition;
+    __device__ __forceinline__ float penalised(float logit, float before, float behind, float bias) const {
+        logit += bias;
+        if (before + behind > 0) logit = logit < 0 ? logit * repetition : logit / repetition;
         if (behind > 0) logit -= presence + behind * frequency;
         return logit;
+    }
+    __device__ __forceinline__ float penalised(float logit, int token) const {
+        return penalised(logit, counts.prompt[line + token], __ldcg(counts.written + line + token), counts.bias[line + token]);
     }
     // And after temperature.
     __device__ __forceinline__ float adjusted(float logit, int token) const {
@@ -190,7 +192,7 @@ __device__ __forceinline__ Logits<WIDTH> read(const float* from) {
 // temperature divides the largest alone, where it can wait.
 template <int WIDTH, bool COUNTED, bool NOISE, bool WEIGHS>
 __device__ __forceinline__ Group grouped(const Way& way, int begin, int end) {
-    constexpr int READS = WIDTH == 4 ? 4 : 8;
+    constexpr int READS = (WIDTH == 4 ? 4 : 8) / (COUNTED ? 2 : 1);
     int first = begin + threadIdx.x * WIDTH;
     const float inverse = way.draws() ? 1 / way.temperature : 1;
     float best = -INFINITE, mass = 0;
@@ -198,9 +200,16 @@ __device__ __forceinline__ Group grouped(const Way& way, int begin, int end) {
     bool broken = false;
     #pragma unroll 1
     for (; first < end; first += READS * DRAWERS * WIDTH) {
-        Logits<WIDTH> logits[READS];
+        Logits<WIDTH> logits[READS], prompt[READS], written[READS], bias[READS];
         #pragma unroll
-        for (int i = 0; i < READS; i++) logits[i] = read<WIDTH>(way.logits + min(first + i * (DRAWERS * WIDTH), end - WIDTH));
+        for (int i = 0; i < READS; i++) {
+            const int at = min(first + i * (DRAWERS * WIDTH), end - WIDTH);
+            logits[i] = read<WIDTH>(way.logits + at);
+            if (!COUNTED) continue;
+            prompt[i] = read<WIDTH>(way.counts.prompt + way.line + at);
+            written[i] = read<WIDTH>(way.counts.written + way.line + at);
+            bias[i] = read<WIDTH>(way.counts.bias + way.line + at);
+        }
         const float before = best;
         #pragma unroll
         for (int i = 0; i < READS; i++) {
@@ -208,7 +217,7 @@ __device__ __forceinline__ Group grouped(const Way& way, int begin, int end) {
             for (int j = 0; j < WIDTH; j++) {
                 const int at = first + i * (DRAWERS * WIDTH) + j;
                 float& v = logits[i].v[j];
-                if (COUNTED) v = way.penalised(v, min(at, end - 1));
+                if (COUNTED) v = way.penalised(v, prompt[i].v[j], written[i].v[j], bias[i].v[j]);
                 broken = broken || v != v;
                 if (NOISE) v = noisy(v / way.temperature, way.place, at);
                 if (at >= end) v = -INFINITE;

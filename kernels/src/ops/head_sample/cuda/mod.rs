@@ -89,7 +89,8 @@ pub(super) fn draw<R: CubeRuntime>(
     let Ways { streams, lines, numbers, .. } = ways;
     let kernel = DrawHopper::new(batch_size, vocabulary);
     let integers = [streams, lines, positions, out].iter().all(|x| x.dtype == DType::I32);
-    let begins = logits.handle.offset_start.unwrap_or(0).is_multiple_of(16);
+    let read_together = std::iter::once(logits).chain(counts.into_iter().flatten());
+    let begins = read_together.map(|x| x.handle.offset_start.unwrap_or(0)).all(|begin| begin.is_multiple_of(16));
     if !integers || !begins || !cuda::on_hopper(logits) || !works(kernel, logits) {
         return false;
     }
@@ -103,8 +104,8 @@ pub(super) fn draw<R: CubeRuntime>(
 }
 
 /// # Safety
-/// Sizes are rows, tokens and lines: of `logits` `[rows, tokens]`, `integers` and `out` `[rows]`, `numbers` `[rows, NUMBERS]` and `counts` `[lines, tokens]`, all without gaps; logits begin at a multiple of 16 bytes, and
-/// a multiple of the kernel's vector is a row of them.
+/// Sizes are rows, tokens and lines: of `logits` `[rows, tokens]`, `integers` and `out` `[rows]`, `numbers` `[rows, NUMBERS]` and `counts` `[lines, tokens]`, all without gaps; logits and counts begin at a multiple of 16
+/// bytes, and a multiple of the kernel's vector is a row of them.
 unsafe fn launch<R: CubeRuntime>(
     kernel: DrawHopper,
     logits: &CubeTensor<R>,
