@@ -60,10 +60,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- mbarrier: a phase ends when all arrivals and all bytes of it are in.
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
@@ -175,11 +171,13 @@ __device__ __forceinline__ void async_proxy_fence() {
 // How a tile lies whose rows are of 128 bytes. K-major: a row has 64 of K. MN-major: a row has 64 of M or N, there are
 // ROWS such rows, and behind them the next 64 of M or N.
 template <int ROWS>
-__device__ __forceinline__ u64 tile_descriptor(u32 address) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62;
-    constexpr u64 EIGHT_ROWS = 8 * ROW_BYTES / 16;
-    constexpr u64 NEXT_BLOCK = ROWS * ROW_BYTES / 16;
-    return SWIZZLE_128 | EIGHT_ROWS << 32 | NEXT_BLOCK << 16 | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ u64 tile_descriptor(u32 address, u32 offset = 0) {
+    constexpr u32 SWIZZLE_128 = 1u << 30, EIGHT_ROWS = 8 * ROW_BYTES / 16, NEXT_BLOCK = ROWS * ROW_BYTES / 16;
+    // A constant offset is one addition to what is known of the tile.
+    u32 low = (NEXT_BLOCK << 16 | (address & 0x3ffff) >> 4) + offset / 16;
+    u64 descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(SWIZZLE_128 | EIGHT_ROWS));
+    return descriptor;
 }
 
 __device__ __forceinline__ void wgmma_fence() {

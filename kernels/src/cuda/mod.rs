@@ -3,19 +3,21 @@
 //! A kernel's source stands beside its operation, in a `.cu` file; [`HOPPER`] has what those for Hopper share.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use burn::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::ComputeClient;
 use cubecl::device::{Device, DeviceId};
 use cubecl::ir::{ElemType, FloatKind, Scope};
 use cubecl::prelude::*;
-use cubecl::server::{KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta};
+use cubecl::server::{Handle, KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta};
 use cubecl::zspace::metadata::Metadata;
 use cubecl::zspace::{Shape, Strides};
 use cubecl::{CompilationError, Compiler, CubeTask};
@@ -137,7 +139,8 @@ impl Arguments {
     }
 
     /// Elements from the one at `first` on, of a tensor of these sizes and strides, that are read or written by TMA in such
-    /// boxes. The last stride is one, the others are multiples of 16 bytes.
+    /// boxes. The last stride is one, the others are multiples of 16 bytes. Rows of 128 bytes are swizzled in shared memory, those of other
+    /// lengths are not.
     pub(crate) fn map_boxes<R: CubeRuntime, const D: usize>(
         mut self,
         x: &CubeTensor<R>,
@@ -147,12 +150,13 @@ impl Arguments {
         tile: [usize; D],
     ) -> Self {
         assert_reachable(x);
+        let swizzled = tile.last().is_some_and(|row| row * x.dtype.size() == 128);
         let meta = TensorMapMeta {
             format: TensorMapFormat::Tiled(TiledArgs { tile_size: Shape::from(tile) }),
             metadata: Metadata::new(shape, strides),
             elem_stride: Strides::from([1; D].as_slice()),
             interleave: TensorMapInterleave::None,
-            swizzle: TensorMapSwizzle::B128,
+            swizzle: if swizzled { TensorMapSwizzle::B128 } else { TensorMapSwizzle::None },
             prefetch: TensorMapPrefetch::B256,
             oob_fill: OobFill::Zero,
             storage_ty: x.dtype.into(),
@@ -174,6 +178,24 @@ impl Arguments {
         self.words.push(word as u64);
         self
     }
+}
+
+/// `count` marks or more on the device of another, `u32` that are 0: for kernels that leave them so.
+///
+/// Kept per thread, as one stream of launches has them in turn.
+pub(crate) fn marks<R: CubeRuntime>(like: &CubeTensor<R>, count: usize) -> CubeTensor<R> {
+    thread_local! {
+        static KEPT: RefCell<HashMap<DeviceId, (usize, Handle)>> = RefCell::new(HashMap::new());
+    }
+    let create = |count: usize| (count, like.client.create_from_slice(&vec![0; count * 4]));
+    let (count, handle) = KEPT.with_borrow_mut(|kept| {
+        let most = kept.entry(like.device.to_id()).or_insert_with(|| create(count.next_power_of_two()));
+        if most.0 < count {
+            *most = create(count.next_power_of_two());
+        }
+        most.clone()
+    });
+    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [count].into(), handle, DType::U32)
 }
 
 /// What `work` gives while the primary context of the device of `x`, which is CubeCL's, is this thread's: parts of the driver ask for one.

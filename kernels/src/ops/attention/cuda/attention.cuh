@@ -1,11 +1,10 @@
 // What the attention kernels for Hopper share.
 //
-// A block keeps a tile of 128 rows, 64 for each of its two consumer warpgroups, and a producer warp brings the tiles of the
+// A block keeps a tile of 128 rows, 64 for each of its two consumer warpgroups, and a warp of the producer brings the tiles of the
 // other side one after the other through a ring of stages. Blocks stay, and take one tile after the other.
 //
-//   forward      keeps Q         brings K, V      S = Q K^T         P = exp(S - max)                       O += P V
-//   backward_q   keeps Q, dO     brings K, V      S = Q K^T         dS = P (dO V^T - delta)                dQ += dS K
-//   backward_kv  keeps K, V      brings Q, dO     S^T = K Q^T       dS^T = P^T (V dO^T - delta)            dV += P^T dO, dK += dS^T Q
+//   forward    keeps Q       brings K, V     S = Q K^T       P = exp(S - max)                                 O += P V
+//   backward   keeps K, V    brings Q, dO    S^T = K Q^T     P^T = exp(..), dS^T = P^T (V dO^T - delta)       dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
 // Scores and their gradients stay in registers: as sums of one product they lie just as the left side of the next one does.
 //
@@ -29,52 +28,6 @@ template <class Info>
 __device__ __forceinline__ float scale_of(const Info& info) {
     return __uint_as_float(static_cast<u32>(info.scale));
 }
-
-// A tile of one head of one row of the batch.
-struct Tile {
-    int batch, head, first;
-};
-
-// The tiles of `rows` rows of all heads. Under a causal mask some take long and some are short, so a block takes them in pairs, the
-// longest and the shortest of a head, then one in the middle, and all pairs take as long. Where there are too few pairs for
-// all blocks, tiles are taken one by one.
-struct Tiles {
-    int across, heads, pairs, count, round = 0;
-    // Where the other tile of a pair begins, or -1.
-    int other = -1;
-
-    __device__ Tiles(u64 rows, u64 of_heads, u64 batch) {
-        across = (static_cast<int>(rows) + KEPT - 1) / KEPT;
-        heads = static_cast<int>(of_heads);
-        pairs = (across + 1) / 2;
-        int all = heads * static_cast<int>(batch);
-        if (pairs * all < gridDim.x) {
-            pairs = across;
-        }
-        count = pairs * all;
-    }
-
-    __device__ bool next(Tile& tile) {
-        if (other >= 0) {
-            tile.first = other;
-            other = -1;
-            return true;
-        }
-        int at = round * gridDim.x + blockIdx.x;
-        round++;
-        if (at >= count) {
-            return false;
-        }
-        int place = at % pairs, mirrored = across - 1 - place;
-        tile.first = place * KEPT;
-        tile.head = at / pairs % heads;
-        tile.batch = at / pairs / heads;
-        if (pairs < across && mirrored != place) {
-            other = mirrored * KEPT;
-        }
-        return true;
-    }
-};
 
 // Blocks from `begin` to `end`.
 struct Range {
@@ -142,8 +95,8 @@ template <int A_ROWS, int N>
 __device__ __forceinline__ void rows_by_rows(float (&d)[N / 8][4], u32 a, u32 b) {
     #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
-        u64 left = tile_descriptor<A_ROWS>(a + k / 4 * A_ROWS * ROW_BYTES + k % 4 * 32);
-        u64 right = tile_descriptor<N>(b + k / 4 * N * ROW_BYTES + k % 4 * 32);
+        u64 left = tile_descriptor<A_ROWS>(a, k / 4 * A_ROWS * ROW_BYTES + k % 4 * 32);
+        u64 right = tile_descriptor<N>(b, k / 4 * N * ROW_BYTES + k % 4 * 32);
         Wgmma<N>::template multiply<0, 0>(d, left, right, k > 0);
     }
 }
@@ -153,7 +106,7 @@ template <int K>
 __device__ __forceinline__ void sums_by_columns(float (&d)[HEAD_DIM / 8][4], const u32 (&a)[K / 16][4], u32 b, bool add) {
     #pragma unroll
     for (int k = 0; k < K / 16; k++) {
-        u64 right = tile_descriptor<K>(b + k * 16 * ROW_BYTES);
+        u64 right = tile_descriptor<K>(b, k * 16 * ROW_BYTES);
         Wgmma<HEAD_DIM>::template multiply<1>(d, a[k], right, add || k > 0);
     }
 }
@@ -245,33 +198,7 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
     }
 }
 
-// Backward the consumers take turns at issuing products, so that one's products run while the other computes exponentials. Those of narrow
-// heads are over too soon for that. Forward takes no turns: softmax runs beside the same warpgroup's products there.
-struct Turns {
-    static constexpr bool TAKEN = HEAD_DIM > 64;
-    int consumer;
-
-    // The first turn is the first consumer's.
-    __device__ __forceinline__ explicit Turns(int of_consumer) : consumer(of_consumer) {
-        if (consumer == 1) {
-            end();
-        }
-    }
-
-    __device__ __forceinline__ void begin() const {
-        if (TAKEN) {
-            named_barrier(1 + CONSUMERS + consumer, CONSUMERS * WARPGROUP);
-        }
-    }
-
-    __device__ __forceinline__ void end() const {
-        if (TAKEN) {
-            named_barrier_arrive(1 + CONSUMERS + (1 - consumer), CONSUMERS * WARPGROUP);
-        }
-    }
-};
-
-// A barrier that each warp of the consumers arrives at, when all of its threads have read what is released.
+// Arrivals of the consumers at a barrier: one of each warp, when all of its threads have read what they release, or written what they give.
 constexpr int RELEASES = CONSUMERS * WARPGROUP / 32;
 
 __device__ __forceinline__ void release(u32 barrier) {

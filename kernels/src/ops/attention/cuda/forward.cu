@@ -1,9 +1,14 @@
 // Attention, forward, of rows of one length: see forward.cuh.
 
 struct Batch {
-    using Tile = ::Tile;
+    // A tile of one head of one row of the batch.
+    struct Tile {
+        int batch, head, first;
+    };
 
-    // The same as `::Tiles`, found without divisions, which take as long as some of a tile's products. Backward has no registers for that.
+    // The tiles of `rows` rows of all heads. Under a causal mask some take long and some are short, so a block takes them in pairs, the
+    // longest and the shortest of a head, then one in the middle, and all pairs take as long. Where there are too few pairs for
+    // all blocks, tiles are taken one by one. They are found without divisions, which take as long as some of a tile's products.
     struct Tiles {
         int across, heads, pairs, batches;
         // The next pair, and what lies between two of a block.

@@ -187,11 +187,9 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
             release_keys();
             mask_scores(scores, rows, tile, query, block * KEYS);
             softmax.apply(scores, scale_log2);
-            // Maxima change often at first, and rarely then. Each way waits on its own: ptxas moves a wait ahead of all that comes before it
-            // in a straight line, and nothing would run beside the product. PTX wants all warps of a warpgroup to take the same way to a
-            // wait; these may not, and rely on each warp's waiting for itself, as Hopper's do.
-            if (__any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f)) {
-                wgmma_wait<0>();
+            // Maxima change often at first, and rarely then.
+            bool changed = __any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f);
+            auto correct = [&] {
                 #pragma unroll
                 for (int i = 0; i < HEAD_DIM / 8; i++) {
                     #pragma unroll
@@ -199,6 +197,21 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
                         out[i][value] *= softmax.correction[value / 2];
                     }
                 }
+            };
+            // ptxas moves a wait ahead of all that comes before it in a straight line, and nothing would run beside the product: what the
+            // softmax decides keeps it behind. No sum is below 0, but wide heads have no registers to ask. PTX wants all warps of a warpgroup to take
+            // the same way to a wait; theirs may not, and rely on each warp's waiting for itself, as Hopper's do.
+            if (!WIDE) {
+                if (softmax.sum[0] < 0.0f) {
+                    __trap();
+                }
+                wgmma_wait<0>();
+                if (changed) {
+                    correct();
+                }
+            } else if (changed) {
+                wgmma_wait<0>();
+                correct();
             } else {
                 wgmma_wait<0>();
             }
@@ -271,7 +284,8 @@ __device__ __forceinline__ void attend(const TensorMap& q_map, const TensorMap& 
         barrier_init_fence();
     }
     __syncthreads();
-    int warpgroup = threadIdx.x / WARPGROUP;
+    // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it takes uniform registers.
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 0) {
         registers_lower<40>();
         if (threadIdx.x == 0) {

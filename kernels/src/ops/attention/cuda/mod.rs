@@ -21,6 +21,9 @@ const ROWS: usize = 64;
 const SHARED_BYTES: usize = 227 << 10;
 /// More than there are tokens, and still below 2^31 when added to one's place.
 const MOST_WINDOW: usize = 1 << 30;
+/// Backward, a tile of queries and its head are told by 16 and 15 bits.
+const MOST_QUERIES: usize = ROWS << 16;
+const MOST_HEADS: usize = 1 << 15;
 /// With fewer queries not even one consumer's rows are full.
 const FEWEST_QUERIES: usize = 64;
 
@@ -29,8 +32,7 @@ enum Pass {
     Forward,
     /// Forward over pages.
     Paged,
-    BackwardQ,
-    BackwardKv,
+    Backward,
 }
 
 /// What a kernel is compiled for.
@@ -48,25 +50,30 @@ impl AttentionHopper {
     fn brought(&self) -> usize {
         match self.pass {
             Pass::Forward | Pass::Paged => 128,
-            Pass::BackwardQ if self.head_dim == 64 => 128,
-            Pass::BackwardQ | Pass::BackwardKv => 64,
+            Pass::Backward => 64,
         }
     }
 
-    /// Bytes beside the stages: what is kept, or forward the queries of two tiles, the result on its way out, and barriers.
+    /// Bytes beside the stages: forward the queries of two tiles, the result on its way out, and barriers; backward keys and values, three
+    /// tiles of gradients of scores, a tile of those of queries, and barriers.
     fn other_bytes(&self) -> usize {
-        3 * KEPT * self.head_dim * 2 + 256
+        let tile = KEPT * self.head_dim * 2;
+        match self.pass {
+            Pass::Forward | Pass::Paged => 3 * tile + 256,
+            Pass::Backward => 2 * tile + 3 * KEPT * ROWS * 2 + tile / 2 + 256,
+        }
     }
 
-    /// Two tiles, and what is known of each query.
+    /// Two tiles, and backward what is known of each query.
     fn stage_bytes(&self) -> usize {
-        let statistics = if self.pass == Pass::BackwardKv { self.brought() * 8 } else { 0 };
+        let statistics = if self.pass == Pass::Backward { self.brought() * 8 } else { 0 };
         2 * self.brought() * self.head_dim * 2 + statistics
     }
 
-    /// As many stages as there is room for.
+    /// As many stages as there is room for, but backward no more than four: with eight, narrow heads take 1.4 times as long.
     fn stages(&self) -> usize {
-        ((SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(8)
+        let most = if self.pass == Pass::Backward { 4 } else { 8 };
+        ((SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(most)
     }
 }
 
@@ -79,22 +86,21 @@ impl CudaKernel for AttentionHopper {
         match self.pass {
             Pass::Forward => "attention_forward_hopper",
             Pass::Paged => "attention_paged_hopper",
-            Pass::BackwardQ => "attention_backward_q_hopper",
-            Pass::BackwardKv => "attention_backward_kv_hopper",
+            Pass::Backward => "attention_backward_hopper",
         }
     }
 
     fn source(&self) -> String {
         let Self { pass, half, head_dim, causal } = *self;
         let stages = self.stages();
-        let defined = [("HEAD_DIM", head_dim), ("CAUSAL", causal.into()), ("STAGES", stages)];
+        let shared_bytes = self.shared_bytes();
+        let defined = [("HEAD_DIM", head_dim), ("CAUSAL", causal.into()), ("STAGES", stages), ("SHARED", shared_bytes)];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let shared = include_str!("attention.cuh");
         let pass = match pass {
             Pass::Forward => concat!(include_str!("forward.cuh"), include_str!("forward.cu")),
             Pass::Paged => concat!(include_str!("forward.cuh"), include_str!("paged.cu")),
-            Pass::BackwardQ => include_str!("backward_q.cu"),
-            Pass::BackwardKv => include_str!("backward_kv.cu"),
+            Pass::Backward => include_str!("backward.cu"),
         };
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{shared}{pass}")
     }
@@ -112,12 +118,7 @@ impl CudaKernel for AttentionHopper {
 /// The kernels in bf16.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let kernels = |(head_dim, causal)| {
-        [Pass::Forward, Pass::BackwardQ, Pass::BackwardKv].map(|pass| AttentionHopper {
-            pass,
-            half: "bf16",
-            head_dim,
-            causal,
-        })
+        [Pass::Forward, Pass::Backward].map(|pass| AttentionHopper { pass, half: "bf16", head_dim, causal })
     };
     let paged = [64, 128].map(|head_dim| AttentionHopper { pass: Pass::Paged, half: "bf16", head_dim, causal: true });
     [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels).chain(paged).map(cuda::named)
@@ -151,7 +152,9 @@ impl Hopper {
         // The maximum is taken before the scores are scaled.
         let scale = options.scale as f32;
         let numbers = options.dropout.is_none() && scale.is_normal() && scale > 0.0;
-        let sizes = [64, 128].contains(&dims.head_dim) && dims.seq_length >= FEWEST_QUERIES;
+        let sizes = [64, 128].contains(&dims.head_dim)
+            && (FEWEST_QUERIES..MOST_QUERIES).contains(&dims.seq_length)
+            && dims.n_heads < MOST_HEADS;
         let reads = |heads: &&Heads<R>| {
             let begin = heads.tensor.handle.offset_start.unwrap_or(0) as usize + 2 * heads.offset;
             // TMA knows no axis whose elements are one and the same; a stride of 0 is otherwise that of an axis of one.
@@ -182,13 +185,12 @@ impl Hopper {
         passes.iter().all(|pass| {
             cuda::works(x, &self.kernel(*pass), instead, || {
                 let heads = || Heads::from_tensor(empty(x, [1, 1, ROWS, dims.head_dim], x.dtype));
-                let [q, k, v, grad, out, other] = [(); 6].map(|()| heads());
+                let [q, k, v, grad, out, other, last] = [(); 7].map(|()| heads());
                 let rows = empty(x, [1, 1, ROWS, 2], DType::F32);
                 match pass {
                     Pass::Paged => unreachable!("tried where it is used"),
                     Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
-                    Pass::BackwardQ => small.launch_backward_q([&q, &k, &v, &grad], &rows, &out),
-                    Pass::BackwardKv => small.launch_backward_kv([&q, &k, &v, &grad], &rows, [&out, &other]),
+                    Pass::Backward => small.launch_backward([&q, &k, &v, &grad], &rows, [&out, &other, &last]),
                 }
             })
         })
@@ -208,17 +210,16 @@ impl Hopper {
         works
     }
 
-    /// Writes the gradients; false where a kernel does not run.
+    /// Writes the gradients; false where the kernel does not run.
     pub(super) fn backward<R: CubeRuntime>(
         &self,
         inputs: [&Heads<R>; 4],
         statistics: &CubeTensor<R>,
-        [d_query, d_key, d_value]: [&Heads<R>; 3],
+        gradients: [&Heads<R>; 3],
     ) -> bool {
-        let works = self.works(&inputs[0].tensor, &[Pass::BackwardKv, Pass::BackwardQ]);
+        let works = self.works(&inputs[0].tensor, &[Pass::Backward]);
         if works {
-            self.launch_backward_kv(inputs, statistics, [d_key, d_value]);
-            self.launch_backward_q(inputs, statistics, d_query);
+            self.launch_backward(inputs, statistics, gradients);
         }
         works
     }
@@ -236,51 +237,46 @@ impl Hopper {
         self.launch(kernel, &query.tensor, arguments);
     }
 
-    fn launch_backward_q<R: CubeRuntime>(
+    fn launch_backward<R: CubeRuntime>(
         &self,
         [query, key, value, grad]: [&Heads<R>; 4],
         statistics: &CubeTensor<R>,
-        d_query: &Heads<R>,
+        [d_query, d_key, d_value]: [&Heads<R>; 3],
     ) {
-        let kernel = self.kernel(Pass::BackwardQ);
-        let arguments = self.map_queries(Arguments::default(), query, KEPT);
-        let arguments = self.map_keys(self.map_keys(arguments, key, kernel.brought()), value, kernel.brought());
-        let arguments = self.map_queries(self.map_queries(arguments, grad, KEPT), d_query, ROWS).pointer(statistics);
-        self.launch(kernel, &query.tensor, arguments);
-    }
-
-    fn launch_backward_kv<R: CubeRuntime>(
-        &self,
-        [query, key, value, grad]: [&Heads<R>; 4],
-        statistics: &CubeTensor<R>,
-        [d_key, d_value]: [&Heads<R>; 2],
-    ) {
-        let kernel = self.kernel(Pass::BackwardKv);
+        let kernel = self.kernel(Pass::Backward);
+        let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
+        // Of d_query a consumer writes half of the columns.
+        let columns = head_dim / 2;
         let arguments = self.map_queries(Arguments::default(), query, kernel.brought());
         let arguments = self.map_keys(self.map_keys(arguments, key, KEPT), value, KEPT);
         let arguments = self.map_queries(arguments, grad, kernel.brought());
-        let arguments = self.map_keys(self.map_keys(arguments, d_key, ROWS), d_value, ROWS).pointer(statistics);
-        self.launch(kernel, &query.tensor, arguments);
+        let arguments = self.map_columns(arguments, d_query, ROWS, columns);
+        let arguments = self.map_keys(self.map_keys(arguments, d_key, ROWS), d_value, ROWS);
+        let tiles = batch_size * n_heads * seq_length.div_ceil(ROWS);
+        let sums = empty(&query.tensor, [tiles, ROWS, head_dim], DType::F32);
+        let marks = cuda::marks(&query.tensor, 1 + tiles);
+        self.launch(kernel, &query.tensor, arguments.pointer(statistics).pointer(&sums).pointer(&marks));
     }
 
     fn map_queries<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
-        map_heads(
-            arguments,
-            heads,
-            [self.dims.batch_size, self.dims.n_heads, self.dims.seq_length],
-            self.dims.head_dim,
-            rows,
-        )
+        self.map_columns(arguments, heads, rows, 64)
+    }
+
+    /// Heads of queries, so many rows and columns at once.
+    fn map_columns<R: CubeRuntime>(
+        &self,
+        arguments: Arguments,
+        heads: &Heads<R>,
+        rows: usize,
+        columns: usize,
+    ) -> Arguments {
+        let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
+        map_heads(arguments, heads, [batch_size, n_heads, seq_length], head_dim, [rows, columns])
     }
 
     fn map_keys<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
-        map_heads(
-            arguments,
-            heads,
-            [self.dims.batch_size, self.dims.n_kv_heads, self.dims.keys],
-            self.dims.head_dim,
-            rows,
-        )
+        let Dims { batch_size, n_kv_heads, keys, head_dim, .. } = self.dims;
+        map_heads(arguments, heads, [batch_size, n_kv_heads, keys], head_dim, [rows, 64])
     }
 
     fn launch<R: CubeRuntime>(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
@@ -288,21 +284,22 @@ impl Hopper {
         let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, self.scale.to_bits() as usize];
         let arguments = sizes.into_iter().fold(arguments, Arguments::word);
         // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
-        // below the number of queries.
+        // below the number of queries. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
+        // block at a time, whose turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, multiprocessors(x), arguments) };
     }
 }
 
-/// Heads that TMA reads or writes, so many rows at once.
+/// Heads that TMA reads or writes, so many rows and columns at once.
 fn map_heads<R: CubeRuntime>(
     arguments: Arguments,
     heads: &Heads<R>,
     [batch_size, n_heads, rows]: [usize; 3],
     head_dim: usize,
-    box_rows: usize,
+    [box_rows, box_columns]: [usize; 2],
 ) -> Arguments {
     // Only an axis of one has no stride here. It is never used, but not every number is allowed.
     let [batch, head, row] = heads.strides.map(|stride| if stride == 0 { head_dim } else { stride });
     let (shape, strides) = ([batch_size, n_heads, rows, head_dim], [batch, head, row, 1]);
-    arguments.map_boxes(&heads.tensor, heads.offset, shape, strides, [1, 1, box_rows, 64])
+    arguments.map_boxes(&heads.tensor, heads.offset, shape, strides, [1, 1, box_rows, box_columns])
 }

@@ -104,12 +104,12 @@ impl PagedHopper {
             offset: 0,
             strides: [tokens * n_heads * head_dim, head_dim, n_heads * head_dim],
         };
-        let arguments = map_heads(Arguments::default(), &packed(query), [1, n_heads, tokens], head_dim, KEPT);
+        let arguments = map_heads(Arguments::default(), &packed(query), [1, n_heads, tokens], head_dim, [KEPT, 64]);
         let arguments = cached.into_iter().fold(arguments, |arguments, held| {
             let held = Heads::from_tensor(held.clone());
-            map_heads(arguments, &held, [pages, n_kv_heads, PAGE], head_dim, PAGE)
+            map_heads(arguments, &held, [pages, n_kv_heads, PAGE], head_dim, [PAGE, 64])
         });
-        let arguments = map_heads(arguments, &packed(out), [1, n_heads, tokens], head_dim, ROWS);
+        let arguments = map_heads(arguments, &packed(out), [1, n_heads, tokens], head_dim, [ROWS, 64]);
         let scale = AttentionOptions::new(head_dim).scale as f32;
         let sizes = [count, n_heads, n_kv_heads, pages, pages_a_row, self.window, scale.to_bits() as usize];
         let arguments = sizes.into_iter().fold(arguments.pointer(tiles).pointer(table), Arguments::word);

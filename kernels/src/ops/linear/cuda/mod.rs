@@ -284,24 +284,21 @@ fn tma_axis<R: CubeRuntime>(x: &CubeTensor<R>, first: usize) -> Option<usize> {
     [first, 1 - first].into_iter().find(along).filter(|_| aligned(begin))
 }
 
-/// What is left of tiles that are cut along K, and marks of where that is ready. The kernel clears the marks that it sets.
+/// What is left of tiles that are cut along K, and marks of where that is ready.
 ///
 /// Kept per thread, as one stream of launches has them in turn.
 fn cut_buffers<R: CubeRuntime>(like: &CubeTensor<R>, clusters: usize) -> [CubeTensor<R>; 2] {
     thread_local! {
-        static KEPT: RefCell<HashMap<DeviceId, [Handle; 2]>> = RefCell::new(HashMap::new());
+        static KEPT: RefCell<HashMap<DeviceId, Handle>> = RefCell::new(HashMap::new());
     }
     let places = clusters * BLOCKS as usize * CONSUMERS;
     let elements = places * ROWS * WIDEST;
-    let handles = KEPT.with_borrow_mut(|kept| {
-        let create = || [like.client.empty(elements * 4), like.client.create_from_slice(&vec![0; places * 4])];
-        kept.entry(like.device.to_id()).or_insert_with(create).clone()
+    let handle = KEPT.with_borrow_mut(|kept| {
+        kept.entry(like.device.to_id()).or_insert_with(|| like.client.empty(elements * 4)).clone()
     });
-    let [partial, ready] = handles;
-    let tensor = |handle, length: usize, dtype| {
-        CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [length].into(), handle, dtype)
-    };
-    [tensor(partial, elements, DType::F32), tensor(ready, places, DType::U32)]
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let partial = CubeTensor::new_contiguous(client, device, [elements].into(), handle, DType::F32);
+    [partial, cuda::marks(like, places)]
 }
 
 /// Whether the kernel runs on the device of `x`: tried on a product of one tile.
