@@ -27,7 +27,7 @@ constexpr int STATISTICS_BYTES = QUERIES * 8;
 // Gradients of scores: of one step they are written, of two they may be read.
 constexpr int BUFFERS = 3;
 constexpr int D_SCORES_BYTES = KEPT * QUERIES * 2;
-// A consumer's columns of dQ, and their bytes on their destination out.
+// A consumer's columns of dQ, and their bytes on their way out.
 constexpr int OWN_COLUMNS = HEAD_DIM / CONSUMERS;
 constexpr int D_QUERY_BYTES = QUERIES * OWN_COLUMNS * 2;
 static_assert(2 * KEPT_BYTES + STAGES * (2 * Q_BYTES + STATISTICS_BYTES) + BUFFERS * D_SCORES_BYTES + CONSUMERS * D_QUERY_BYTES +
@@ -41,7 +41,7 @@ struct Shared {
     __device__ u32 q(int stage) const { return base + 2 * KEPT_BYTES + stage * 2 * Q_BYTES; }
     __device__ u32 grad(int stage) const { return q(stage) + Q_BYTES; }
     __device__ u32 d_scores(int buffer) const { return q(STAGES) + buffer * D_SCORES_BYTES; }
-    // A consumer's gradients of keys and of values, on their destination out, lie where gradients of scores were.
+    // A consumer's gradients of keys and of values, on their way out, lie where gradients of scores were.
     __device__ u32 out(int consumer) const { return d_scores(consumer); }
     __device__ u32 d_query(int consumer) const { return d_scores(BUFFERS) + consumer * D_QUERY_BYTES; }
     __device__ u32 statistics(int stage) const { return d_query(CONSUMERS) + stage * STATISTICS_BYTES; }
@@ -286,8 +286,9 @@ struct Queries {
     int batch, head, block;
 
     // Where a consumer's sums go, once it is their turn. The last one adds what others have, and writes them.
-    __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, float* sums, const Info& info,
-                                       const Shared& shared, int consumer, int keys_tile, int step) const {
+    __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, float* sums,
+                                                       const Info& info, const Shared& shared, int consumer, int keys_tile,
+                                                       int step) const {
         Order order(info, block);
         int thread = threadIdx.x % WARPGROUP;
         u64 tile = (batch * static_cast<int>(info.heads) + head) * query_tiles(info) + block;
