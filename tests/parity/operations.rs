@@ -117,7 +117,7 @@ backend_test!(embed_matches_the_reference::<B>(device) {
         let tokens: Vec<i32> = (0..batch_size * seq_length).map(token).collect();
         let tokens = TensorData::new(tokens, [batch_size, seq_length]);
         let tokens = Tensor::<Autodiff<B>, 2, Int>::from_data(tokens, &device);
-        for table in [table.clone(), strided(table)] {
+        for table in [table.clone(), strided(table.clone())] {
             let dtype = FloatDType::F32;
             assert_parity(
                 &name,
@@ -145,6 +145,17 @@ backend_test!(embed_matches_the_reference::<B>(device) {
             |i| embed(i[0].clone(), across.clone(), FloatDType::F32),
             |i| plain::embed(i[0].clone(), across.clone(), FloatDType::F32),
         );
+        // A table that is used twice: the second gradient is added to the first one. Sorted rows, long chains, and several columns a unit.
+        if [63, 513, 1500].contains(&vocabulary) {
+            let other = tokens.clone().flip([1]);
+            let twice = |i: &[Tensor<Autodiff<B>, 2>]| {
+                embed(i[0].clone(), tokens.clone(), FloatDType::F32) * embed(i[0].clone(), other.clone(), FloatDType::F32)
+            };
+            assert_parity(&format!("{name} twice"), from_ref(&table), twice, |i| {
+                plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32)
+                    * plain::embed(i[0].clone(), other.clone(), FloatDType::F32)
+            });
+        }
     }
 });
 
@@ -386,9 +397,13 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
                 .into_iter()
                 .enumerate()
                 {
-                    let ours = linear_add(x.clone(), weight.clone(), bias.clone(), None, residual.clone());
-                    let wanted = wide(&residual) + product.clone();
-                    assert_close(&format!("{what}, residual {lies}"), &wide(&ours), &wanted, 1e-2);
+                    let drop = Dropout { probability: 0.3, key: RandomKey::new(9) };
+                    for drop in if lies < 2 { vec![None, Some(drop)] } else { vec![None] } {
+                        let ours = linear_add(x.clone(), weight.clone(), bias.clone(), drop, residual.clone());
+                        let kept = drop.map_or(product.clone(), |drop| plain::dropout(product.clone(), drop));
+                        let what = format!("{what}, residual {lies}, dropped {}", drop.is_some());
+                        assert_close(&what, &wide(&ours), &(wide(&residual) + kept), 1e-2);
+                    }
                 }
             }
         }
@@ -631,52 +646,48 @@ backend_test!(attention_of_queries_without_keys_is_finite::<B>(device) {
     }
 });
 
-backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device) {
+/// An attention whose inputs are of 16 bits: sizes `[batch_size, n_heads, n_kv_heads, queries, keys, head_dim]`, the mask among those of
+/// [`attention_in_half_precision`], and whether there is dropout.
+type HalfPrecisionCase = ([usize; 6], usize, bool);
+
+/// Forward and gradients of attention in bf16 and f16, as far as the device has them, against the reference in f32.
+fn attention_in_half_precision<B: Backend>(device: &B::Device, cases: &[HalfPrecisionCase]) {
     for dtype in [DType::BF16, DType::F16] {
-        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(device, dtype) {
             continue;
         }
-        // Sizes, the mask among those below, and whether there is dropout.
-        for ([batch_size, n_heads, n_kv_heads, queries, keys, head_dim], mask, drop) in [
-            ([2, 4, 2, 300, 300, 64], 1, true),
-            ([2, 4, 2, 300, 300, 64], 1, false),
-            ([1, 1, 1, 129, 129, 64], 2, false),
-            ([1, 2, 1, 7, 130, 64], 3, true),
-            ([2, 2, 2, 70, 130, 64], 4, false),
-            ([1, 1, 1, 65, 63, 16], 0, false),
-            ([1, 2, 1, 1, 200, 48], 3, false),
-            ([2, 2, 2, 129, 129, 80], 2, true),
-            ([1, 2, 1, 200, 200, 128], 1, false),
-            ([1, 4, 2, 200, 333, 64], 1, false),
-            ([2, 2, 1, 100, 260, 128], 2, false),
-            ([2, 3, 3, 150, 150, 64], 0, false),
-            ([1, 2, 2, 140, 70, 128], 0, false),
-            ([1, 1, 1, 130, 130, 144], 1, true),
-            ([1, 2, 1, 100, 100, 256], 1, false),
-            ([1, 2, 1, 65, 65, 33], 4, true),
-            ([2, 2, 1, 150, 150, 64], 5, false),
-            ([1, 2, 2, 130, 130, 32], 5, true),
-        ] {
+        for ([batch_size, n_heads, n_kv_heads, queries, keys, head_dim], mask, drop) in cases.iter().copied() {
             // Rounded first, so that both sides start from the same numbers.
             let rounded = |x: Tensor<B, 4>| x.cast(dtype).cast(DType::F32);
             let inputs = [
-                rounded(random::<B, 4>(1, [batch_size, n_heads, queries, head_dim], &device) * 2.0),
-                rounded(random::<B, 4>(2, [batch_size, n_kv_heads, keys, head_dim], &device) * 2.0),
-                rounded(random::<B, 4>(3, [batch_size, n_kv_heads, keys, head_dim], &device)),
+                rounded(random::<B, 4>(1, [batch_size, n_heads, queries, head_dim], device) * 2.0),
+                rounded(random::<B, 4>(2, [batch_size, n_kv_heads, keys, head_dim], device) * 2.0),
+                rounded(random::<B, 4>(3, [batch_size, n_kv_heads, keys, head_dim], device)),
             ];
-            let ints = |values: &[i32]| Tensor::<Autodiff<B>, 1, Int>::from_data(values, &device);
+            let ints = |values: &[i32]| Tensor::<Autodiff<B>, 1, Int>::from_data(values, device);
+            let tokens = |of: fn(usize, usize) -> i32| {
+                let values: Vec<_> = (0..batch_size * queries).map(|at| of(at / queries, at % queries)).collect();
+                ints(&values).reshape([batch_size, queries])
+            };
             let positions: Vec<i32> = (0..batch_size * queries).map(|at| (at * 5 % keys) as i32).collect();
             let lengths: Vec<i32> = (0..batch_size).map(|row| (keys - row * keys / 2) as i32).collect();
-            let starts: Vec<i32> = (0..batch_size * queries).map(|at| (at % queries / 45 * 45) as i32).collect();
+            // In the second row of the batch documents are of other lengths; tokens of the last kind begin anywhere, some at no place.
+            let starts = tokens(|row, at| (at / (45 + 100 * row) * (45 + 100 * row)) as i32);
+            let places = tokens(|_, at| if at % 41 == 40 { -3 } else { (at / 90 * 90 + at % 3 / 2 * 70) as i32 });
             let masks = [
                 AttentionMask::None,
                 AttentionMask::Causal { window: None },
                 AttentionMask::Causal { window: Some(70) },
-                AttentionMask::Positions { positions: ints(&positions).reshape([batch_size, queries]), window: Some(4) },
+                AttentionMask::Positions {
+                    positions: ints(&positions).reshape([batch_size, queries]),
+                    window: Some(4),
+                },
                 AttentionMask::Lengths(ints(&lengths)),
-                AttentionMask::Documents { starts: ints(&starts).reshape([batch_size, queries]), window: None },
+                AttentionMask::Documents { starts, window: None },
+                AttentionMask::Documents { starts: places, window: Some(130) },
             ];
-            let what = format!("{dtype:?} {n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}, mask {mask}");
+            let what =
+                format!("{dtype:?} {n_heads}/{n_kv_heads}x{queries}/{keys}x{head_dim}, mask {mask}, dropout {drop}");
             let mask = &masks[mask];
             let dropped = drop.then_some(Dropout { probability: 0.25, key: RandomKey::new(8) });
             let options = AttentionOptions::new(head_dim).with_dropout(dropped);
@@ -694,6 +705,54 @@ backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device)
             }
         }
     }
+}
+
+backend_test!(attention_in_half_precision_is_close_to_the_reference::<B>(device) {
+    let cases = [
+        ([2, 4, 2, 300, 300, 64], 1, true),
+        ([2, 4, 2, 300, 300, 64], 1, false),
+        ([1, 1, 1, 129, 129, 64], 2, false),
+        ([1, 2, 1, 7, 130, 64], 3, true),
+        ([2, 2, 2, 70, 130, 64], 4, false),
+        ([1, 1, 1, 65, 63, 16], 0, false),
+        ([1, 2, 1, 1, 200, 48], 3, false),
+        ([2, 2, 2, 129, 129, 80], 2, true),
+        ([1, 2, 1, 200, 200, 128], 1, false),
+        ([1, 4, 2, 200, 333, 64], 1, false),
+        ([2, 2, 1, 100, 260, 128], 2, false),
+        ([2, 3, 3, 150, 150, 64], 0, false),
+        ([1, 2, 2, 140, 70, 128], 0, false),
+        ([1, 1, 1, 130, 130, 144], 1, true),
+        ([1, 2, 1, 100, 100, 256], 1, false),
+        ([1, 2, 1, 65, 65, 33], 4, true),
+        ([2, 2, 1, 150, 150, 64], 5, false),
+        ([1, 2, 2, 130, 130, 32], 5, true),
+    ];
+    attention_in_half_precision::<B>(&device, &cases);
+});
+
+backend_test!(attention_of_heads_of_64_and_128_is_close_to_the_reference_under_every_mask::<B>(device) {
+    // Only a device that has bf16 may have kernels for these; the portable ones are looked at above.
+    if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, DType::BF16) {
+        return;
+    }
+    let cases = [
+        ([2, 4, 2, 300, 300, 64], 5, true),
+        ([2, 4, 2, 300, 300, 64], 5, false),
+        ([2, 2, 1, 300, 300, 128], 5, true),
+        ([2, 2, 1, 260, 260, 128], 5, false),
+        ([2, 2, 2, 400, 400, 64], 6, true),
+        ([1, 2, 2, 400, 400, 128], 6, false),
+        ([3, 2, 2, 200, 300, 64], 4, true),
+        ([3, 4, 2, 129, 260, 64], 4, false),
+        ([2, 2, 1, 260, 390, 128], 4, true),
+        ([2, 2, 1, 130, 260, 128], 4, false),
+        ([2, 4, 2, 100, 260, 128], 2, true),
+        ([2, 2, 2, 257, 257, 64], 2, true),
+        ([1, 2, 1, 65, 300, 64], 0, true),
+        ([1, 2, 2, 200, 70, 128], 0, true),
+    ];
+    attention_in_half_precision::<B>(&device, &cases);
 });
 
 backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
@@ -717,6 +776,65 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
                 );
             }
         }
+    }
+});
+
+backend_test!(head_loss_in_half_precision_has_the_gradients_of_the_reference_whatever_the_chunk::<B>(device) {
+    // In f16 a gradient of so many rows vanishes.
+    let dtype = DType::BF16;
+    if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+        return;
+    }
+    // A chunk's products are large, so that they are added up where they are made on devices that can.
+    let (rows, d_model, vocabulary) = (1100, 264, 2056);
+    let rounded = |x: Tensor<B, 2>| x.cast(dtype).cast(DType::F32);
+    let hidden = rounded(random::<B, 2>(1, [rows, d_model], &device));
+    let weight = rounded(random::<B, 2>(2, [vocabulary, d_model], &device));
+    let targets: Vec<i32> = (0..rows).map(|at| (at * 37 % vocabulary) as i32).collect();
+    let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
+    let options = HeadLossOptions::new();
+    let inputs = [hidden, weight];
+    let (wanted, wanted_gradients) =
+        with_gradients(&inputs, DType::F32, |i| plain::head_loss(i[0].clone(), i[1].clone(), targets.clone(), options));
+    for chunk in [550, 1100] {
+        let what = format!("{dtype:?} head_loss, chunk {chunk}");
+        let (loss, gradients) = with_gradients(&inputs, DType::F32, |i| {
+            head_loss(i[0].clone().cast(dtype), i[1].clone(), targets.clone(), options.with_chunk(chunk))
+        });
+        assert_close(&what, &loss, &wanted, 1e-2);
+        for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+            assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 3e-2);
+        }
+    }
+});
+
+backend_test!(a_table_that_is_used_elsewhere_has_the_gradients_of_all_its_uses::<B>(device) {
+    // Rows that Burn lays out with gaps on some devices, and tables of few and of many tokens.
+    for [vocabulary, d_model] in [[700, 96], [600, 288], [140, 40]] {
+        let table = random::<B, 2>(1, [vocabulary, d_model], &device);
+        let ints = |at: &dyn Fn(usize) -> usize| {
+            let values: Vec<i32> = (0..130).map(|i| (at(i) % vocabulary) as i32).collect();
+            Tensor::<Autodiff<B>, 1, Int>::from_data(values.as_slice(), &device)
+        };
+        let (tokens, targets) = (ints(&|i| i * i * 31).reshape([2, 65]), ints(&|i| i * 37));
+        let options = HeadLossOptions::new();
+        let name = format!("{vocabulary}x{d_model}");
+        let as_head = |i: &[Tensor<Autodiff<B>, 2>]| {
+            let rows = embed(i[0].clone(), tokens.clone(), FloatDType::F32).reshape([130, d_model]);
+            head_loss(rows, i[0].clone(), targets.clone(), options)
+        };
+        assert_parity(&format!("the head, {name}"), from_ref(&table), as_head, |i| {
+            let rows = plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32).reshape([130, d_model]);
+            plain::head_loss(rows, i[0].clone(), targets.clone(), options)
+        });
+        let scaled = |i: &[Tensor<Autodiff<B>, 2>]| {
+            let rows = embed(i[0].clone(), tokens.clone(), FloatDType::F32).reshape([130, d_model]);
+            rows + (i[0].clone() * 0.5).narrow(0, 0, 130)
+        };
+        assert_parity(&format!("a factor, {name}"), from_ref(&table), scaled, |i| {
+            let rows = plain::embed(i[0].clone(), tokens.clone(), FloatDType::F32).reshape([130, d_model]);
+            rows + (i[0].clone() * 0.5).narrow(0, 0, 130)
+        });
     }
 });
 

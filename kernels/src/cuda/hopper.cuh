@@ -145,6 +145,13 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int co
                  : "memory");
 }
 
+// Bytes without a map: 16 or a multiple, as are both addresses.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -368,4 +375,60 @@ __device__ __forceinline__ void matrices_load(u32 (&matrices)[4], u32 address) {
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                  : "r"(address)
                  : "memory");
+}
+
+// ---- Dropout by the random bits of random/mod.rs: a cipher of five rounds over a row's number gives 32 bits, and another one over these and the
+// number of a pair of columns twice 16, those of the even column and of the odd one. What the first round of the second makes of a row is
+// the same for 131,072 columns.
+
+// As words of a launch: 16 bits below `threshold` drop a number, and others are multiplied by `kept`, the bits of an f32.
+struct DropoutInfo {
+    u64 threshold, kept;
+    // Of the rounds of both ciphers.
+    u64 row_keys[5], column_keys[5];
+
+    __device__ __forceinline__ u32 limit() const { return static_cast<u32>(threshold); }
+    __device__ __forceinline__ float factor() const { return __uint_as_float(static_cast<u32>(kept)); }
+};
+
+constexpr u32 MULTIPLIERS[5] = {0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b};
+
+// One round; the left half lies low.
+__device__ __forceinline__ u32 cipher_round(u32 state, u32 key, u32 multiplier) {
+    u32 right = state >> 16, product = (right ^ key) * multiplier;
+    return right | ((state ^ product ^ product >> 15) << 16);
+}
+
+// A row, ready for pairs of columns that have the same `column >> 17`: its state behind the first round of a pair 0, the right half mixed with the next round's key.
+__device__ __forceinline__ u32 random_row(const DropoutInfo& dropout, u32 row, int column) {
+    #pragma unroll
+    for (int round = 0; round < 5; round++) {
+        row = cipher_round(row, static_cast<u32>(dropout.row_keys[round]), MULTIPLIERS[round]);
+    }
+    // The high half of the pair's number meets the right half.
+    row ^= static_cast<u32>(column) >> 17 << 16;
+    return cipher_round(row, static_cast<u32>(dropout.column_keys[0]), MULTIPLIERS[0]) ^ static_cast<u32>(dropout.column_keys[1]) << 16;
+}
+
+// 16 random bits of each column of a pair.
+struct RandomPair {
+    u32 even, odd;
+};
+
+// The other four rounds. Halves are kept mixed with their round's key, so that a round is a product, a shift and two operations.
+__device__ __forceinline__ RandomPair random_pair(const DropoutInfo& dropout, u32 row, int pair) {
+    u32 keys[5];
+    #pragma unroll
+    for (int round = 1; round < 5; round++) {
+        keys[round] = static_cast<u32>(dropout.column_keys[round]);
+    }
+    u32 first = (row >> 16) ^ (pair & 0xffff);
+    u32 product = first * MULTIPLIERS[1];
+    u32 second = ((row ^ product ^ product >> 15) & 0xffff) ^ keys[2];
+    product = second * MULTIPLIERS[2];
+    u32 third = ((first ^ product ^ product >> 15) & 0xffff) ^ (keys[1] ^ keys[3]);
+    product = third * MULTIPLIERS[3];
+    u32 fourth = ((second ^ product ^ product >> 15) & 0xffff) ^ (keys[2] ^ keys[4]);
+    product = fourth * MULTIPLIERS[4];
+    return {fourth ^ keys[4], ((third ^ product ^ product >> 15) & 0xffff) ^ keys[3]};
 }

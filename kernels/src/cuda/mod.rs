@@ -25,6 +25,8 @@ use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
 use crate::cubecl::assert_reachable;
+use crate::ops::dropout::Dropout;
+use crate::random::RandomKey;
 
 /// What kernels for Hopper share: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = include_str!("hopper.cuh");
@@ -53,7 +55,8 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 }
 
 /// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
-/// them. None of them may spill registers. Whole decode steps of few rows are among them only for models of any shape, and one row: others spill some 20 bytes a thread, and more with eight rows.
+/// them. None of them may spill registers. Of attention with dropout two masks are among them; under the other two
+/// its backward pass spills up to 8 bytes in a warp that only reads. Whole decode steps of few rows are among them only for models of any shape, and one row: others spill some 20 bytes a thread, and more with eight rows.
 pub fn cuda_sources() -> Vec<(String, String)> {
     use crate::ops::{attention, decode_step, head_sample, linear};
     let sources = linear::hopper_sources().chain(attention::hopper_sources());
@@ -64,7 +67,8 @@ pub fn cuda_sources() -> Vec<(String, String)> {
 pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
-    (format!("{}-{}", kernel.entry(), values.skip(1).collect::<Vec<_>>().join("-")), kernel.source())
+    let name = [kernel.entry()].into_iter().chain(values.skip(1)).collect::<Vec<_>>().join("-");
+    (name, kernel.source())
 }
 
 /// A kernel as CubeCL compiles it.
@@ -171,6 +175,18 @@ impl Arguments {
         assert_reachable(x);
         self.pointers.push(x.handle.clone().binding());
         self
+    }
+
+    /// Dropout, or none, as a `DropoutInfo` of words.
+    pub(crate) fn dropout(self, dropout: Option<Dropout>) -> Self {
+        let threshold = dropout.map_or(0, |dropout| dropout.threshold());
+        let kept = dropout.map_or(1.0, |dropout| dropout.scale() as f32).to_bits();
+        let (rows, columns) = dropout.map_or(RandomKey::new(0), |dropout| dropout.key).round_keys();
+        [threshold, kept]
+            .into_iter()
+            .chain(rows)
+            .chain(columns)
+            .fold(self, |arguments, word| arguments.word(word as usize))
     }
 
     /// A number.

@@ -8,7 +8,11 @@
 //
 // Scores and their gradients stay in registers: as sums of one product they lie just as the left side of the next one does.
 //
-// Compiled with: HALF, HEAD_DIM (64, 128), CAUSAL (0, 1).
+// Compiled with: HALF, HEAD_DIM (64, 128), MASK, DROPOUT (0, 1).
+
+// Which keys a query sees: all; those up to its own; those of a row of its own length; those of its document up to its own.
+enum { EVERY, UP_TO_OWN, LENGTHS, DOCUMENTS };
+constexpr bool CAUSAL = MASK == UP_TO_OWN || MASK == DOCUMENTS;
 
 constexpr int CONSUMERS = 2;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -22,11 +26,32 @@ struct Info {
     u64 window;
     // The bits of an f32.
     u64 scale;
+    DropoutInfo dropout;
 };
 
 template <class Info>
 __device__ __forceinline__ float scale_of(const Info& info) {
     return __uint_as_float(static_cast<u32>(info.scale));
+}
+
+// What is known of a tile of 64 tokens of a row of documents: see documents.cu.
+struct DocumentTile {
+    // Of each token, the first key that it sees.
+    int first[64];
+    // The first key that any of these or of later tokens sees; the first one that all of these may see.
+    int earliest, latest;
+    // Behind the last tile that sees any of the 128 keys from this tile on, where it is the first half of a tile of keys.
+    int end;
+    int unused;
+};
+
+__device__ __forceinline__ const DocumentTile& document_tile(const void* tiles, int row, int tokens, int tile) {
+    return static_cast<const DocumentTile*>(tiles)[row * ((tokens + 63) / 64) + tile];
+}
+
+// Keys of a padded row: one at the least, and no more than there are.
+__device__ __forceinline__ int length_of(const void* lengths, int row, u64 keys) {
+    return min(max(__ldg(static_cast<const int*>(lengths) + row), 1), static_cast<int>(keys));
 }
 
 // Blocks from `begin` to `end`.

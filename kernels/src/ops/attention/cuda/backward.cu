@@ -23,15 +23,27 @@ constexpr int QUERIES = 64;
 constexpr bool WIDE = HEAD_DIM > 64;
 constexpr int KEPT_BYTES = KEPT * HEAD_DIM * 2;
 constexpr int Q_BYTES = QUERIES * HEAD_DIM * 2;
-constexpr int STATISTICS_BYTES = QUERIES * 8;
+// What is known of a tile's queries: of each one log_sum_exp, delta, and what its row is to the cipher; of all their DocumentTile.
+constexpr int DELTA = QUERIES * 4, NUMBER = 2 * QUERIES * 4, DOCUMENT = NUMBER + DROPOUT * QUERIES * 4;
+constexpr int DOCUMENT_BYTES = MASK == DOCUMENTS ? sizeof(DocumentTile) : 0, LATEST = DOCUMENT + (QUERIES + 1) * 4;
+constexpr int STATISTICS_BYTES = DOCUMENT + DOCUMENT_BYTES;
 // Gradients of scores: of one step they are written, of two they may be read.
 constexpr int BUFFERS = 3;
 constexpr int D_SCORES_BYTES = KEPT * QUERIES * 2;
 // A consumer's columns of dQ, and their bytes on their way out.
 constexpr int OWN_COLUMNS = HEAD_DIM / CONSUMERS;
 constexpr int D_QUERY_BYTES = QUERIES * OWN_COLUMNS * 2;
-static_assert(2 * KEPT_BYTES + STAGES * (2 * Q_BYTES + STATISTICS_BYTES) + BUFFERS * D_SCORES_BYTES + CONSUMERS * D_QUERY_BYTES +
-              8 * (12 + 2 * STAGES) <= SHARED, "shared memory");
+// With wide heads there are no registers for probabilities with and without what is dropped: the former lie in shared memory for a while, 16
+// bytes of each thread side by side.
+constexpr int ASIDE_BYTES = WIDE && DROPOUT ? KEPT * QUERIES * 2 : 0;
+constexpr int ASIDE_STRIDE = CONSUMERS * WARPGROUP * 16;
+static_assert(2 * KEPT_BYTES + STAGES * (2 * Q_BYTES + STATISTICS_BYTES) + BUFFERS * D_SCORES_BYTES + ASIDE_BYTES +
+              CONSUMERS * D_QUERY_BYTES + 8 * (13 + 2 * STAGES) <= SHARED, "shared memory");
+
+// What producers know of documents and of dropout takes them more registers.
+constexpr bool SHARES_EVENLY = !WIDE && (MASK == DOCUMENTS || DROPOUT);
+constexpr int PRODUCER_REGISTERS = SHARES_EVENLY ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = SHARES_EVENLY ? 232 : 240;
 
 struct Shared {
     u32 base = shared_base();
@@ -43,7 +55,8 @@ struct Shared {
     __device__ u32 d_scores(int buffer) const { return q(STAGES) + buffer * D_SCORES_BYTES; }
     // A consumer's gradients of keys and of values, on their way out, lie where gradients of scores were.
     __device__ u32 out(int consumer) const { return d_scores(consumer); }
-    __device__ u32 d_query(int consumer) const { return d_scores(BUFFERS) + consumer * D_QUERY_BYTES; }
+    __device__ u32 aside() const { return d_scores(BUFFERS); }
+    __device__ u32 d_query(int consumer) const { return aside() + ASIDE_BYTES + consumer * D_QUERY_BYTES; }
     __device__ u32 statistics(int stage) const { return d_query(CONSUMERS) + stage * STATISTICS_BYTES; }
     __device__ u32 barrier(int index) const { return statistics(STAGES) + 8 * index; }
     __device__ u32 kept_full() const { return barrier(0); }
@@ -57,13 +70,25 @@ struct Shared {
     // One arrival of each of two producer warps.
     __device__ u32 full(int stage) const { return barrier(11 + stage); }
     __device__ u32 empty(int stage) const { return barrier(11 + STAGES + stage); }
-    // The ticket of what is kept.
+    // The ticket of what is kept, and its keys' extent.
     __device__ u32 ticket() const { return barrier(11 + 2 * STAGES); }
+    // What becomes of a step's dQ.
+    __device__ u32 kind(int step) const { return barrier(12 + 2 * STAGES) + step % 2 * 4; }
 };
+
+__device__ __forceinline__ void store_int(u32 place, int value) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(place), "r"(value) : "memory"); }
+
+__device__ __forceinline__ int load_int(u32 place) {
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(place) : "memory");
+    return value;
+}
 
 // A tile of keys.
 struct Keys {
     int batch, head, tile;
+    // Of a padded row: its keys. Of documents: behind the last tile of queries that sees any.
+    int extent = 0;
 
     __device__ __forceinline__ Keys(const Info& info, int ticket) {
         int across = tiles(info), kv_heads = static_cast<int>(info.kv_heads);
@@ -75,20 +100,34 @@ struct Keys {
     // Of a head.
     static __device__ __forceinline__ int tiles(const Info& info) { return (static_cast<int>(info.keys) + KEPT - 1) / KEPT; }
 
-    __device__ __forceinline__ Range seeing(const Info& info) const { return seeing_queries<QUERIES>(info, tile * KEPT, KEPT); }
+    // How many keys there are for queries to see.
+    __device__ __forceinline__ int keys(const Info& info) const { return MASK == LENGTHS ? extent : static_cast<int>(info.keys); }
+
+    __device__ __forceinline__ Range seeing(const Info& info) const {
+        Range range = seeing_queries<QUERIES>(info, tile * KEPT, KEPT);
+        if (MASK == LENGTHS && tile * KEPT >= extent) {
+            range.end = 0;
+        } else if (MASK == DOCUMENTS) {
+            range.end = extent;
+        }
+        return range;
+    }
 };
 
 // The tiles of keys that a tile of queries sees, in the order of their turns: from the first one down to the last.
 struct Order {
     int first, last;
 
-    __device__ __forceinline__ Order(const Info& info, int block) {
-        first = Keys::tiles(info) - 1, last = 0;
+    __device__ __forceinline__ Order(const Info& info, const Keys& keys, int block, const void* rows) {
+        first = (keys.keys(info) - 1) / KEPT, last = 0;
         if (CAUSAL) {
             int own = block * QUERIES + static_cast<int>(info.keys) - static_cast<int>(info.queries);
             int unseen = own - static_cast<int>(info.window) - (KEPT - 1);
             first = min(first, (own + QUERIES - 1) / KEPT);
             last = unseen < 0 ? 0 : unseen / KEPT + 1;
+        }
+        if (MASK == DOCUMENTS) {
+            last = __ldg(&document_tile(rows, keys.batch, info.queries, block).earliest) / KEPT;
         }
     }
 };
@@ -99,7 +138,7 @@ __device__ __forceinline__ int query_tiles(const Info& info) {
 }
 
 __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, const TensorMap& grad_map,
-                        const Info& info, const Shared& shared, u32* tickets) {
+                        const Info& info, const Shared& shared, u32* tickets, const void* rows) {
     Ring<STAGES> at;
     int group = static_cast<int>(info.heads / info.kv_heads), count = Keys::tiles(info) * static_cast<int>(info.kv_heads * info.batch);
     for (u32 round = 0;; round++) {
@@ -109,13 +148,19 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
             *tickets = 0;
         }
         ticket = ticket < count ? ticket : -1;
+        Keys keys(info, max(ticket, 0));
+        if (MASK == LENGTHS) {
+            keys.extent = length_of(rows, keys.batch, info.keys);
+        } else if (MASK == DOCUMENTS) {
+            keys.extent = document_tile(rows, keys.batch, info.queries, keys.tile * (KEPT / QUERIES)).end;
+        }
         barrier_wait(shared.kept_empty(), round % 2 ^ 1);
-        asm volatile("st.shared.s32 [%0], %1;" ::"r"(shared.ticket()), "r"(ticket) : "memory");
+        store_int(shared.ticket(), ticket);
+        store_int(shared.ticket() + 4, keys.extent);
         if (ticket < 0) {
             barrier_arrive(shared.kept_full());
             return;
         }
-        Keys keys(info, ticket);
         barrier_expect(shared.kept_full(), 2 * KEPT_BYTES);
         bring<KEPT>(shared.k(), k_map, keys.tile * KEPT, keys.head, keys.batch, shared.kept_full());
         bring<KEPT>(shared.v(), v_map, keys.tile * KEPT, keys.head, keys.batch, shared.kept_full());
@@ -125,9 +170,12 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
                 barrier_wait(shared.empty(at.stage), at.parity ^ 1);
                 u32 full = shared.full(at.stage);
                 int head = keys.head * group + member;
-                barrier_expect(full, 2 * Q_BYTES);
+                barrier_expect(full, 2 * Q_BYTES + DOCUMENT_BYTES);
                 bring<QUERIES>(shared.q(at.stage), q_map, block * QUERIES, head, keys.batch, full);
                 bring<QUERIES>(shared.grad(at.stage), grad_map, block * QUERIES, head, keys.batch, full);
+                if (MASK == DOCUMENTS) {
+                    bulk_load(shared.statistics(at.stage) + DOCUMENT, &document_tile(rows, keys.batch, info.queries, block), DOCUMENT_BYTES, full);
+                }
                 at.advance();
             }
         }
@@ -137,12 +185,19 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
 // The ticket of the keys that are kept, once they are there; below 0 if there are no more.
 __device__ __forceinline__ int kept_ticket(const Shared& shared, u32 round) {
     barrier_wait(shared.kept_full(), round % 2);
-    int ticket;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(ticket) : "r"(shared.ticket()) : "memory");
-    return ticket;
+    return load_int(shared.ticket());
 }
 
-// By a warp, for each tile of queries that comes by: the step's number, the tile of keys that is kept, the head's number among those of all
+// The keys of that ticket.
+__device__ __forceinline__ Keys kept_keys(const Info& info, const Shared& shared, int ticket) {
+    Keys keys(info, ticket);
+    if (MASK == LENGTHS || MASK == DOCUMENTS) {
+        keys.extent = load_int(shared.ticket() + 4);
+    }
+    return keys;
+}
+
+// By a warp, for each tile of queries that comes by: the step's number, the keys that are kept, the head's number among those of all
 // rows, and the tile's in it.
 template <class Then>
 __device__ __forceinline__ void each_step(const Info& info, const Shared& shared, Then then) {
@@ -152,13 +207,13 @@ __device__ __forceinline__ void each_step(const Info& info, const Shared& shared
         if (ticket < 0) {
             return;
         }
+        Keys keys = kept_keys(info, shared, ticket);
         release(shared.kept_empty());
-        Keys keys(info, ticket);
         Range range = keys.seeing(info);
         int row_head = keys.batch * static_cast<int>(info.heads) + keys.head * group, block = range.begin;
         #pragma unroll 1
         for (int left = (range.end - range.begin) * group; left > 0; left--) {
-            then(step, keys.tile, row_head, block);
+            then(step, keys, row_head, block);
             step++;
             if (++block == range.end) {
                 block = range.begin, row_head++;
@@ -168,33 +223,45 @@ __device__ __forceinline__ void each_step(const Info& info, const Shared& shared
 }
 
 __device__ void produce_statistics(const float2* statistics, const Info& info, const Shared& shared) {
-    Ring<STAGES> at;
-    each_step(info, shared, [&](int, int, int row_head, int block) {
-        barrier_wait(shared.empty(at.stage), at.parity ^ 1);
-        #pragma unroll 1
-        for (int i = threadIdx.x % 32; i < QUERIES; i += 32) {
-            int query = block * QUERIES + i;
+    each_step(info, shared, [&](int step, const Keys& keys, int row_head, int block) {
+        int stage = step % STAGES;
+        barrier_wait(shared.empty(stage), step / STAGES % 2 ^ 1);
+        int queries = info.queries;
+        u32 place = shared.statistics(stage);
+        #pragma unroll
+        for (int half = 0; half < QUERIES / 32; half++) {
+            int i = half * 32 + threadIdx.x % 32, query = block * QUERIES + i;
+            u32 row = static_cast<u32>(row_head) * queries + query;
             // Behind the last query all probabilities are 0.
             float2 of_row = make_float2(INFINITE, 0.0f);
-            if (query < info.queries) {
-                of_row = statistics[row_head * info.queries + query];
+            if (query < queries) {
+                of_row = statistics[row];
             }
-            u32 place = shared.statistics(at.stage) + 4 * i;
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(of_row.x * LOG2_E) : "memory");
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + QUERIES * 4), "f"(of_row.y) : "memory");
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + 4 * i), "f"(of_row.x * LOG2_E) : "memory");
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + DELTA + 4 * i), "f"(of_row.y) : "memory");
         }
-        release(shared.full(at.stage));
-        at.advance();
+        if (DROPOUT) {
+            #pragma unroll 1
+            for (int i = threadIdx.x % 32; i < QUERIES; i += 32) {
+                u32 row = static_cast<u32>(row_head) * queries + block * QUERIES + i;
+                store_int(place + NUMBER + 4 * i, random_row(info.dropout, row, keys.tile * KEPT));
+            }
+        }
+        release(shared.full(stage));
     });
 }
 
+// Where a step's dQ goes: it is the first there, or is added, or is the last, which is written with what is there, if anything is.
+enum Kind { STORE = 1, ADD, FINISH, ALONE };
+
 // Waits until all tiles of keys whose turn is before have added to a tile of queries; `counts` says how many have.
-__device__ void await_turns(const u32* counts, const Info& info, const Shared& shared) {
-    each_step(info, shared, [&](int step, int keys_tile, int row_head, int block) {
+__device__ void await_turns(const u32* counts, const Info& info, const Shared& shared, const void* rows) {
+    each_step(info, shared, [&](int step, const Keys& keys, int row_head, int block) {
         if (threadIdx.x % 32 > 0) {
             return;
         }
-        u32 before = Order(info, block).first - keys_tile, there = 0;
+        Order order(info, keys, block, rows);
+        u32 before = order.first - keys.tile, there = 0;
         const u32* count = counts + row_head * query_tiles(info) + block;
         #pragma unroll 1
         for (u32 tries = 0; there != before; tries++) {
@@ -205,19 +272,21 @@ __device__ void await_turns(const u32* counts, const Info& info, const Shared& s
         }
         // Barriers are used again every other step: others know of the one before the last.
         barrier_wait(shared.told(step), step / 2 % 2 ^ 1);
+        bool first = before == 0, last = keys.tile == order.last;
+        store_int(shared.kind(step), last ? first ? ALONE : FINISH : first ? STORE : ADD);
         barrier_arrive(shared.turn(step));
     });
 }
 
 // Tells the next ones. The last one puts the count back to 0.
-__device__ void end_turns(u32* counts, const Info& info, const Shared& shared) {
-    each_step(info, shared, [&](int step, int keys_tile, int row_head, int block) {
+__device__ void end_turns(u32* counts, const Info& info, const Shared& shared, const void* rows) {
+    each_step(info, shared, [&](int step, const Keys& keys, int row_head, int block) {
         if (threadIdx.x % 32 > 0) {
             return;
         }
+        Order order(info, keys, block, rows);
+        u32 done = keys.tile == order.last ? 0 : order.first - keys.tile + 1;
         barrier_wait(shared.added(step), step / 2 % 2);
-        Order order(info, block);
-        u32 done = keys_tile == order.last ? 0 : order.first - keys_tile + 1;
         u32* count = counts + row_head * query_tiles(info) + block;
         // What the consumers have added comes before it.
         asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], %1;" ::"l"(count), "r"(done) : "memory");
@@ -230,8 +299,14 @@ __device__ __forceinline__ float half_of(u32 pair, int half) {
     return half ? both.y : both.x;
 }
 
-// What is known of the two queries that this thread has in block `i` of 8.
-__device__ __forceinline__ float2 statistic(u32 place, int i) {
+// What is known of the two queries that this thread has in block `i` of 8, from a list of all queries.
+__device__ __forceinline__ int2 two_ints(u32 place, int i) {
+    int2 pair;
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
+    return pair;
+}
+
+__device__ __forceinline__ float2 two_floats(u32 place, int i) {
     float2 pair;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(place + 4 * (i * 8 + threadIdx.x % 4 * 2)));
     return pair;
@@ -266,17 +341,58 @@ __device__ __forceinline__ void multiply_d_key(float (&d_key)[HEAD_DIM / 8][4], 
     }
 }
 
-// Where a thread's sums of dQ go, if they go anywhere: they are the first there, or are added.
+// Puts what a consumer has of its keys and a tile of queries into shared memory.
+__device__ __forceinline__ void stage_scores(const u32 (&packed)[QUERIES / 16][4], u32 place) {
+    int thread = threadIdx.x % WARPGROUP, lane = thread % 32, line = thread / 32 * 16 + lane % 16;
+    #pragma unroll
+    for (int i = 0; i < QUERIES / 16; i++) {
+        matrices_store(staged_chunk(place, line, 2 * i + lane / 16), packed[i]);
+    }
+    async_proxy_fence();
+}
+
+// Which probabilities of a thread are dropped: of its two keys and the queries that it has in 8 blocks, a bit each. A pair of keys shares
+// random bits, and is of two lanes, 4 apart: each computes those of one of its two queries in each block, for both.
+struct Dropped {
+    // Of the first and of the second query of each block: bits 15 - 2 i of the first key, 14 - 2 i of the second.
+    u32 queries[2] = {0, 0};
+
+    // As sums lie.
+    __device__ __forceinline__ bool at(int i, int value) const { return queries[value % 2] >> (15 - 2 * i - value / 2) & 1; }
+};
+
+__device__ __forceinline__ Dropped dropped_of(const Info& info, u32 numbers, int key) {
+    u32 threshold = info.dropout.limit(), even = 0, odd = 0;
+    bool has_odd = threadIdx.x / 4 % 2;
+    int pair = (key + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4) / 2;
+    #pragma unroll(WIDE ? 1 : QUERIES / 8)
+    for (int i = 0; i < QUERIES / 8; i++) {
+        int2 both = two_ints(numbers, i);
+        u32 row = has_odd ? both.y : both.x;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            RandomPair random = random_pair(info.dropout, row, pair + half * 4);
+            // The sign says what is below.
+            even = __funnelshift_l(random.even - threshold, even, 1);
+            odd = __funnelshift_l(random.odd - threshold, odd, 1);
+        }
+    }
+    u32 other = __shfl_xor_sync(~0u, has_odd ? even : odd, 4);
+    return {{has_odd ? other : even, has_odd ? odd : other}};
+}
+
+
+// Where a thread's sums of dQ go, if they are stored or added.
 struct Destination {
     float4* to = nullptr;
-    enum { NOWHERE, STORE, ADD } kind = NOWHERE;
+    int kind = 0;
 
     __device__ __forceinline__ void pass(int i, const float (&sums)[4]) const {
         asm volatile(
             "{ .reg .pred stores, adds;\nsetp.eq.s32 stores, %5, 1;\nsetp.eq.s32 adds, %5, 2;\n"
             "@stores st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
             "@adds red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }" ::"l"(to + i * WARPGROUP),
-            "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]), "r"(static_cast<int>(kind))
+            "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]), "r"(kind)
             : "memory");
     }
 };
@@ -287,17 +403,16 @@ struct Queries {
 
     // Where a consumer's sums go, once it is their turn. The last one adds what others have, and writes them.
     __device__ __forceinline__ Destination destination(float (&d_query)[OWN_COLUMNS / 8][4], const TensorMap& d_q_map, float* sums,
-                                                       const Info& info, const Shared& shared, int consumer, int keys_tile,
-                                                       int step) const {
-        Order order(info, block);
+                                                       const Info& info, const Shared& shared, int consumer, int step) const {
         int thread = threadIdx.x % WARPGROUP;
         u64 tile = (batch * static_cast<int>(info.heads) + head) * query_tiles(info) + block;
         float4* own = reinterpret_cast<float4*>(sums + tile * (QUERIES * HEAD_DIM)) + consumer * (OWN_COLUMNS / 8 * WARPGROUP) + thread;
         barrier_wait(shared.turn(step), step / 2 % 2);
-        if (keys_tile != order.last) {
-            return {own, keys_tile == order.first ? Destination::STORE : Destination::ADD};
+        int kind = __shfl_sync(~0u, load_int(shared.kind(step)), 0);
+        if (kind < FINISH) {
+            return {own, kind};
         }
-        if (keys_tile != order.first) {
+        if (kind == FINISH) {
             #pragma unroll
             for (int i = 0; i < OWN_COLUMNS / 8; i++) {
                 float4 there = __ldcg(own + i * WARPGROUP);
@@ -347,6 +462,57 @@ struct Pending {
     __device__ __forceinline__ Queries queries(const Keys& keys) const { return {keys.batch, head_and_block >> 16, head_and_block & 0xffff}; }
 };
 
+// Probabilities without those that are dropped, as the left side of a product.
+__device__ __forceinline__ void pack_kept(u32 (&packed)[QUERIES / 16][4], const float (&scores)[QUERIES / 8][4], const Dropped& dropped) {
+    float kept[QUERIES / 8][4];
+    #pragma unroll
+    for (int i = 0; i < QUERIES / 8; i++) {
+        #pragma unroll
+        for (int value = 0; value < 4; value++) {
+            kept[i][value] = dropped.at(i, value) ? 0.0f : scores[i][value];
+        }
+    }
+    pack_sums<QUERIES>(packed, kept);
+}
+
+// Keeps a thread's probabilities in 16 bits, with a sign where they are dropped.
+__device__ __forceinline__ void put_aside(const float (&scores)[QUERIES / 8][4], const Dropped& dropped, u32 place) {
+    #pragma unroll
+    for (int i = 0; i < QUERIES / 16; i++) {
+        u32 pairs[4];
+        #pragma unroll
+        for (int pair = 0; pair < 4; pair++) {
+            int at = 2 * i + pair / 2, value = pair % 2 * 2;
+            u32 signs = (dropped.at(at, value) ? 0x8000 : 0) | (dropped.at(at, value + 1) ? 0x80000000 : 0);
+            pairs[pair] = pack(scores[at][value], scores[at][value + 1]) | signs;
+        }
+        shared_store(place + i * ASIDE_STRIDE, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+    }
+}
+
+__device__ __forceinline__ void take_back(u32 (&packed)[QUERIES / 16][4], u32 place) {
+    #pragma unroll
+    for (int i = 0; i < QUERIES / 16; i++) {
+        uint4 pairs = shared_load(place + i * ASIDE_STRIDE);
+        packed[i][0] = pairs.x, packed[i][1] = pairs.y, packed[i][2] = pairs.z, packed[i][3] = pairs.w;
+    }
+}
+
+// Makes 0 what queries have of keys before the first ones of their documents.
+__device__ __forceinline__ void mask_documents(float (&scores)[QUERIES / 8][4], u32 first, int key) {
+    int own = key + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+    #pragma unroll
+    for (int i = 0; i < QUERIES / 8; i++) {
+        int2 of_queries = two_ints(first, i);
+        #pragma unroll
+        for (int value = 0; value < 4; value++) {
+            if (own + value / 2 * 8 < (value % 2 ? of_queries.y : of_queries.x)) {
+                scores[i][value] = 0.0f;
+            }
+        }
+    }
+}
+
 __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, const TensorMap& d_v_map, float* sums, const Info& info,
                         const Shared& shared, int consumer) {
     Ring<STAGES> at;
@@ -354,17 +520,17 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
     Ring<BUFFERS> to, from;
     // Steps so far, with all keys.
     int steps = 0;
-    int thread = threadIdx.x % WARPGROUP, lane = thread % 32, line = thread / 32 * 16 + lane % 16;
-    u32 rows = consumer * 64 * ROW_BYTES;
+    int thread = threadIdx.x % WARPGROUP;
+    u32 rows = consumer * 64 * ROW_BYTES, aside = shared.aside() + (consumer * WARPGROUP + thread) * 16;
     int group = static_cast<int>(info.heads / info.kv_heads);
     for (u32 round = 0;; round++) {
         int ticket = kept_ticket(shared, round);
         if (ticket < 0) {
             break;
         }
-        Keys keys(info, ticket);
+        Keys keys = kept_keys(info, shared, ticket);
         int key = keys.tile * KEPT + consumer * 64;
-        auto queries_of_row = [&](int row) { return key + row < static_cast<int>(info.keys) ? queries_of(info, key + row) : Span{0, -1}; };
+        auto queries_of_row = [&](int row) { return key + row < keys.keys(info) ? queries_of(info, key + row) : Span{0, -1}; };
         Range range = keys.seeing(info);
         float d_key[HEAD_DIM / 8][4], d_value[HEAD_DIM / 8][4], d_query[OWN_COLUMNS / 8][4];
         #pragma unroll
@@ -387,6 +553,11 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             int stage = at.stage;
             u32 statistics = shared.statistics(stage);
             barrier_wait(shared.full(stage), at.parity);
+            Dropped dropped;
+            if (DROPOUT && WIDE) {
+                // While there are registers.
+                dropped = dropped_of(info, statistics + NUMBER, key);
+            }
             wgmma_fence();
             rows_by_rows<KEPT, QUERIES>(scores, shared.k() + rows, shared.q(stage));
             wgmma_commit();
@@ -397,13 +568,18 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             }
             Destination destination;
             if (before_last.some()) {
-                destination = before_last.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, keys.tile, steps - 2);
+                destination = before_last.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, steps - 2);
             }
+            if (DROPOUT && !WIDE) {
+                dropped = dropped_of(info, statistics + NUMBER, key);
+            }
+            // Read here, and asked in one branch with the rest of the mask, it costs 1% of the time; in a branch of its own 8%.
+            int latest = MASK == DOCUMENTS ? load_int(statistics + LATEST) : 0;
             wgmma_wait<0>();
             float scale_log2 = scale_of(info) * LOG2_E;
             #pragma unroll
             for (int i = 0; i < QUERIES / 8; i++) {
-                float2 log_sum_exp = statistic(statistics, i);
+                float2 log_sum_exp = two_floats(statistics, i);
                 #pragma unroll
                 for (int value = 0; value < 4; value++) {
                     float of_query = value % 2 ? log_sum_exp.y : log_sum_exp.x;
@@ -418,10 +594,20 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             if (before_last.some()) {
                 release(shared.added(steps - 2));
             }
-            if (!spans(queries_of_row(0), queries_of_row(63), block * QUERIES, QUERIES)) {
+            if (!spans(queries_of_row(0), queries_of_row(63), block * QUERIES, QUERIES) || MASK == DOCUMENTS && latest > key) {
                 mask_sums<QUERIES>(scores, 0.0f, block * QUERIES, queries_of_row);
+                if (MASK == DOCUMENTS) {
+                    mask_documents(scores, statistics + DOCUMENT, key);
+                }
             }
-            pack_sums<QUERIES>(packed, scores);
+            if (DROPOUT && WIDE) {
+                put_aside(scores, dropped, aside);
+            }
+            if (DROPOUT) {
+                pack_kept(packed, scores, dropped);
+            } else {
+                pack_sums<QUERIES>(packed, scores);
+            }
             wgmma_fence();
             rows_by_rows<KEPT, QUERIES>(d_scores, shared.v() + rows, shared.grad(stage));
             wgmma_commit();
@@ -439,22 +625,28 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
                 from.advance();
             }
             wgmma_wait<2>();
+            u32 whole[QUERIES / 16][4];
+            if (DROPOUT && WIDE) {
+                take_back(whole, aside);
+            }
             #pragma unroll
             for (int i = 0; i < QUERIES / 8; i++) {
-                float2 delta = statistic(statistics + QUERIES * 4, i);
+                float2 delta = two_floats(statistics + DELTA, i);
                 #pragma unroll
                 for (int value = 0; value < 4; value++) {
-                    float probability = WIDE ? half_of(packed[i / 2][i % 2 * 2 + value / 2], value % 2) : scores[i][value];
-                    d_scores[i][value] = probability * (d_scores[i][value] - (value % 2 ? delta.y : delta.x));
+                    float probability = WIDE ? half_of((DROPOUT ? whole : packed)[i / 2][i % 2 * 2 + value / 2], value % 2) : scores[i][value];
+                    float of_query = value % 2 ? delta.y : delta.x, gradient = d_scores[i][value];
+                    if (DROPOUT) {
+                        bool drops = WIDE ? __float_as_int(probability) < 0 : dropped.at(i, value);
+                        gradient = drops ? 0.0f : gradient * info.dropout.factor();
+                        probability = fabsf(probability);
+                    }
+                    d_scores[i][value] = probability * (gradient - of_query);
                 }
             }
             pack_sums<QUERIES>(d_packed, d_scores);
             u32 place = shared.d_scores(to.stage) + rows;
-            #pragma unroll
-            for (int i = 0; i < QUERIES / 16; i++) {
-                matrices_store(staged_chunk(place, line, 2 * i + lane / 16), d_packed[i]);
-            }
-            async_proxy_fence();
+            stage_scores(d_packed, place);
             release(shared.d_scores_full(to.stage));
             multiply_d_key(d_key, d_packed, place, shared.q(stage), consumer);
             wgmma_commit();
@@ -472,7 +664,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             release(shared.empty(at.stage == 0 ? STAGES - 1 : at.stage - 1));
         }
         auto pass = [&](Pending pending, int step) {
-            Destination destination = pending.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, keys.tile, step);
+            Destination destination = pending.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, step);
             #pragma unroll
             for (int i = 0; i < OWN_COLUMNS / 8; i++) {
                 destination.pass(i, d_query[i]);
@@ -496,8 +688,9 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
         }
         // Nobody reads gradients of scores any more.
         named_barrier(1 + CONSUMERS, CONSUMERS * WARPGROUP);
-        float2 ones = make_float2(1.0f, 1.0f), scales = make_float2(scale_of(info), scale_of(info));
-        write_rows(d_value, ones, shared.out(consumer), d_v_map, key, keys.head, keys.batch, 1 + consumer);
+        float of_values = DROPOUT ? info.dropout.factor() : 1.0f;
+        float2 factors = make_float2(of_values, of_values), scales = make_float2(scale_of(info), scale_of(info));
+        write_rows(d_value, factors, shared.out(consumer), d_v_map, key, keys.head, keys.batch, 1 + consumer);
         write_rows(d_key, scales, shared.out(consumer), d_k_map, key, keys.head, keys.batch, 1 + consumer);
     }
     if (thread == 0) {
@@ -512,7 +705,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap grad_map,
                               const __grid_constant__ TensorMap d_q_map, const __grid_constant__ TensorMap d_k_map,
                               const __grid_constant__ TensorMap d_v_map, const void*, const void*, const void*, const void*, void*, void*,
-                              void*, const float2* statistics, float* sums, u32* marks, const __grid_constant__ Info info) {
+                              void*, const float2* statistics, float* sums, u32* marks, const void* rows,
+                              const __grid_constant__ Info info) {
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.kept_full(), 1);
@@ -535,18 +729,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // By the shuffle the compiler sees that it is the same in all lanes: what is computed of it takes uniform registers.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
     if (warpgroup == 0) {
-        registers_lower<24>();
+        registers_lower<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
-            produce(q_map, k_map, v_map, grad_map, info, shared, marks);
+            produce(q_map, k_map, v_map, grad_map, info, shared, marks, rows);
         } else if (warp == 1) {
             produce_statistics(statistics, info, shared);
         } else if (warp == 2) {
-            await_turns(marks + 1, info, shared);
+            await_turns(marks + 1, info, shared, rows);
         } else if (warp == 3) {
-            end_turns(marks + 1, info, shared);
+            end_turns(marks + 1, info, shared, rows);
         }
     } else {
-        registers_raise<240>();
+        registers_raise<CONSUMER_REGISTERS>();
         consume(d_q_map, d_k_map, d_v_map, sums, info, shared, warpgroup - 1);
     }
 }

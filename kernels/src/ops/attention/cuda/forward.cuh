@@ -115,7 +115,7 @@ struct Softmax {
 template <class Rows>
 __device__ __forceinline__ void mask_scores(Scores& scores, const Rows& rows, const typename Rows::Tile& tile, int query,
                                             int key) {
-    if (!spans(rows.keys_of(tile, query), rows.keys_of(tile, query + 63), key, KEYS)) {
+    if (!rows.all_seen(tile, query, key)) {
         mask_sums<KEYS>(scores, -INFINITE, key, [&](int row) { return rows.keys_of(tile, query + row); });
     }
 }
@@ -163,9 +163,14 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
         u32 probabilities[KEYS / 16][4];
         float out[HEAD_DIM / 8][4];
         Softmax softmax;
+        // Sums of a row are those of all its probabilities, dropped ones as well.
+        auto drop = rows.drop(tile, query);
 
         mask_scores(scores, rows, tile, query, (range.end - 1) * KEYS);
         softmax.apply(scores, scale_log2);
+        if (DROPOUT) {
+            drop.apply(scores, range.end - 1);
+        }
         pack_sums<KEYS>(probabilities, scores);
         bool add = false;
         for (int block = range.end - 2; block >= range.begin; block--) {
@@ -187,6 +192,9 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
             release_keys();
             mask_scores(scores, rows, tile, query, block * KEYS);
             softmax.apply(scores, scale_log2);
+            if (DROPOUT) {
+                drop.apply(scores, block);
+            }
             // Maxima change often at first, and rarely then.
             bool changed = __any_sync(~0u, softmax.correction[0] != 1.0f || softmax.correction[1] != 1.0f);
             auto correct = [&] {
@@ -228,7 +236,7 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
                 float sum = softmax.sum[half];
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                (half ? factors.y : factors.x) = __fdividef(1.0f, sum);
+                (half ? factors.y : factors.x) = __fdividef(drop.kept(), sum);
                 if (lane % 4 == 0) {
                     rows.keep(done, query + warp * 16 + half * 8 + lane / 4, softmax.maximum[half] * scale, sum);
                 }

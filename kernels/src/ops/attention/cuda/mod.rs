@@ -1,5 +1,6 @@
-//! Attention for Hopper, in CUDA C++: 16-bit heads of 64 or 128, all keys seen or causal, without dropout.
+//! Attention for Hopper, in CUDA C++: 16-bit heads of 64 or 128, under all masks but that of positions in a cache.
 
+mod documents;
 mod paged;
 
 use std::sync::Mutex;
@@ -8,10 +9,11 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
+use self::documents::Documents;
 pub(crate) use self::paged::PagedHopper;
 use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
-use crate::cubecl::{empty, multiprocessors};
+use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 
 /// Rows of the tile that a block keeps, and of a consumer's part of it.
@@ -26,6 +28,16 @@ const MOST_QUERIES: usize = ROWS << 16;
 const MOST_HEADS: usize = 1 << 15;
 /// With fewer queries not even one consumer's rows are full.
 const FEWEST_QUERIES: usize = 64;
+const INSTEAD: &str = "attention takes the portable kernels";
+
+/// Which keys a query sees, by its number in the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Mask {
+    Every,
+    UpToOwn,
+    Lengths,
+    Documents,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Pass {
@@ -42,10 +54,30 @@ struct AttentionHopper {
     /// Its dtype in the source.
     half: &'static str,
     head_dim: usize,
-    causal: bool,
+    mask: Mask,
+    dropout: bool,
 }
 
 impl AttentionHopper {
+    /// Over pages.
+    fn paged(half: &'static str, head_dim: usize) -> Self {
+        Self { pass: Pass::Paged, half, head_dim, mask: Mask::UpToOwn, dropout: false }
+    }
+
+    /// What sources of all passes begin with.
+    fn shared_source(&self) -> String {
+        let Self { half, head_dim, mask, dropout, .. } = *self;
+        let defined = [
+            ("HEAD_DIM", head_dim),
+            ("MASK", mask as usize),
+            ("DROPOUT", dropout.into()),
+            ("STAGES", self.stages()),
+            ("SHARED", self.shared_bytes()),
+        ];
+        let defined = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("attention.cuh"))
+    }
+
     /// Rows of the tiles that come by.
     fn brought(&self) -> usize {
         match self.pass {
@@ -55,18 +87,26 @@ impl AttentionHopper {
     }
 
     /// Bytes beside the stages: forward the queries of two tiles, the result on its way out, and barriers; backward keys and values, three
-    /// tiles of gradients of scores, a tile of those of queries, and barriers.
+    /// tiles of gradients of scores and with dropout one of wide heads' probabilities, a tile of gradients of queries, and barriers.
     fn other_bytes(&self) -> usize {
         let tile = KEPT * self.head_dim * 2;
         match self.pass {
             Pass::Forward | Pass::Paged => 3 * tile + 256,
-            Pass::Backward => 2 * tile + 3 * KEPT * ROWS * 2 + tile / 2 + 256,
+            Pass::Backward => {
+                let scores = if self.dropout && self.head_dim > 64 { 4 } else { 3 };
+                2 * tile + scores * KEPT * ROWS * 2 + tile / 2 + 256
+            }
         }
     }
 
     /// Two tiles, and backward what is known of each query.
     fn stage_bytes(&self) -> usize {
-        let statistics = if self.pass == Pass::Backward { self.brought() * 8 } else { 0 };
+        let documents = self.mask == Mask::Documents;
+        let numbers = 2 + usize::from(documents) + usize::from(self.dropout);
+        let statistics = match self.pass {
+            Pass::Forward | Pass::Paged => 0,
+            Pass::Backward => self.brought() * 4 * numbers + if documents { 16 } else { 0 },
+        };
         2 * self.brought() * self.head_dim * 2 + statistics
     }
 
@@ -91,18 +131,12 @@ impl CudaKernel for AttentionHopper {
     }
 
     fn source(&self) -> String {
-        let Self { pass, half, head_dim, causal } = *self;
-        let stages = self.stages();
-        let shared_bytes = self.shared_bytes();
-        let defined = [("HEAD_DIM", head_dim), ("CAUSAL", causal.into()), ("STAGES", stages), ("SHARED", shared_bytes)];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
-        let shared = include_str!("attention.cuh");
-        let pass = match pass {
+        let pass = match self.pass {
             Pass::Forward => concat!(include_str!("forward.cuh"), include_str!("forward.cu")),
             Pass::Paged => concat!(include_str!("forward.cuh"), include_str!("paged.cu")),
             Pass::Backward => include_str!("backward.cu"),
         };
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{shared}{pass}")
+        self.shared_source() + pass
     }
 
     fn shared_bytes(&self) -> usize {
@@ -117,41 +151,38 @@ impl CudaKernel for AttentionHopper {
 
 /// The kernels in bf16.
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
-    let kernels = |(head_dim, causal)| {
-        [Pass::Forward, Pass::Backward].map(|pass| AttentionHopper { pass, half: "bf16", head_dim, causal })
-    };
-    let paged = [64, 128].map(|head_dim| AttentionHopper { pass: Pass::Paged, half: "bf16", head_dim, causal: true });
-    [(64, false), (64, true), (128, false), (128, true)].into_iter().flat_map(kernels).chain(paged).map(cuda::named)
+    let masks = [Mask::Every, Mask::UpToOwn, Mask::Lengths, Mask::Documents];
+    let plain = masks.map(|mask| (mask, false));
+    let kinds = plain.into_iter().chain([(Mask::UpToOwn, true), (Mask::Documents, true)]);
+    let kernels = kinds.flat_map(|(mask, dropout)| {
+        let of = move |pass, head_dim| AttentionHopper { pass, half: "bf16", head_dim, mask, dropout };
+        [64, 128].into_iter().flat_map(move |head_dim| [of(Pass::Forward, head_dim), of(Pass::Backward, head_dim)])
+    });
+    let paged = [64, 128].map(|head_dim| AttentionHopper::paged("bf16", head_dim));
+    kernels.chain(paged).map(cuda::named).chain([cuda::named(Documents)])
 }
 
 /// An attention that these kernels take.
-#[derive(Clone, Copy)]
-pub(super) struct Hopper {
+#[derive(Clone)]
+pub(super) struct Hopper<R: CubeRuntime> {
     half: &'static str,
     dims: Dims,
-    causal: bool,
+    mask: Mask,
+    /// Of a causal mask, those of documents left out.
     window: usize,
-    scale: f32,
+    /// Lengths of rows, or what is known of documents.
+    ints: Option<CubeTensor<R>>,
+    options: AttentionOptions,
 }
 
-impl Hopper {
+impl<R: CubeRuntime> Hopper<R> {
     /// If there are kernels for the device, the dtype, the sizes and the mask, and TMA can read and write all of `heads`.
-    pub(super) fn new<R: CubeRuntime>(
-        heads: &[&Heads<R>],
-        dims: Dims,
-        mask: &CubeMask<R>,
-        options: AttentionOptions,
-    ) -> Option<Self> {
+    pub(super) fn new(heads: &[&Heads<R>], dims: Dims, mask: &CubeMask<R>, options: AttentionOptions) -> Option<Self> {
         let x = &heads[0].tensor;
         let half = cuda::half_name(x.dtype.into())?;
-        let (causal, window) = match mask {
-            CubeMask::None => (false, None),
-            CubeMask::Causal { window } => (true, *window),
-            CubeMask::Positions { .. } | CubeMask::Lengths(_) | CubeMask::Documents { .. } => return None,
-        };
         // The maximum is taken before the scores are scaled.
         let scale = options.scale as f32;
-        let numbers = options.dropout.is_none() && scale.is_normal() && scale > 0.0;
+        let numbers = scale.is_normal() && scale > 0.0;
         let sizes = [64, 128].contains(&dims.head_dim)
             && (FEWEST_QUERIES..MOST_QUERIES).contains(&dims.seq_length)
             && dims.n_heads < MOST_HEADS;
@@ -168,42 +199,55 @@ impl Hopper {
                 && heads.strides.iter().all(|stride| stride % 8 == 0)
                 && !expanded
         };
-        let taken = sizes && numbers && heads.iter().all(reads) && cuda::on_hopper(x);
+        if !(sizes && numbers && heads.iter().all(reads) && cuda::on_hopper(x)) {
+            return None;
+        }
+        let integers = |ints: &CubeTensor<R>| (ints.dtype == DType::I32).then(|| contiguous(ints.clone()));
+        let (mask, window, ints) = match mask {
+            CubeMask::None => (Mask::Every, None, None),
+            CubeMask::Causal { window } => (Mask::UpToOwn, *window, None),
+            CubeMask::Lengths(lengths) => (Mask::Lengths, None, Some(integers(lengths)?)),
+            CubeMask::Documents { starts, window } => {
+                let starts = integers(starts)?;
+                if !Documents::works(&starts) {
+                    return None;
+                }
+                (Mask::Documents, None, Some(Documents::rows(&starts, *window)))
+            }
+            CubeMask::Positions { .. } => return None,
+        };
         let window = window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW);
-        taken.then_some(Self { half, dims, causal, window, scale })
+        Some(Self { half, dims, mask, window, ints, options })
     }
 
     fn kernel(&self, pass: Pass) -> AttentionHopper {
-        AttentionHopper { pass, half: self.half, head_dim: self.dims.head_dim, causal: self.causal }
+        let dropout = self.options.dropout.is_some();
+        AttentionHopper { pass, half: self.half, head_dim: self.dims.head_dim, mask: self.mask, dropout }
     }
 
-    /// Whether the kernels of `passes` run on the device of `x`: each is tried on a head of one tile.
-    fn works<R: CubeRuntime>(&self, x: &CubeTensor<R>, passes: &[Pass]) -> bool {
-        let dims = Dims { batch_size: 1, n_heads: 1, n_kv_heads: 1, seq_length: ROWS, keys: ROWS, ..self.dims };
-        let small = Self { dims, ..*self };
-        let instead = "attention takes the portable kernels";
-        passes.iter().all(|pass| {
-            cuda::works(x, &self.kernel(*pass), instead, || {
-                let heads = || Heads::from_tensor(empty(x, [1, 1, ROWS, dims.head_dim], x.dtype));
-                let [q, k, v, grad, out, other, last] = [(); 7].map(|()| heads());
-                let rows = empty(x, [1, 1, ROWS, 2], DType::F32);
-                match pass {
-                    Pass::Paged => unreachable!("tried where it is used"),
-                    Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
-                    Pass::Backward => small.launch_backward([&q, &k, &v, &grad], &rows, [&out, &other, &last]),
-                }
-            })
+    /// Whether the kernel of a pass runs on the device of `x`: it is tried on a head of one tile.
+    fn works(&self, x: &CubeTensor<R>, pass: Pass) -> bool {
+        cuda::works(x, &self.kernel(pass), INSTEAD, || {
+            let dims = Dims { batch_size: 1, n_heads: 1, n_kv_heads: 1, seq_length: ROWS, keys: ROWS, ..self.dims };
+            let ints = self.ints.as_ref().map(|ints| match self.mask {
+                Mask::Documents => Documents::rows(&empty(ints, [1, ROWS], DType::I32), None),
+                _ => empty(ints, [1], DType::I32),
+            });
+            let small = Self { dims, ints, ..self.clone() };
+            let heads = || Heads::from_tensor(empty(x, [1, 1, ROWS, dims.head_dim], x.dtype));
+            let [q, k, v, grad, out, other, last] = [(); 7].map(|()| heads());
+            let rows = empty(x, [1, 1, ROWS, 2], DType::F32);
+            match pass {
+                Pass::Paged => unreachable!("tried where it is used"),
+                Pass::Forward => small.launch_forward([&q, &k, &v], &out, &rows),
+                Pass::Backward => small.launch_backward([&q, &k, &v, &grad], &rows, [&out, &other, &last]),
+            }
         })
     }
 
     /// Writes output and log-sum-exp; false where the kernel does not run.
-    pub(super) fn forward<R: CubeRuntime>(
-        &self,
-        inputs: [&Heads<R>; 3],
-        output: &Heads<R>,
-        log_sum_exp: &CubeTensor<R>,
-    ) -> bool {
-        let works = self.works(&inputs[0].tensor, &[Pass::Forward]);
+    pub(super) fn forward(&self, inputs: [&Heads<R>; 3], output: &Heads<R>, log_sum_exp: &CubeTensor<R>) -> bool {
+        let works = self.works(&inputs[0].tensor, Pass::Forward);
         if works {
             self.launch_forward(inputs, output, log_sum_exp);
         }
@@ -211,25 +255,20 @@ impl Hopper {
     }
 
     /// Writes the gradients; false where the kernel does not run.
-    pub(super) fn backward<R: CubeRuntime>(
+    pub(super) fn backward(
         &self,
         inputs: [&Heads<R>; 4],
         statistics: &CubeTensor<R>,
         gradients: [&Heads<R>; 3],
     ) -> bool {
-        let works = self.works(&inputs[0].tensor, &[Pass::Backward]);
+        let works = self.works(&inputs[0].tensor, Pass::Backward);
         if works {
             self.launch_backward(inputs, statistics, gradients);
         }
         works
     }
 
-    fn launch_forward<R: CubeRuntime>(
-        &self,
-        [query, key, value]: [&Heads<R>; 3],
-        output: &Heads<R>,
-        log_sum_exp: &CubeTensor<R>,
-    ) {
+    fn launch_forward(&self, [query, key, value]: [&Heads<R>; 3], output: &Heads<R>, log_sum_exp: &CubeTensor<R>) {
         let kernel = self.kernel(Pass::Forward);
         let arguments = self.map_queries(Arguments::default(), query, KEPT);
         let arguments = self.map_keys(self.map_keys(arguments, key, kernel.brought()), value, kernel.brought());
@@ -237,7 +276,7 @@ impl Hopper {
         self.launch(kernel, &query.tensor, arguments);
     }
 
-    fn launch_backward<R: CubeRuntime>(
+    fn launch_backward(
         &self,
         [query, key, value, grad]: [&Heads<R>; 4],
         statistics: &CubeTensor<R>,
@@ -258,33 +297,31 @@ impl Hopper {
         self.launch(kernel, &query.tensor, arguments.pointer(statistics).pointer(&sums).pointer(&marks));
     }
 
-    fn map_queries<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
+    fn map_queries(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
         self.map_columns(arguments, heads, rows, 64)
     }
 
     /// Heads of queries, so many rows and columns at once.
-    fn map_columns<R: CubeRuntime>(
-        &self,
-        arguments: Arguments,
-        heads: &Heads<R>,
-        rows: usize,
-        columns: usize,
-    ) -> Arguments {
+    fn map_columns(&self, arguments: Arguments, heads: &Heads<R>, rows: usize, columns: usize) -> Arguments {
         let Dims { batch_size, n_heads, seq_length, head_dim, .. } = self.dims;
         map_heads(arguments, heads, [batch_size, n_heads, seq_length], head_dim, [rows, columns])
     }
 
-    fn map_keys<R: CubeRuntime>(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
+    fn map_keys(&self, arguments: Arguments, heads: &Heads<R>, rows: usize) -> Arguments {
         let Dims { batch_size, n_kv_heads, keys, head_dim, .. } = self.dims;
         map_heads(arguments, heads, [batch_size, n_kv_heads, keys], head_dim, [rows, 64])
     }
 
-    fn launch<R: CubeRuntime>(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
+    fn launch(&self, kernel: AttentionHopper, x: &CubeTensor<R>, arguments: Arguments) {
         let Dims { batch_size, n_heads, n_kv_heads, seq_length, keys, .. } = self.dims;
-        let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, self.scale.to_bits() as usize];
-        let arguments = sizes.into_iter().fold(arguments, Arguments::word);
+        let AttentionOptions { scale, dropout } = self.options;
+        let scale = (scale as f32).to_bits() as usize;
+        // Never read without such a mask.
+        let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));
+        let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale];
+        let arguments = sizes.into_iter().fold(arguments, Arguments::word).dropout(dropout);
         // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
-        // below the number of queries. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
+        // below the number of queries; lengths are there for each row of the batch, and documents are known of each token. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
         // block at a time, whose turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, multiprocessors(x), arguments) };
     }

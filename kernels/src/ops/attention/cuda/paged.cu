@@ -70,6 +70,17 @@ struct Paged {
         return {own - static_cast<int>(info.window) + 1, min(own, tile.end() - 1)};
     }
 
+    // Whether each of a consumer's queries sees each key of a block.
+    __device__ bool all_seen(const Tile& tile, int query, int key) const {
+        return spans(keys_of(tile, query), keys_of(tile, query + 63), key, KEYS);
+    }
+
+    struct Drop {
+        __device__ void apply(float (&)[KEYS / 8][4], int) const {}
+        __device__ float kept() const { return 1.0f; }
+    };
+    __device__ Drop drop(const Tile&, int) const { return {}; }
+
     // Behind the tile's queries come those of others, whose results are not kept.
     __device__ void bring_queries(u32 to, const TensorMap& map, const Tile& tile, u32 barrier) const {
         bring<KEPT>(to, map, tile.token, tile.head, 0, barrier);

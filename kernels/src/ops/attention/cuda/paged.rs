@@ -5,7 +5,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::CubeElement;
 
-use super::{AttentionHopper, KEPT, MOST_WINDOW, Pass, ROWS, map_heads};
+use super::{AttentionHopper, KEPT, MOST_WINDOW, ROWS, map_heads};
 use crate::cubecl::{empty, multiprocessors};
 use crate::cuda::{self, Arguments};
 use crate::ops::attention::cubecl::Heads;
@@ -46,7 +46,7 @@ impl PagedHopper {
             && table.dtype == DType::I32
             && cuda::on_hopper(query);
         let paged = Self {
-            kernel: AttentionHopper { pass: Pass::Paged, half, head_dim, causal: true },
+            kernel: AttentionHopper::paged(half, head_dim),
             window: window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW),
         };
         (taken && paged.works(query)).then_some(paged)
