@@ -295,6 +295,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                     grad: grad.clone(),
                     tokens: tokens.clone(),
                     vocabulary,
+                    sum: None,
                 }))
             })?;
         }

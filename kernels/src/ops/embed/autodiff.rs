@@ -4,12 +4,12 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
-use crate::autodiff::{inner, inner_int};
+use crate::autodiff::{inner, inner_int, take_gradient};
 use crate::checked::Checked;
 use crate::ops::weight::Weight;
 use crate::recorder::{self, Call};
@@ -34,16 +34,28 @@ impl<B: EmbedOps> Lookup<B> {
         Self { tokens: tokens.clone(), table: table.dims() }
     }
 
-    fn backward(self, grad: FloatTensor<B>) -> FloatTensor<B> {
+    /// Registers the table's gradient, which is the first parent's, behind the one that it has so far.
+    fn backward<S, const N: usize>(self, grad: FloatTensor<B>, ops: &Ops<S, N>, grads: &mut Gradients) {
+        let Some(node) = &ops.parents[0] else { return };
         let Self { tokens, table: [vocabulary, d_model] } = self;
         let rows = tokens.dims().iter().product::<usize>();
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
+        let sum = match take_gradient(ops, 0, &grad, grads) {
+            Some(sum) if sum.dtype() == DType::F32 => Some(sum),
+            Some(other) => {
+                grads.register::<B>(node.id, primitive(other));
+                None
+            }
+            None => None,
+        };
         let _op = recorder::op("embed backward", || {
-            // The gradient of the whole table is written.
-            Call::reads([recorder::operand(&grad), recorder::operand(&tokens)]).and((vocabulary * d_model * 4) as u64)
+            // The gradient of the whole table is written, or rows of it are read and written.
+            let table = (vocabulary * d_model * 4) as u64;
+            let written = if sum.is_some() { (rows * d_model * 8) as u64 } else { table };
+            Call::reads([recorder::operand(&grad), recorder::operand(&tokens)]).and(written.min(2 * table))
         });
-        let tokens = tokens.reshape([rows]);
-        primitive(embed_backward::<B>(Checked::new(EmbedBackward { grad, tokens, vocabulary })))
+        let operands = EmbedBackward { grad, tokens: tokens.reshape([rows]), vocabulary, sum };
+        grads.register::<B>(node.id, primitive(embed_backward::<B>(Checked::new(operands))));
     }
 }
 
@@ -52,7 +64,8 @@ impl<B: EmbedOps> Backward<B, 1> for EmbedNode {
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let _part = self.0.enter();
-        unary::<B, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad));
+        let grad = grads.consume::<B>(&ops.node);
+        ops.state.clone().backward(grad, &ops, grads);
     }
 }
 
@@ -61,7 +74,11 @@ impl<B: EmbedOps> Backward<B, 2> for EmbedAddNode {
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let _part = self.0.enter();
-        binary::<B, _, _>(ops.parents, ops.node, grads, |grad| ops.state.backward(grad), |grad| grad);
+        let grad = grads.consume::<B>(&ops.node);
+        if let Some(node) = &ops.parents[1] {
+            grads.register::<B>(node.id, grad.clone());
+        }
+        ops.state.clone().backward(grad, &ops, grads);
     }
 }
 

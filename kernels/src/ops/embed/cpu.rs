@@ -47,7 +47,7 @@ impl EmbedOps for NdArray {
 
     /// Adds the rows up in their order.
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
-        let EmbedBackward { grad, tokens, vocabulary } = operands.into_inner();
+        let EmbedBackward { grad, tokens, vocabulary, sum } = operands.into_inner();
         let d_model = grad.dims()[1];
         let grad = Values::rows(grad);
         let mut out = zeros(vocabulary * d_model);
@@ -60,6 +60,10 @@ impl EmbedOps for NdArray {
                 }
             },
         );
-        tensor(out, [vocabulary, d_model])
+        let rows = tensor(out, [vocabulary, d_model]);
+        match sum {
+            Some(sum) => sum + rows,
+            None => rows,
+        }
     }
 }

@@ -52,6 +52,8 @@ pub struct EmbedBackward<B: Backend> {
     pub tokens: Tensor<B, 1, Int>,
     /// Rows of the table.
     pub vocabulary: usize,
+    /// The gradient that the table has from other uses, to which this one is added: f32 `[vocabulary, d_model]`.
+    pub sum: Option<Tensor<B, 2>>,
 }
 
 impl<B: Backend> Operands for EmbedBackward<B> {
@@ -60,6 +62,9 @@ impl<B: Backend> Operands for EmbedBackward<B> {
         let grad = part(op, "grad", &self.grad).float();
         part(op, "tokens", &self.tokens).integer().shaped(&grad.dims()[..1], &grad);
         assert!(self.vocabulary > 0, "{op}: a table without rows");
+        if let Some(sum) = &self.sum {
+            part(op, "sum", sum).of(DType::F32).shaped(&[self.vocabulary, self.grad.dims()[1]], &grad);
+        }
     }
 }
 
@@ -74,7 +79,7 @@ pub trait EmbedOps: ReshapeOps + WeightOps {
     fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
         reference::embed_forward(operands.into_inner())
     }
-    /// Backward of [`embed`]: the gradient of the table, f32.
+    /// Backward of [`embed`]: the gradient of the table, f32, behind the one that it has so far.
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
         reference::embed_backward(operands.into_inner())
     }

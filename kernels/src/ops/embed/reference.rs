@@ -27,8 +27,13 @@ pub fn embed_forward<B: EmbedOps>(EmbedForward { table, tokens, dtype, added }: 
     }
 }
 
-/// Reference gradient of [`embed`](crate::embed())'s table: the rows of each token added up in f32.
-pub fn embed_backward<B: EmbedOps>(EmbedBackward { grad, tokens, vocabulary }: EmbedBackward<B>) -> Tensor<B, 2> {
+/// Reference gradient of [`embed`](crate::embed())'s table: the rows of each token added up in f32, and to what the table has so far.
+pub fn embed_backward<B: EmbedOps>(EmbedBackward { grad, tokens, vocabulary, sum }: EmbedBackward<B>) -> Tensor<B, 2> {
     let zeros = Tensor::zeros([vocabulary, grad.dims()[1]], (&grad.device(), DType::F32));
-    zeros.select_assign(0, clamp_index(tokens, vocabulary - 1), grad.cast(DType::F32), IndexingUpdateOp::Add)
+    let rows =
+        zeros.select_assign(0, clamp_index(tokens, vocabulary - 1), grad.cast(DType::F32), IndexingUpdateOp::Add);
+    match sum {
+        Some(sum) => sum + rows,
+        None => rows,
+    }
 }

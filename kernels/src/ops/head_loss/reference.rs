@@ -73,7 +73,6 @@ pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOu
 pub fn head_loss_backward<B: Backend>(operands: HeadLossBackward<B>) -> (Tensor<B, 2>, Tensor<B, 2>) {
     let HeadLossBackward { grad, d_hidden, d_weight } = operands;
     let scale = grad.reshape([1, 1]);
-    let d_hidden = d_hidden.clone() * scale.clone().cast(d_hidden.dtype());
-    let d_weight = d_weight.clone() * scale.cast(d_weight.dtype());
-    (d_hidden, d_weight)
+    let dtypes = [d_hidden.dtype(), d_weight.dtype()];
+    (d_hidden * scale.clone().cast(dtypes[0]), d_weight * scale.cast(dtypes[1]))
 }

@@ -100,7 +100,8 @@ fn step<R: CubeRuntime>(parameters: &[Parameter<R>], adamw: &AdamW) -> CubeTenso
 /// The tensor, or a copy of it if others see its buffer.
 fn writable<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let x = contiguous(x);
-    if x.can_mut() { x } else { x.copy() }
+    // A copy may have gaps between rows.
+    if x.can_mut() { x } else { contiguous(x.copy()) }
 }
 
 /// Groups of parameters of one width of vectors, as even as can be.

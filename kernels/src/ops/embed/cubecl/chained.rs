@@ -24,13 +24,14 @@ const CHAINED: u32 = 64;
 /// Rows that it looks through at a time, [`LOADS`] a unit.
 const SEARCHED: u32 = LOADS * UNITS;
 
-/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`.
+/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`, or added to what it has.
 pub(super) fn sum_chained<R: CubeRuntime>(
     grad: CubeTensor<R>,
     tokens: CubeTensor<R>,
     out: &CubeTensor<R>,
     vector: usize,
     sizes: SizesLaunch<R>,
+    adds: bool,
 ) {
     let [vocabulary, d_model] = [out.meta.shape()[0], out.meta.shape()[1]];
     let n_rows = tokens.meta.shape()[0];
@@ -66,6 +67,7 @@ pub(super) fn sum_chained<R: CubeRuntime>(
             array(out),
             sizes,
             across as u32,
+            adds,
             grad.dtype.into(),
             out.dtype.into(),
             tokens.dtype.into(),
@@ -100,6 +102,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     out: &mut Array<Vector<O, N>>,
     sizes: &Sizes,
     #[comptime] across: u32,
+    #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
     #[define(I)] _token_dtype: StorageType,
@@ -159,7 +162,15 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
                     let row = chains[(at * CHAINED + place) as usize];
                     sum += Vector::cast_from(grad[(row * sizes.stride + column) as usize]);
                 }
-                out[(token * sizes.columns + column) as usize] = Vector::cast_from(sum);
+                let place = (token * sizes.columns + column) as usize;
+                if comptime!(adds) {
+                    // Tokens without rows keep what they have.
+                    if length > 0 {
+                        out[place] = Vector::cast_from(Vector::<f32, N>::cast_from(out[place]) + sum);
+                    }
+                } else {
+                    out[place] = Vector::cast_from(sum);
+                }
             }
         }
     }
@@ -173,9 +184,13 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
                 let count = search::<I>(tokens, token, start, sizes, &mut found);
                 sum += listed::<F, N>(grad, &found.to_slice(), lane, count, column, lanes, sizes);
             }
-            let sum = across_lanes::<N>(sum, lanes);
+            let mut sum = across_lanes::<N>(sum, lanes);
             if lane == 0 && writes {
-                out[(token * sizes.columns + column) as usize] = Vector::cast_from(sum);
+                let place = (token * sizes.columns + column) as usize;
+                if comptime!(adds) {
+                    sum += Vector::cast_from(out[place]);
+                }
+                out[place] = Vector::cast_from(sum);
             }
         }
     }

@@ -54,8 +54,8 @@ where
     }
 
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
-        let EmbedBackward { grad, tokens, vocabulary } = operands.into_inner();
-        float(embed_backward(primitive(grad), tokens.into_primitive(), vocabulary))
+        let EmbedBackward { grad, tokens, vocabulary, sum } = operands.into_inner();
+        float(embed_backward(primitive(grad), tokens.into_primitive(), vocabulary, sum.map(primitive)))
     }
 }
 
@@ -102,17 +102,29 @@ fn embed_forward<R: CubeRuntime>(
     out
 }
 
-/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`.
-fn embed_backward<R: CubeRuntime>(grad: CubeTensor<R>, tokens: CubeTensor<R>, vocabulary: usize) -> CubeTensor<R> {
+/// The gradient of the table, `[vocabulary, d_model]` f32, from `grad` `[rows, d_model]` and `tokens` `[rows]`, and the `sum` that it has
+/// so far: in its place where it is nobody else's.
+fn embed_backward<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    tokens: CubeTensor<R>,
+    vocabulary: usize,
+    sum: Option<CubeTensor<R>>,
+) -> CubeTensor<R> {
     let (grad, stride) = rows(grad);
     let [n_rows, d_model] = [grad.meta.shape()[0], grad.meta.shape()[1]];
     let tokens = contiguous(tokens);
-    let out = empty(&grad, [vocabulary, d_model], DType::F32);
+    let adds = sum.is_some();
+    let out = match sum.map(contiguous) {
+        Some(sum) if sum.can_mut() => sum,
+        // A copy may have gaps between rows.
+        Some(sum) => contiguous(sum.copy()),
+        None => empty(&grad, [vocabulary, d_model], DType::F32),
+    };
     let vector = vector_width(&[&grad, &out], &[d_model, stride]);
     let sizes = SizesLaunch::new(n_rows as u32, vocabulary as u32, (d_model / vector) as u32, (stride / vector) as u32);
     match vocabulary <= FEW_TOKENS || n_rows > MANY_ROWS * vocabulary {
-        true => sum_sorted(grad, tokens, &out, vector, sizes),
-        false => sum_chained(grad, tokens, &out, vector, sizes),
+        true => sum_sorted(grad, tokens, &out, vector, sizes, adds),
+        false => sum_chained(grad, tokens, &out, vector, sizes, adds),
     }
     out
 }

@@ -20,7 +20,7 @@ const TILE: u32 = 2 * UNITS;
 /// The most bits of a token that one pass sorts by: a unit sees to two digits.
 const MAX_DIGIT_BITS: u32 = TILE.trailing_zeros();
 
-/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`: a cube sees to
+/// Sums of the rows of `grad` `[rows, d_model]` by `tokens` `[rows]` into `out` `[vocabulary, d_model]`, or added to what it has: a cube sees to
 /// one token and few columns, with many units along the rows.
 pub(super) fn sum_sorted<R: CubeRuntime>(
     grad: CubeTensor<R>,
@@ -28,6 +28,7 @@ pub(super) fn sum_sorted<R: CubeRuntime>(
     out: &CubeTensor<R>,
     vector: usize,
     sizes: SizesLaunch<R>,
+    adds: bool,
 ) {
     let [vocabulary, d_model] = [out.meta.shape()[0], out.meta.shape()[1]];
     let (sorted, order) = sort(tokens, vocabulary);
@@ -46,6 +47,7 @@ pub(super) fn sum_sorted<R: CubeRuntime>(
             array(out),
             sizes,
             across as u32,
+            adds,
             grad.dtype.into(),
             out.dtype.into(),
         );
@@ -258,6 +260,7 @@ fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
     out: &mut Array<Vector<O, N>>,
     sizes: &Sizes,
     #[comptime] across: u32,
+    #[comptime] adds: bool,
     #[define(F)] _dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
 ) {
@@ -277,9 +280,13 @@ fn sum_sorted_kernel<F: Float, O: Float, N: Size>(
     }
     sync_cube();
     let sum = listed::<F, N>(grad, &order.to_slice(), ends[0usize] + lane, ends[1usize], column, lanes, sizes);
-    let sum = across_lanes::<N>(sum, lanes);
+    let mut sum = across_lanes::<N>(sum, lanes);
     if lane == 0 && writes {
-        out[(token * sizes.columns + column) as usize] = Vector::cast_from(sum);
+        let place = (token * sizes.columns + column) as usize;
+        if comptime!(adds) {
+            sum += Vector::cast_from(out[place]);
+        }
+        out[place] = Vector::cast_from(sum);
     }
 }
 

@@ -14,7 +14,7 @@ use super::{HeadLossForward, HeadLossOps, HeadLossOutput};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
-use crate::ops::linear::cubecl::gemm::{product, transposed};
+use crate::ops::linear::cubecl::gemm::{product, product_into, transposed};
 use crate::ops::linear::route::TMA_TILE;
 use crate::tensor::{float, primitive};
 
@@ -63,7 +63,7 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
     let nats = empty(&targets, [n_rows], DType::F32);
     let share = gradients.then(|| share(&targets, vocabulary, options.weight));
     let mut d_hidden = Vec::new();
-    let mut d_weight: Option<Tensor<CubeBackend<R, F, I, BT>, 2>> = None;
+    let mut d_weight: Option<CubeTensor<R>> = None;
     for start in (0..n_rows).step_by(chunk) {
         let size = chunk.min(n_rows - start);
         let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
@@ -73,16 +73,16 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
             loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
         if gradients {
             d_hidden.push(float(product(d_logits.clone(), head.clone(), dtype, dtype)));
-            let part = float(product(transposed(d_logits), input, dtype, DType::F32));
+            let d_logits = transposed(d_logits);
             d_weight = Some(match d_weight {
-                Some(sum) => sum + part,
-                None => part,
+                Some(sum) => product_into(sum, d_logits, input, dtype),
+                None => product(d_logits, input, dtype, DType::F32),
             });
         }
     }
     let loss = float(mean(&nats, &targets, vocabulary, options.weight));
     let gradients = gradients.then(|| {
-        let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)));
+        let d_weight = d_weight.map_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)), float);
         let d_weight = d_weight.narrow(0, 0, vocabulary);
         let d_hidden = match d_hidden.len() {
             0 => hidden,

@@ -4,6 +4,7 @@
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::add;
 use burn_cubecl::tensor::CubeTensor;
 use cubek::matmul::components::global::read::ReaderMode;
 use cubek::matmul::components::global::{InputLoadFlow, LoadFlows};
@@ -26,7 +27,7 @@ use crate::cubecl::transpose::transpose;
 use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
 use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
-use crate::ops::linear::cuda::{hopper_activate, hopper_product};
+use crate::ops::linear::cuda::{hopper_activate, hopper_product, hopper_product_into};
 use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
 
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
@@ -71,6 +72,20 @@ pub(crate) fn product<R: CubeRuntime>(
     }
 }
 
+/// `sum + a * b` in f32, as [`product`] has it: in the place of `sum` where that is nobody else's and a GEMM adds to it, as that for
+/// Hopper does; else by a product and a pass over both.
+pub(crate) fn product_into<R: CubeRuntime>(
+    mut sum: CubeTensor<R>,
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    within: DType,
+) -> CubeTensor<R> {
+    if a.dtype == within && b.dtype == within && hopper_product_into(&mut sum, &a, &b) {
+        return sum;
+    }
+    add(sum, product(a, b, within, DType::F32))
+}
+
 /// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`. None where no GEMM does both: those for
 /// Hopper and for small matrices do, in one dtype and without split-K.
 pub(crate) fn product_add<R: CubeRuntime>(
@@ -110,6 +125,11 @@ fn hopper_activate<R: CubeRuntime>(
     _: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
     None
+}
+
+#[cfg(not(feature = "cuda"))]
+fn hopper_product_into<R: CubeRuntime>(_: &mut CubeTensor<R>, _: &CubeTensor<R>, _: &CubeTensor<R>) -> bool {
+    false
 }
 
 #[cfg(not(feature = "cuda"))]

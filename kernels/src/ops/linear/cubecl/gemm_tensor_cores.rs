@@ -21,6 +21,7 @@ use crate::cubecl::tensor_cores::{
     Half, Pair, Wide, left_columns, left_rows, multiply, right_columns, right_rows, zeroed,
 };
 use crate::cubecl::{array, cast, contiguous, dtype_of, empty, grid, launch, optional, rows, sum_pieces};
+use crate::ops::dropout::Dropout;
 
 /// Edge of a cube's tile of the result, and of the tiles of both sides.
 const EDGE: usize = 64;
@@ -49,11 +50,13 @@ struct Variant {
     adds: bool,
 }
 
-/// What is added to a product `[m, n]`, in f32.
+/// What is added to a product `[m, n]`, in f32: a bias, and behind dropout a residual.
 #[derive(Clone)]
 pub(crate) struct Added<R: CubeRuntime> {
     /// `[n]`.
     pub(crate) bias: Option<CubeTensor<R>>,
+    /// Of the product and its bias; only the GEMM for Hopper drops.
+    pub(crate) dropout: Option<Dropout>,
     /// `[m, n]`.
     pub(crate) residual: Option<CubeTensor<R>>,
 }
@@ -61,7 +64,7 @@ pub(crate) struct Added<R: CubeRuntime> {
 impl<R: CubeRuntime> Added<R> {
     /// Nothing.
     pub(super) fn none() -> Self {
-        Self { bias: None, residual: None }
+        Self { bias: None, dropout: None, residual: None }
     }
 }
 
@@ -94,7 +97,7 @@ pub(crate) fn can_add<R: CubeRuntime>(added: &Added<R>) -> bool {
         let copied = strides[1] != 1 && shape[1] != 1;
         copied || (shape[0] == 1 || strides[0].is_multiple_of(2)) && begins(residual)
     });
-    residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
+    added.dropout.is_none() && residual && added.bias.as_ref().is_none_or(|bias| !bias.is_contiguous() || begins(bias))
 }
 
 /// `a * b` and what is `added`, for small matrices `[m, k]` and `[k, n]` that the kernel [`supports`], K in `split_k` slices,

@@ -170,8 +170,8 @@ fn project_add<R: CubeRuntime>(
     dropout: Option<Dropout>,
     residual: Option<CubeTensor<R>>,
 ) -> CubeTensor<R> {
-    if dropout.is_none() && (bias.is_some() || residual.is_some()) {
-        let added = Added { bias: bias.clone(), residual: residual.clone() };
+    if bias.is_some() || dropout.is_some() || residual.is_some() {
+        let added = Added { bias: bias.clone(), dropout, residual: residual.clone() };
         if let Some(out) = product_add(&x, &transposed(weight.clone()), &added) {
             return out;
         }

@@ -1,4 +1,4 @@
-// out = activation(a * b + bias), or a * b + bias + residual, as far as these are there, for 16-bit matrices on Hopper.
+// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, for 16-bit matrices on Hopper.
 //
 //                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
 //                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
@@ -17,8 +17,8 @@
 // lower numbers do first.
 //
 // Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
-// contiguous), OUT_F32 (1: f32 sums, to which nothing is added), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the
-// activation gates; `b` has all gates first, and lies with K contiguous).
+// contiguous), OUT_F32 (1: f32 sums, which may be added to what `out` has), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the
+// activation gates; `b` has all gates first, and lies with K contiguous), DROPOUT (1: without an activation, 16 bits).
 //
 // Of a gated activation a tile has half its columns from the gates, which block 0 brings, and half from what they gate, which block 1
 // does: both of a pair are in the same thread's sums.
@@ -49,9 +49,11 @@ struct Info {
     u64 whole_rounds;
     // 0: no bias; 1: of f32; 2: of 16 bits.
     u64 bias;
-    u64 adds_residual;
+    // Whether there is something to add: a residual, or f32 sums that `out` has.
+    u64 adds;
     // Whether the product alone is written as well, where there is an activation.
     u64 saves_product;
+    DropoutInfo dropout;
 };
 
 struct Buffers {
@@ -250,6 +252,7 @@ __device__ __forceinline__ void bring_bias(const Buffers& buffers, const Info& i
 
 #if OUT_F32
 // Straight from the registers: four threads write 32 bytes of a row.
+template <bool ADDS>
 __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, const Info& info, int row, int column) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     #pragma unroll
@@ -263,7 +266,9 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
         for (int i = 0; i < COLUMNS / 8; i++) {
             int across = column + i * 8 + lane % 4 * 2;
             if (across < info.n) {
-                *reinterpret_cast<float2*>(out + across) = make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
+                float2* place = reinterpret_cast<float2*>(out + across);
+                float2 before = ADDS ? *place : make_float2(0.0f, 0.0f);
+                *place = make_float2(before.x + sums[i][2 * half], before.y + sums[i][2 * half + 1]);
             }
         }
     }
@@ -292,10 +297,40 @@ struct Runs {
     }
 };
 
+// A thread's two rows of a tile, as dropout has them, and its first column.
+struct Drop {
+    const DropoutInfo& dropout;
+    u32 rows[2];
+    int column;
+
+    __device__ __forceinline__ Drop(const DropoutInfo& of, int row, int of_column) : dropout(of), column(of_column) {
+        row += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            rows[half] = random_row(dropout, row + 8 * half, column);
+        }
+        column += threadIdx.x % 4 * 2;
+    }
+
+    // Drops numbers of the runs from run `i` on, and scales the others.
+    __device__ __forceinline__ void apply(Runs& runs, int i) const {
+        #pragma unroll
+        for (int side = 0; side < 2; side++) {
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                RandomPair random = random_pair(dropout, rows[half], (column + (i + side) * 8) / 2);
+                float(&values)[4] = runs.values[side];
+                values[2 * half] = random.even < dropout.limit() ? 0.0f : values[2 * half] * dropout.factor();
+                values[2 * half + 1] = random.odd < dropout.limit() ? 0.0f : values[2 * half + 1] * dropout.factor();
+            }
+        }
+    }
+};
+
 // Into shared memory, where the residual may be already, in the order that TMA stores: all, or the product alone; of a gated activation
 // one half of it, 0 for the gates. BIASED and ADDS are decided ahead of the loop: a branch at each store took three times as long as the stores.
 template <bool ALONE, bool BIASED, bool ADDS>
-__device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, int half) {
+__device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, int half, const Drop& drop) {
     constexpr int OUT_RUNS = OUT_COLUMNS / 8;
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int row = warp * 16 + lane % 16;
@@ -305,6 +340,9 @@ __device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_pl
         u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
         Runs runs = Runs::of<BIASED>(sums, i + half * OUT_RUNS, bias_place);
         u32 matrices[4];
+        if (DROPOUT) {
+            drop.apply(runs, i);
+        }
         if (ADDS) {
             matrices_load(matrices, place);
             #pragma unroll
@@ -337,11 +375,11 @@ __device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_pl
 
 // All of it, with what there is to add.
 template <bool BIASED>
-__device__ __forceinline__ void stage_all(const Sums& sums, const Info& info, u32 out, u32 bias_place) {
-    if (!ACTIVATION && info.adds_residual) {
-        stage_out<false, BIASED, !ACTIVATION>(sums, out, bias_place, 0);
+__device__ __forceinline__ void stage_all(const Sums& sums, const Info& info, u32 out, u32 bias_place, const Drop& drop) {
+    if (!ACTIVATION && info.adds) {
+        stage_out<false, BIASED, !ACTIVATION>(sums, out, bias_place, 0, drop);
     } else {
-        stage_out<false, BIASED, false>(sums, out, bias_place, 0);
+        stage_out<false, BIASED, false>(sums, out, bias_place, 0, drop);
     }
 }
 
@@ -378,7 +416,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
     for (; more; advance()) {
         int row = work.row + static_cast<int>(rank) * BLOCK_ROWS + consumer * 64;
         bool has_end = work.end == schedule.stages;
-        if (!OUT_F32 && info.adds_residual && has_end && thread == 0) {
+        if (!OUT_F32 && info.adds && has_end && thread == 0) {
             // Comes while the stages are multiplied.
             tma_store_wait_read();
             barrier_expect(shared.residual(consumer), OUT_BYTES);
@@ -425,19 +463,24 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             }
         }
 #if OUT_F32
-        store(sums, buffers, info, row, work.column);
+        if (info.adds) {
+            store<true>(sums, buffers, info, row, work.column);
+        } else {
+            store<false>(sums, buffers, info, row, work.column);
+        }
 #else
-        if (info.adds_residual) {
+        if (info.adds) {
             barrier_wait(shared.residual(consumer), residual_parity);
             residual_parity ^= 1;
         } else if (thread == 0) {
             tma_store_wait_read();
         }
         named_barrier(barrier, WARPGROUP);
+        Drop drop(info.dropout, row, work.column);
         if (ACTIVATION && info.saves_product) {
             #pragma unroll
             for (int half = 0; half <= GATED; half++) {
-                stage_out<true, false, false>(sums, out, 0, half);
+                stage_out<true, false, false>(sums, out, 0, half, drop);
                 send(*residual_map, out, row, work.column + half * static_cast<int>(info.n), barrier);
                 if (thread == 0) {
                     tma_store_wait_read();
@@ -446,9 +489,9 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             }
         }
         if (info.bias) {
-            stage_all<true>(sums, info, out, shared.bias(consumer));
+            stage_all<true>(sums, info, out, shared.bias(consumer), drop);
         } else {
-            stage_all<false>(sums, info, out, 0);
+            stage_all<false>(sums, info, out, 0, drop);
         }
         send(*out_map, out, row, work.column, barrier);
 #endif

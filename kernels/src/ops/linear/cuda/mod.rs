@@ -20,6 +20,7 @@ use super::cubecl::gemm_tensor_cores::Added;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 use crate::ops::activation::{Activation, ActivationKind};
+use crate::ops::dropout::Dropout;
 use crate::ops::linear::route;
 
 /// Blocks of a cluster.
@@ -49,6 +50,7 @@ struct GemmHopper {
     activation: usize,
     /// Whether that gates: of a tile's columns half are gates.
     gated: bool,
+    dropout: bool,
 }
 
 impl GemmHopper {
@@ -83,7 +85,7 @@ impl CudaKernel for GemmHopper {
     }
 
     fn source(&self) -> String {
-        let Self { half, columns, a_major_m, b_major_n, out_f32, activation, gated } = *self;
+        let Self { half, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout } = *self;
         let stages = self.stages();
         let defined = [
             ("COLUMNS", columns),
@@ -93,6 +95,7 @@ impl CudaKernel for GemmHopper {
             ("OUT_F32", out_f32.into()),
             ("ACTIVATION", activation),
             ("GATED", gated.into()),
+            ("DROPOUT", dropout.into()),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm.cu"))
@@ -115,27 +118,35 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 
 fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
     let variants = [
-        (false, false, false, 0, false),
-        (false, false, false, 1, false),
-        (false, false, false, 3, true),
-        (false, true, false, 0, false),
-        (true, true, true, 0, false),
+        (false, false, false, 0, false, false),
+        (false, false, false, 0, false, true),
+        (false, false, false, 1, false, false),
+        (false, false, false, 3, true, false),
+        (false, true, false, 0, false, false),
+        (true, true, true, 0, false, false),
     ];
-    let kernel =
-        move |columns| {
-            let fits = move |(.., gated): &(bool, bool, bool, usize, bool)| !gated || columns % 128 == 0;
-            variants.into_iter().filter(fits).map(move |(a_major_m, b_major_n, out_f32, activation, gated)| {
-                GemmHopper { half: "bf16", columns, a_major_m, b_major_n, out_f32, activation, gated }
-            })
-        };
+    let kernel = move |columns| {
+        let fits = move |(.., gated, dropout): &(bool, bool, bool, usize, bool, bool)| fits(columns, *gated, *dropout);
+        variants.into_iter().filter(fits).map(move |(a_major_m, b_major_n, out_f32, activation, gated, dropout)| {
+            GemmHopper { half: "bf16", columns, a_major_m, b_major_n, out_f32, activation, gated, dropout }
+        })
+    };
     [128, 192, WIDEST].into_iter().flat_map(kernel)
+}
+
+/// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64 columns, and for dropout the widest ones have no
+/// registers.
+fn fits(columns: usize, gated: bool, dropout: bool) -> bool {
+    (!gated || columns.is_multiple_of(128)) && (!dropout || columns < WIDEST)
 }
 
 /// What follows a product in the same launch.
 #[derive(Clone)]
 enum Epilogue<R: CubeRuntime> {
-    /// A residual `[m, n]` to add, if there is one.
-    Residual(Option<CubeTensor<R>>),
+    /// The f32 sums that are there already are added to.
+    Sum,
+    /// Dropout, and a residual `[m, n]` to add, if they are there.
+    Residual(Option<Dropout>, Option<CubeTensor<R>>),
     /// A nonlinearity by its number in the source, whether it gates, and where the product itself goes, `[m, columns of b]`.
     Activation(usize, bool, Option<CubeTensor<R>>),
 }
@@ -143,8 +154,15 @@ enum Epilogue<R: CubeRuntime> {
 impl<R: CubeRuntime> Epilogue<R> {
     fn activation(&self) -> (usize, bool) {
         match self {
-            Self::Residual(_) => (0, false),
+            Self::Sum | Self::Residual(..) => (0, false),
             Self::Activation(kind, gated, _) => (*kind, *gated),
+        }
+    }
+
+    fn dropout(&self) -> Option<Dropout> {
+        match self {
+            Self::Residual(dropout, _) => *dropout,
+            Self::Sum | Self::Activation(..) => None,
         }
     }
 }
@@ -158,15 +176,38 @@ pub(super) fn hopper_product<R: CubeRuntime>(
     dtype: DType,
 ) -> Option<CubeTensor<R>> {
     let reads = |residual: &CubeTensor<R>| residual.dtype == dtype && tma_axis(residual, 1) == Some(1);
-    let nothing = added.bias.is_none() && added.residual.is_none();
+    let nothing = added.bias.is_none() && added.dropout.is_none() && added.residual.is_none();
     if !added.residual.as_ref().is_none_or(reads) || !(dtype == a.dtype || dtype == DType::F32 && nothing) {
         return None;
     }
-    let epilogue = Epilogue::Residual(added.residual.clone());
+    let epilogue = Epilogue::Residual(added.dropout, added.residual.clone());
     let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
     kernel.launch(a, b, added.bias.clone(), epilogue, whole_rounds, &out);
     Some(out)
+}
+
+/// Adds `a * b` to `sum`, f32 `[m, n]`; false where it does not: something else holds `sum`, there are gaps in it, or for the reasons that
+/// [`hopper_product`] has.
+pub(super) fn hopper_product_into<R: CubeRuntime>(
+    sum: &mut CubeTensor<R>,
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+) -> bool {
+    let shape = [a.meta.shape()[0], b.meta.shape()[1]];
+    let fits = sum.dtype == DType::F32 && sum.meta.shape().as_slice() == shape && sum.is_contiguous();
+    // Two numbers are read and written at once.
+    let begin = sum.handle.offset_start.unwrap_or(0);
+    if !fits || !begin.is_multiple_of(8) || !sum.can_mut() {
+        return false;
+    }
+    match plan(a, b, None, DType::F32, &Epilogue::Sum) {
+        Some((kernel, whole_rounds)) => {
+            kernel.launch(a, b, None, Epilogue::Sum, whole_rounds, sum);
+            true
+        }
+        None => false,
+    }
 }
 
 /// `activation(a * b + bias)` in the dtype of `a`, and `a * b` where it is to be saved; otherwise as [`hopper_product`].
@@ -219,12 +260,17 @@ fn plan<R: CubeRuntime>(
     if !stores || !adds || gated && b_axis == 1 {
         return None;
     }
-    // Of a gate all tiles are whole, and so are the blocks of 64 columns that a half of one is written in.
-    let allowed = |columns: usize| !gated || columns.is_multiple_of(128) && n.is_multiple_of(columns);
+    let dropout = epilogue.dropout().is_some();
+    // Of a gate all tiles are whole.
+    // Columns of a tile that drops have one high half.
+    let one_half = |columns: usize| n <= 1 << 17 || (1usize << 17).is_multiple_of(columns);
+    let allowed = |columns: usize| {
+        fits(columns, gated, dropout) && (!gated || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
+    };
     let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed)?;
     let half = cuda::half_name(a.dtype.into())?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation, gated };
+    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout };
     works(a, kernel).then_some((kernel, whole_rounds))
 }
 
@@ -245,8 +291,10 @@ impl GemmHopper {
         let arguments = Arguments::default().map(a, a_axis, a_box).map(b, b_axis, b_box);
         let bias = bias.map(contiguous);
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
+        let dropout = epilogue.dropout();
         let (adds, saves, other) = match epilogue {
-            Epilogue::Residual(residual) => (residual.is_some(), false, residual),
+            Epilogue::Sum => (true, false, None),
+            Epilogue::Residual(_, residual) => (residual.is_some(), false, residual),
             Epilogue::Activation(.., saved) => (false, saved.is_some(), saved),
         };
         let arguments = match self.out_f32 {
@@ -263,9 +311,9 @@ impl GemmHopper {
         };
         let arguments = arguments.pointer(&partial).pointer(&ready);
         let words = [m, n, k, whole_rounds, bias_kind, adds.into(), saves.into()];
-        let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are written below m and n, and the
-        // bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its
+        let arguments = words.into_iter().fold(arguments, Arguments::word).dropout(dropout);
+        // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are read and written in pairs below m and n, where n is even and
+        // `out` has no gaps and begins at a pair, and the bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its
         // own for what it leaves of a tile.
         unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
     }
@@ -316,7 +364,7 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
         let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
         let out = empty(x, [a.meta.shape()[0], kernel.out_columns()], dtype);
         let epilogue = if kernel.activation == 0 {
-            Epilogue::Residual(None)
+            Epilogue::Residual(None, None)
         } else {
             Epilogue::Activation(kernel.activation, kernel.gated, None)
         };
