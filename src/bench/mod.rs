@@ -44,6 +44,8 @@ pub struct BenchOptions {
     pub device: String,
     /// TFLOP/s of its matrix products, in place of the datasheet's.
     pub peak: Option<f64>,
+    /// Settings of the recipes that are trained, in place of their own, `KEY=VALUE`.
+    pub settings: Vec<String>,
 }
 
 /// A case, measured several times.

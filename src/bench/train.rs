@@ -54,7 +54,18 @@ fn asked(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
     if let Some(precision) = options.precision {
         recipe = recipe.with("precision", precision.name())?;
     }
-    Ok(recipe)
+    changed(recipe, options)
+}
+
+/// The recipe with the settings that are asked for.
+fn changed(recipe: Recipe, options: &BenchOptions) -> Result<Recipe, Failure> {
+    if options.settings.is_empty() { Ok(recipe) } else { recipe.with_settings(&options.settings) }
+}
+
+/// A case's name, with the settings that are asked for behind it.
+fn named(case: &str, options: &BenchOptions) -> String {
+    let words = std::iter::once(case).chain(options.settings.iter().map(String::as_str));
+    words.collect::<Vec<_>>().join(" ")
 }
 
 /// The speed of training steps, and the memory at their peak, where the device tells.
@@ -77,7 +88,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     }
     let tokens = (batch_size * seq_length) as f64;
     let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
-    let case = format!("{label} B={batch_size} T={seq_length}");
+    let case = named(&format!("{label} B={batch_size} T={seq_length}"), options);
     let values = seconds.iter().map(|seconds| tokens / seconds).collect();
     trainer.watch_memory();
     for batch in batches.by_ref().take(2) {
@@ -122,7 +133,7 @@ fn draws() -> impl FnMut(u32) -> u32 {
     }
 }
 
-/// An epoch of 200 utterances of 50 pieces in batches of 32, two layers of 128, its loss read once.
+/// An epoch of 200 utterances of 50 pieces in batches of 32, two layers of 128, its loss read once, unless settings say otherwise.
 fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measurement, Failure> {
     let settings = [
         ("d_model", "128"),
@@ -141,12 +152,17 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
         Some(precision) => recipe.with("precision", precision.name())?,
         None => recipe,
     };
+    let recipe = changed(recipe, options)?;
     let task = Task::IntentSlot(random_utterances(recipe.training.seq_length)?);
-    // Full batches only: the last one goes back to where 32 are left.
+    // Full batches only.
     let batches = (0..8).map(|step| task.batch(&recipe.training, step));
     let mut batches = batches.collect::<Result<Vec<Batch>, _>>()?;
-    batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == 32));
-    batches.truncate(200usize.div_ceil(32));
+    let batch_size = recipe.training.batch_size;
+    batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));
+    batches.truncate(200usize.div_ceil(batch_size));
+    if batches.is_empty() {
+        return Err(Failure::usage(format!("batch_size {batch_size}: there are no 200 utterances for it")));
+    }
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let seconds = seconds::<B, f64>(device, options.repeats, || {
         let last = batches.iter().map(|batch| trainer.train_on(batch.clone())).last();
@@ -154,8 +170,8 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     })?;
     let values = seconds.iter().map(|seconds| 1e3 * seconds).collect();
     Ok(Measurement::new(
-        "intent/slot epoch, 200 utterances x 50 tokens",
-        recipe.training.precision.name(),
+        format!("intent/slot epoch, 200 utterances x {} tokens", recipe.training.seq_length),
+        named(recipe.training.precision.name(), options),
         "ms",
         values,
     ))

@@ -84,7 +84,9 @@ enum Format {
 
 pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
-    args.run.without_recipe("bench")?;
+    if let (Some(setting), true) = (args.run.set.first(), args.benchmark != Benchmark::Train) {
+        return Err(Failure::usage(format!("--set {setting}: settings are for bench train")));
+    }
     if let Some(peak) = args.peak.filter(|peak| !(peak.is_finite() && *peak > 0.0)) {
         return Err(Failure::usage(format!("--peak {peak} must be above 0")));
     }
@@ -113,6 +115,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
         repeats: args.repeats as usize,
         device,
         peak: args.peak,
+        settings: args.run.set.clone(),
     };
     let format = match (args.run.json, args.markdown) {
         (true, _) => Format::Json,

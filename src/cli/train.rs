@@ -329,12 +329,7 @@ pub(super) fn with_settings(
     if settings.is_empty() {
         return recipe.check();
     }
-    let pair = |setting: &'_ String| match setting.split_once('=') {
-        Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
-        None => Err(Failure::usage(format!("--set {setting}: write it as key=value"))),
-    };
-    let pairs = settings.iter().map(pair).collect::<Result<Vec<_>, _>>()?;
-    recipe.with_all(pairs.iter().map(|(key, value)| (key.as_str(), value.as_str())))
+    recipe.with_settings(settings)
 }
 
 /// The recipe with what the command line says.

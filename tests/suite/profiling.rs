@@ -172,5 +172,9 @@ fn a_benchmark_is_repeated_and_compared_with_an_earlier_run_and_a_peer() {
         assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{beside}");
     }
     assert_refused(&fireclay(&["bench", "train", "--size", "huge"]), 2, &["--size huge", "gpt2-124m"]);
+    let changed = done(&fireclay(&[&tiny[..], &["--set", "checkpoint_activations=1"]].concat()));
+    assert_eq!(first_of(&changed)["case"], "4 layers of 128 B=1 T=8 checkpoint_activations=1");
+    assert_refused(&fireclay(&[&tiny[..], &["--set", "depth=1"]].concat()), 2, &["unknown key depth"]);
+    assert_refused(&fireclay(&["bench", "kernels", "--set", "n_layers=1"]), 2, &["--set n_layers=1", "bench train"]);
     assert_refused(&fireclay(&[&tiny[..], &["--compare", "nowhere.jsonl"]].concat()), 1, &["nowhere.jsonl"]);
 }

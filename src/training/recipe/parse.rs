@@ -101,6 +101,19 @@ impl Recipe {
         self.with_all([(key, value)])
     }
 
+    /// As [`with_all`](Self::with_all) for settings as a command line has them, `KEY=VALUE`.
+    ///
+    /// # Errors
+    /// As there, or if one is no such pair.
+    pub fn with_settings(&self, settings: &[String]) -> Result<Self, Failure> {
+        let pair = |setting: &'_ String| match setting.split_once('=') {
+            Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
+            None => Err(Failure::usage(format!("--set {setting}: write it as key=value"))),
+        };
+        let pairs = settings.iter().map(pair).collect::<Result<Vec<_>, _>>()?;
+        self.with_all(pairs.iter().map(|(key, value)| (key.as_str(), value.as_str())))
+    }
+
     /// As [`with`](Self::with) for several keys at once: the recipe is checked when all are set, not in between.
     ///
     /// # Errors
