@@ -381,7 +381,6 @@ __device__ __forceinline__ Dropped dropped_of(const Info& info, u32 numbers, int
     return {{has_odd ? other : even, has_odd ? odd : other}};
 }
 
-
 // Where a thread's sums of dQ go, if they are stored or added.
 struct Destination {
     float4* to = nullptr;
