@@ -391,7 +391,7 @@ struct DropoutInfo {
     __device__ __forceinline__ float factor() const { return __uint_as_float(static_cast<u32>(kept)); }
 };
 
-constexpr u32 MULTIPLIERS[5] = {0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b};
+__device__ constexpr u32 MULTIPLIERS[5] = {0x6b43, 0x5a2d, 0x72e5, 0x4f1b, 0x6e4b};
 
 // One round; the left half lies low.
 __device__ __forceinline__ u32 cipher_round(u32 state, u32 key, u32 multiplier) {
