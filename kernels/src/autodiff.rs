@@ -4,9 +4,9 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 
 use crate::tensor::{float, primitive};
 
@@ -39,47 +39,147 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     grads.remove::<B>(&tracked).map(float)
 }
 
-/// A number that depends on a tensor, whose gradient is known.
-#[derive(Debug)]
-struct Known;
+/// Takes out what the gradient of a parameter comes to so far, as [`take_gradient`] does, where that is f32, as the gradients of
+/// parameters are that this crate's operations make. One of another dtype stays, and Burn adds to it.
+pub(crate) fn take_sum<B: Backend, S, const N: usize, const D: usize>(
+    ops: &Ops<S, N>,
+    parent: usize,
+    like: &Tensor<B, D>,
+    grads: &mut Gradients,
+) -> Option<Tensor<B, D>> {
+    let sum = take_gradient(ops, parent, like, grads)?;
+    if sum.dtype() == DType::F32 {
+        return Some(sum);
+    }
+    if let Some(node) = &ops.parents[parent] {
+        grads.register::<B>(node.id, primitive(sum));
+    }
+    None
+}
+
+/// A number that depends on a tensor, whose gradient is known. A pass that begins at it goes on from the gradients of an earlier one.
+struct Known {
+    earlier: Gradients,
+}
+
+impl std::fmt::Debug for Known {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("Known")
+    }
+}
 
 impl<B: Backend> Backward<B, 1> for Known {
     type State = B::FloatTensorPrimitive;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state } = ops;
-        unary::<B, _>(parents, node, grads, |_| state);
+        // What is replaced is the number's own gradient, which is all that there is yet.
+        *grads = self.earlier;
+        let [parent] = ops.parents;
+        if let Some(node) = parent {
+            grads.register::<B>(node.id, ops.state);
+        }
     }
 }
 
-/// The gradients of all that `output` was computed from, where `grad` is its own: a backward pass that begins in the middle. None
-/// where nothing of it is tracked.
+/// The gradients of a loss, added to those of an `earlier` pass over the same parameters, where there was one, as a batch in parts has several. The
+/// backward of this crate's projections adds to a parameter's gradient in its place, and on devices that of its lookups.
 ///
 /// ```
 /// use burn::backend::{Autodiff, NdArray};
 /// use burn::tensor::Tensor;
-/// use fireclay_kernels::backward_from;
+/// use fireclay_kernels::backward;
 ///
 /// let device = Default::default();
-/// let x = Tensor::<Autodiff<NdArray>, 1>::from_floats([1.0, 2.0], &device).require_grad();
-/// let output = x.clone() * x.clone();
-/// let gradients = backward_from(output, Tensor::from_floats([1.0, 10.0], &device)).expect("x is tracked");
-/// let gradient: Vec<f32> = x.grad(&gradients).expect("it is in the graph").into_data().to_vec().expect("f32");
-/// assert_eq!(gradient, [2.0, 40.0]);
+/// let x = Tensor::<Autodiff<NdArray>, 1>::from_floats([3.0], &device).require_grad();
+/// let first = backward(x.clone() * 2.0, None);
+/// let both = backward(x.clone() * x.clone(), Some(first));
+/// assert_eq!(x.grad(&both).expect("it is in both graphs").into_scalar(), 2.0 + 6.0);
 /// ```
 ///
 /// # Panics
-/// If the two differ in shape.
+/// If nothing of what the loss was computed from is tracked.
+pub fn backward<B: Backend, C: CheckpointStrategy>(
+    loss: Tensor<Autodiff<B, C>, 1>,
+    earlier: Option<Gradients>,
+) -> Gradients {
+    assert!(is_tracked(&loss), "backward: nothing of what the loss was computed from is tracked");
+    match earlier {
+        None => loss.backward(),
+        Some(earlier) => {
+            let one = inner(&loss).ones_like();
+            backward_from(loss, one, earlier)
+        }
+    }
+}
+
+/// A backward pass that begins in the middle: the gradients of all that `output` was computed from, where `grad` is its own, added to those of an
+/// `earlier` pass as [`backward`] adds them. Where nothing of `output` is tracked, these as they are.
+///
+/// ```
+/// use burn::backend::{Autodiff, NdArray};
+/// use burn::tensor::Tensor;
+/// use fireclay_kernels::{backward, backward_from};
+///
+/// let device = Default::default();
+/// let x = Tensor::<Autodiff<NdArray>, 1>::from_floats([3.0], &device).require_grad();
+/// let middle = x.clone() * x.clone();
+/// let cut = middle.clone().detach().require_grad();
+/// let mut gradients = backward(cut.clone() * 10.0, None);
+/// let grad = cut.grad_remove(&mut gradients).expect("the loss is computed from it");
+/// let gradients = backward_from(middle, grad, gradients);
+/// assert_eq!(x.grad(&gradients).expect("it is in the graph").into_scalar(), 10.0 * 2.0 * 3.0);
+/// ```
+///
+/// # Panics
+/// If the output and its gradient differ in shape.
 pub fn backward_from<B: Backend, C: CheckpointStrategy, const D: usize>(
     output: Tensor<Autodiff<B, C>, D>,
     grad: Tensor<B, D>,
-) -> Option<Gradients> {
+    earlier: Gradients,
+) -> Gradients {
     assert_eq!(output.dims(), grad.dims(), "backward_from: the gradient is of the output's shape");
+    if !is_tracked(&output) {
+        return earlier;
+    }
     let number = primitive(Tensor::<B, 1>::zeros([1], &grad.device()));
-    let prepared = Backward::<B, 1>::prepare::<C>(Known, [primitive(output).node]).compute_bound().stateful();
+    let nodes = [primitive(output).node];
+    let prepared = Backward::<B, 1>::prepare::<C>(Known { earlier }, nodes).compute_bound().stateful();
     let number: Tensor<Autodiff<B, C>, 1> = float(match prepared {
         OpsKind::Tracked(node) => node.finish(primitive(grad), number),
-        OpsKind::UnTracked(_) => return None,
+        OpsKind::UnTracked(_) => unreachable!("its parent is tracked"),
     });
-    Some(number.backward())
+    number.backward()
+}
+
+/// Whether a tensor was computed from one that is to have a gradient, or is such itself.
+fn is_tracked<B: Backend, C: CheckpointStrategy, const D: usize>(tensor: &Tensor<Autodiff<B, C>, D>) -> bool {
+    !primitive(tensor.clone()).node.requirement.is_none()
+}
+
+#[cfg(all(test, feature = "ndarray"))]
+mod tests {
+    use burn::backend::NdArray;
+
+    use super::*;
+
+    type A = Autodiff<NdArray>;
+
+    #[test]
+    #[should_panic(expected = "nothing of what the loss was computed from is tracked")]
+    fn a_loss_of_nothing_tracked_is_refused_and_does_not_lose_what_there_was() {
+        let device = Default::default();
+        let x = Tensor::<A, 1>::from_floats([3.0], &device).require_grad();
+        let first = backward(x * 2.0, None);
+        backward(Tensor::<A, 1>::from_floats([1.0], &device) * 2.0, Some(first));
+    }
+
+    #[test]
+    fn gradients_stay_as_they_are_where_nothing_of_an_output_is_tracked() {
+        let device = Default::default();
+        let x = Tensor::<A, 1>::from_floats([3.0], &device).require_grad();
+        let first = backward(x.clone() * 2.0, None);
+        let one = Tensor::from_floats([1.0], &device);
+        let same = backward_from(Tensor::<A, 1>::from_floats([1.0], &device), one, first);
+        assert_eq!(x.grad(&same).expect("that of the first pass").into_scalar(), 2.0);
+    }
 }

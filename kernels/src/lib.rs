@@ -42,7 +42,7 @@ pub mod recorder;
 mod selection;
 mod tensor;
 
-pub use autodiff::backward_from;
+pub use autodiff::{backward, backward_from};
 pub use backend::Backend;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda_sources;

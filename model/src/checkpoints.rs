@@ -15,7 +15,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 
-use fireclay_kernels::{Backend, backward_from, reshape};
+use fireclay_kernels::{Backend, backward, backward_from, reshape};
 
 use crate::pass::Pass;
 use crate::transformer::{Tokens, Transformer};
@@ -70,35 +70,34 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         (hidden, Checkpoints { tokens, segments, pass, last })
     }
 
-    /// The backward pass of a loss of what [`forward_with_checkpoints`](Self::forward_with_checkpoints) gave: `take` gets the
-    /// gradients part by part, those of the last blocks first. A parameter may be in several parts, whose sum is its gradient. `again` is called
-    /// whenever activations were computed again.
+    /// The backward pass of a loss of what [`forward_with_checkpoints`](Self::forward_with_checkpoints) gave, added to the gradients of an
+    /// `earlier` one, where there was one. `again` is called whenever activations were computed again.
+    ///
+    /// # Panics
+    /// If nothing of what the loss was computed from is tracked.
     pub fn backward(
         &self,
         loss: Tensor<Autodiff<B>, 1>,
         checkpoints: Checkpoints<B>,
+        earlier: Option<Gradients<B>>,
         mut again: impl FnMut(),
-        mut take: impl FnMut(Gradients<B>),
-    ) {
+    ) -> Gradients<B> {
         let Checkpoints { tokens, mut segments, pass, last } = checkpoints;
-        let mut gradients = loss.backward();
+        let mut gradients = backward(loss, earlier);
+        // None where the loss does not depend on the hidden states.
         let mut grad = last.grad_remove(&mut gradients);
         drop(last);
-        take(gradients);
         while let Some(segment) = segments.pop() {
-            // None where the loss does not depend on the hidden states.
-            let Some(known) = grad.take() else { return };
+            let Some(known) = grad.take() else { return gradients };
             let input = segment.input.detach().require_grad();
             let output = self.through(segment.layers, input.clone(), &pass);
             again();
-            if let Some(mut gradients) = backward_from(output, known) {
-                grad = input.grad_remove(&mut gradients);
-                take(gradients);
-            }
+            gradients = backward_from(output, known, gradients);
+            grad = input.grad_remove(&mut gradients);
         }
-        if let Some(grad) = grad {
-            // None where the embedding is not trained.
-            backward_from(self.embedded(tokens, &pass), grad).into_iter().for_each(take);
+        match grad {
+            Some(grad) => backward_from(self.embedded(tokens, &pass), grad, gradients),
+            None => gradients,
         }
     }
 

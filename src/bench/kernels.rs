@@ -224,6 +224,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 bias: Some(bias.clone()),
                 activation: None,
                 dropout: None,
+                sum: None,
             }))
         })?;
         let gelu = Activation::plain(ActivationKind::GeluTanh);

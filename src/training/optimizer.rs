@@ -36,19 +36,6 @@ impl<B: Backend> ParameterGradients<B> {
     }
 }
 
-/// The sum of two passes' gradients.
-impl<B: Backend> std::ops::Add for ParameterGradients<B> {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        let sum = |pair| match pair {
-            (Some(a), Some(b)) => Some(a + b),
-            (a, b) => a.or(b),
-        };
-        Self(self.0.into_iter().zip(other.0).map(sum).collect())
-    }
-}
-
 /// The moments of every parameter, and which parameters decay.
 #[derive(Clone, Debug)]
 pub struct Optimizer<B: Backend> {

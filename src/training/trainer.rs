@@ -8,7 +8,7 @@ use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{AdamW, Backend, RandomKey};
+use fireclay_kernels::{AdamW, Backend, RandomKey, backward};
 use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
@@ -170,7 +170,7 @@ impl<B: Backend> Trainer<B> {
         let (whole, tokens) = (batch.counts(), batch.tokens());
         let key = RandomKey::new(training.seed).fold(self.step);
 
-        let mut gradients: Option<ParameterGradients<B>> = None;
+        let mut gradients = None;
         let mut loss: Option<Tensor<B, 1>> = None;
         for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
             self.model.set_dropout(Some(key.fold(part as u64)));
@@ -188,22 +188,13 @@ impl<B: Backend> Trainer<B> {
             });
             let mut peak = self.peak_memory;
             note_memory::<B>(&mut peak, &self.device);
-            let mut take = |taken| {
-                let taken = ParameterGradients::take(&self.model, taken);
-                gradients = Some(match gradients.take() {
-                    Some(sum) => sum + taken,
-                    None => taken,
-                });
-            };
-            match checkpoints {
-                Some(checkpoints) => self.model.backward(
-                    part_loss.clone(),
-                    checkpoints,
-                    || note_memory::<B>(&mut peak, &self.device),
-                    take,
-                ),
-                None => take(part_loss.backward()),
-            }
+            gradients = Some(match checkpoints {
+                Some(checkpoints) => {
+                    let note = || note_memory::<B>(&mut peak, &self.device);
+                    self.model.backward(part_loss.clone(), checkpoints, gradients, note)
+                }
+                None => backward(part_loss.clone(), gradients),
+            });
             self.peak_memory = peak;
             let part_loss = part_loss.inner();
             loss = Some(match loss {
@@ -227,7 +218,10 @@ impl<B: Backend> Trainer<B> {
         let _in_optimizer = part("optimizer");
         let zero = || Tensor::zeros([1], &self.device);
         let gradient_norm = match gradients {
-            Some(gradients) => self.optimizer.update(&mut self.model, gradients, adamw),
+            Some(gradients) => {
+                let gradients = ParameterGradients::take(&self.model, gradients);
+                self.optimizer.update(&mut self.model, gradients, adamw)
+            }
             None => zero(),
         };
         self.step += 1;

@@ -7,9 +7,9 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
-    TokenCounts, Weight, activate, attention, attention_weights, dropout, embed, embed_add, head_loss, head_sample,
-    linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    HeadLossOptions, Norm, NormKind, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    TokenCounts, Weight, activate, attention, attention_weights, backward, dropout, embed, embed_add, head_loss,
+    head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -906,6 +906,58 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
         (values(&loss), values(&gradient))
     };
     assert_eq!(run(true), run(false));
+});
+
+backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_leave_what_others_hold::<B>(device) {
+    let gelu = Activation::plain(ActivationKind::GeluTanh);
+    let half = half_or_single::<B>(&device);
+    let mut cases = vec![(DType::F32, [33, 20, 5, 7]), (half, [65, 130, 24, 40])];
+    if B::name(&device).contains("cuda") {
+        // So large that the products of a Hopper GPU add to what there is.
+        cases.push((half, [600, 1100, 512, 1024]));
+    }
+    for (dtype, [vocabulary, tokens, d_model, d_ff]) in cases {
+        let what = format!("{vocabulary} words, {tokens} tokens, {d_model} to {d_ff}, {dtype:?}");
+        let leaf = |seed, shape| Tensor::<Autodiff<B>, 2>::from_inner(random(seed, shape, &device)).require_grad();
+        let weights = [
+            leaf(1, [vocabulary, d_model]),
+            leaf(2, [d_ff, d_model]),
+            leaf(3, [d_model, d_ff]),
+            leaf(4, [1, d_ff]),
+            leaf(5, [1, d_model]),
+            leaf(6, [d_model, d_ff]),
+        ];
+        let [table, up, down, bias, gamma, late] = &weights;
+        // Each pass has other tokens, and one weight is only in the second.
+        let loss = |pass: usize| {
+            let ids: Vec<i32> = (0..tokens).map(|at| (at * at * (pass + 7) % (vocabulary - pass)) as i32).collect();
+            let ids = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(ids, [1, tokens]), &device);
+            let x = embed(table.clone(), ids.clone(), dtype.into());
+            let layer = Norm { kind: NormKind::RmsNorm, gamma: vector(gamma), beta: None, epsilon: 1e-5 };
+            let wide = norm_gate_up(x.clone(), Some(&layer), up.clone(), Some(vector(bias)), gelu);
+            let mut x = linear_add(wide.clone(), down.clone(), None, None, x);
+            if pass == 1 {
+                x = linear_add(wide, late.clone(), None, None, x);
+            }
+            head_loss(x, table.clone(), ids, HeadLossOptions::default())
+        };
+        let gradient = |weight: &Tensor<Autodiff<B>, 2>, gradients: &_| weight.grad(gradients);
+        let [first, second] = [0, 1].map(|pass| backward(loss(pass), None));
+        // Of `up` something else holds the gradient, of `down` nothing.
+        let (alone, held) = (backward(loss(0), None), gradient(up, &first).expect("a gradient"));
+        let before = values(&held);
+        let both = backward(loss(1), Some(first));
+        for (at, weight) in weights.iter().enumerate() {
+            let wanted = match (gradient(weight, &alone), gradient(weight, &second)) {
+                (Some(a), Some(b)) => a + b,
+                (None, Some(only)) => only,
+                parts => panic!("parameter {at} has {parts:?}"),
+            };
+            let sum = gradient(weight, &both).expect("a gradient");
+            assert_close(&format!("parameter {at} of {what}"), &sum, &wanted, 1e-5);
+        }
+        assert_eq!(values(&held), before, "the first pass's gradient as it is held, {what}");
+    }
 });
 
 backend_test!(optimizer_step_takes_many_parameters_and_leaves_what_others_hold::<B>(device) {

@@ -6,10 +6,10 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
-use crate::autodiff::{inner, inner_int, take_gradient};
+use crate::autodiff::{inner, inner_int, take_sum};
 use crate::checked::Checked;
 use crate::ops::weight::Weight;
 use crate::recorder::{self, Call};
@@ -40,14 +40,7 @@ impl<B: EmbedOps> Lookup<B> {
         let Self { tokens, table: [vocabulary, d_model] } = self;
         let rows = tokens.dims().iter().product::<usize>();
         let grad = B::reshape(float::<B, 3>(grad), [rows, d_model]);
-        let sum = match take_gradient(ops, 0, &grad, grads) {
-            Some(sum) if sum.dtype() == DType::F32 => Some(sum),
-            Some(other) => {
-                grads.register::<B>(node.id, primitive(other));
-                None
-            }
-            None => None,
-        };
+        let sum = take_sum(ops, 0, &grad, grads);
         let _op = recorder::op("embed backward", || {
             // The gradient of the whole table is written, or rows of it are read and written.
             let table = (vocabulary * d_model * 4) as u64;

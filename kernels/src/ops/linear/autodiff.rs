@@ -9,7 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
 use super::{LinearBackward, LinearForward, LinearOps, float_weight, linear_backward, linear_forward, normed};
-use crate::autodiff::inner;
+use crate::autodiff::{inner, take_sum};
 use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
@@ -37,11 +37,14 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
 
     fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
+        let sum = take_sum(&ops, 1, &ops.state.weight, grads);
         let State { name, x, weight, bias, activation, dropout } = ops.state;
         let _part = self.0.enter();
         let _op = recorder::op(name, || {
             let ([rows, d_input], [d_output, _]) = (x.dims(), weight.dims());
-            let written = rows * (d_input + d_output) * x.dtype().size() + d_output * d_input * 4;
+            // A sum is read, too.
+            let table = d_output * d_input * if sum.is_some() { 8 } else { 4 };
+            let written = rows * (d_input + d_output) * x.dtype().size() + table;
             let call = Call::reads([recorder::operand(&x), recorder::operand(&weight)]).and(written as u64);
             call.computes(4 * (rows * d_input * d_output) as u64)
         });
@@ -49,7 +52,7 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
         if let Some(node) = residual_node {
             grads.register::<B>(node, grad.clone());
         }
-        let operands = LinearBackward { grad: float(grad), x, weight, bias, activation, dropout };
+        let operands = LinearBackward { grad: float(grad), x, weight, bias, activation, dropout, sum };
         let gradients = linear_backward::<B>(Checked::new(operands));
         if let Some(node) = x_node {
             grads.register::<B>(node, primitive(gradients.x));

@@ -52,13 +52,13 @@ impl LinearOps for NdArray {
     }
 
     fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
-        let LinearBackward { grad, x, weight, bias, activation, dropout } = operands.into_inner();
+        let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
         let grad = dropout_rows(grad, dropout);
         let grad = match activation {
             Some((activation, slopes)) => activate_by_slopes(grad, slopes, activation),
             None => grad,
         };
-        linear_backward(grad, x, weight, bias.is_some())
+        linear_backward(grad, x, weight, bias.is_some(), sum)
     }
 }
 
@@ -152,6 +152,7 @@ fn linear_backward(
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
     has_bias: bool,
+    sum: Option<Tensor<NdArray, 2>>,
 ) -> LinearGradients<NdArray> {
     let [rows, d_input] = x.dims();
     let d_output = weight.dims()[0];
@@ -161,14 +162,17 @@ fn linear_backward(
         // SAFETY: the slices hold [rows, d_output] and [d_output, d_input].
         unsafe { new_product([rows, d_output, d_input], grad, weight, |_, _, _| {}) }
     };
+    let sum = sum.map(|sum| Values::rows(sum).into_vec());
     let d_weight = || {
-        let mut d_weight = Vec::with_capacity(d_output * d_input);
+        let adds = sum.is_some();
+        let mut d_weight = sum.unwrap_or_else(|| Vec::with_capacity(d_output * d_input));
         // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for [d_output, d_input], all
-        // of which is written. Its rows are the product's columns, so that each slab reads its own part of `grad`.
+        // of which is written, and holds as many where they are added to. Its rows are the product's columns, so that each slab reads
+        // its own part of `grad`.
         unsafe {
             let out = Matrix::at(d_weight.as_mut_ptr(), d_input as isize, 1).transposed();
             let x = Matrix::of(&x, d_input).transposed();
-            wide_product([d_input, rows, d_output], out, x, Matrix::of(&grad, d_output), false);
+            wide_product([d_input, rows, d_output], out, x, Matrix::of(&grad, d_output), adds);
             d_weight.set_len(d_output * d_input);
         }
         d_weight

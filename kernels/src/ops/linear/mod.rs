@@ -15,7 +15,7 @@ pub(crate) mod reference;
 pub(crate) mod route;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 
 #[cfg(all(feature = "cubecl", not(feature = "cuda")))]
 pub(crate) use self::cubecl::few_rows_product;
@@ -141,6 +141,8 @@ pub struct LinearBackward<B: Backend> {
     pub activation: Option<(Activation, Tensor<B, 2>)>,
     /// The dropout of the forward pass.
     pub dropout: Option<Dropout>,
+    /// What the gradient of the weight is added to, f32 `[d_output, d_input]`: in its place, where nothing else holds it.
+    pub sum: Option<Tensor<B, 2>>,
 }
 
 impl<B: Backend> Operands for LinearBackward<B> {
@@ -151,6 +153,9 @@ impl<B: Backend> Operands for LinearBackward<B> {
         part(op, "weight", &self.weight).float().fits(columns == d_input, &x);
         if let Some(bias) = &self.bias {
             part(op, "bias", bias).float().fits(bias.dims() == [d_output], &x);
+        }
+        if let Some(sum) = &self.sum {
+            part(op, "sum", sum).of(DType::F32).shaped(&self.weight.dims(), &x);
         }
         let mut width = d_output;
         if let Some((activation, saved)) = &self.activation {
@@ -167,7 +172,7 @@ impl<B: Backend> Operands for LinearBackward<B> {
 pub struct LinearGradients<B: Backend> {
     /// `[rows, d_input]`, of the input's dtype.
     pub x: Tensor<B, 2>,
-    /// `[d_output, d_input]`, f32.
+    /// `[d_output, d_input]`, f32; with what it was to be added to.
     pub weight: Tensor<B, 2>,
     /// `[d_output]` f32, where there is a bias.
     pub bias: Option<Tensor<B, 1>>,

@@ -31,15 +31,19 @@ pub fn linear_forward<B: LinearOps>(operands: LinearForward<B>) -> LinearOutput<
 
 /// Reference backward of [`linear`](crate::linear()).
 pub fn linear_backward<B: LinearOps>(operands: LinearBackward<B>) -> LinearGradients<B> {
-    let LinearBackward { grad, x, weight, bias, activation, dropout } = operands;
+    let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands;
     let grad = dropout_rows(grad, dropout);
     let grad: Tensor<B, 2> = match activation {
         Some((activation, saved)) => activate_backward(Checked::new(ActivateBackward { grad, x: saved, activation })),
         None => grad,
     };
     let bias = bias.map(|_| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
+    let d_weight = grad.clone().transpose().matmul(x.clone()).cast(DType::F32);
     LinearGradients {
-        weight: grad.clone().transpose().matmul(x.clone()).cast(DType::F32),
+        weight: match sum {
+            Some(sum) => sum + d_weight,
+            None => d_weight,
+        },
         x: grad.matmul(weight.cast(x.dtype())),
         bias,
     }

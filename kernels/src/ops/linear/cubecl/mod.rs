@@ -12,7 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use self::gemm::{Added, product, product_activate, product_add, transposed};
+use self::gemm::{Added, product, product_activate, product_add, product_into, transposed};
 use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
 use super::route::SKINNY_ROWS;
 use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
@@ -78,14 +78,14 @@ where
     }
 
     fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
-        let LinearBackward { grad, x, weight, bias, activation, dropout } = operands.into_inner();
+        let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
         let mut grad = primitive(dropout_rows(grad, dropout));
         let has_bias = bias.is_some();
         if let Some((activation, product)) = activation {
             grad = activate_backward(grad, primitive(product), bias.map(primitive), activation);
         }
         let bias = has_bias.then(|| float(sum_over_rows(grad.clone())));
-        let (x, weight) = project_backward(grad, primitive(x), primitive(weight));
+        let (x, weight) = project_backward(grad, primitive(x), primitive(weight), sum.map(primitive));
         LinearGradients { x: float(x), weight: float(weight), bias }
     }
 }
@@ -179,14 +179,19 @@ fn project_add<R: CubeRuntime>(
     bias_add(project(x, weight), bias, dropout, residual)
 }
 
-/// The gradients of `x`, in its dtype, and of `weight`, in f32.
+/// The gradients of `x`, in its dtype, and of `weight`, in f32 and added to `sum`.
 fn project_backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
     weight: CubeTensor<R>,
+    sum: Option<CubeTensor<R>>,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let dtype = x.dtype;
-    let d_weight = product(transposed(grad.clone()), x, dtype, DType::F32);
+    let columns = transposed(grad.clone());
+    let d_weight = match sum {
+        Some(sum) => product_into(sum, columns, x, dtype),
+        None => product(columns, x, dtype, DType::F32),
+    };
     (product(grad, weight, dtype, dtype), d_weight)
 }
 
