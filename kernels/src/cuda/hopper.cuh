@@ -146,7 +146,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, int co
 }
 
 // Bytes without a map: 16 or a multiple, as are both addresses.
-__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");

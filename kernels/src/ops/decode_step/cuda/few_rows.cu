@@ -278,10 +278,7 @@ struct Producer {
         if (leads) barrier_expect(ring.full(), bytes);
     }
     __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes) {
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-            "r"(bytes), "r"(ring.full())
-            : "memory");
+        bulk_load(to, from, bytes, ring.full());
     }
     // Bytes side by side.
     __device__ __forceinline__ void block(const void* from, u32 bytes) {
