@@ -7,7 +7,7 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, NormKind, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
     TokenCounts, Weight, activate, attention, attention_weights, backward, dropout, embed, embed_add, head_loss,
     head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
@@ -939,7 +939,7 @@ backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_lea
             let ids: Vec<i32> = (0..tokens).map(|at| (at * at * (pass + 7) % (vocabulary - pass)) as i32).collect();
             let ids = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(ids, [1, tokens]), &device);
             let x = embed(table.clone(), ids.clone(), dtype.into());
-            let layer = Norm { kind: NormKind::RmsNorm, gamma: vector(gamma), beta: None, epsilon: 1e-5 };
+            let layer = Norm::rms(vector(gamma), 1e-5);
             let wide = norm_gate_up(x.clone(), Some(&layer), up.clone(), Some(vector(bias)), gelu);
             let mut x = linear_add(wide.clone(), down.clone(), None, None, x);
             if pass == 1 {
