@@ -27,6 +27,8 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
             None => x,
         }
     };
+    // A number is rounded to its byte only once.
+    let key = if matches!(cache.keys, Held::Int8 { .. }) { key.cast(DType::F32) } else { key };
     let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
     let mut first = 0;
     let output = at.rows.iter().map(|row| {

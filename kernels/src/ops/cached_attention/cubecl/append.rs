@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 
 use super::{
     Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
-    scale_of, sizes, stored, vector,
+    placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{lanes_max, lanes_sum};
 use crate::cubecl::{array, clamp_index, empty, grid, launch, optional};
@@ -90,6 +90,7 @@ impl<R: CubeRuntime> Append<'_, R> {
                 [N = lanes.width, M = keys.width(lanes.width)],
                 [
                     F = qkv.dtype,
+                    P = placed_dtype(qkv, keys),
                     K = keys.dtype(),
                     G = bound.gammas[0].dtype,
                     T = bound.table[0].dtype,
@@ -143,6 +144,7 @@ impl<R: CubeRuntime> Append<'_, R> {
                 sizes(bound, pass, run, keys, [cubes, 0]),
                 bound.variant,
                 qkv.dtype.into(),
+                placed_dtype(qkv, keys),
                 keys.dtype(),
                 bound.gammas[0].dtype.into(),
                 bound.table[0].dtype.into(),
@@ -154,7 +156,7 @@ impl<R: CubeRuntime> Append<'_, R> {
 
 /// Lanes place a head: a query where attention reads it, a key or a value in its page.
 #[cube(launch_unchecked)]
-fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Size>(
+fn lines_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,
     key_gamma: &Array<Vector<G, N>>,
@@ -172,6 +174,7 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
     #[comptime] variant: Variant,
     #[comptime] lanes: Lanes,
     #[define(F)] _dtype: StorageType,
+    #[define(P)] _placed_dtype: StorageType,
     #[define(K)] _cache_dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
@@ -210,8 +213,8 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
             }
             let share = comptime!(1.0 / variant.head_dim as f32);
             let inverse = Vector::<f32, N>::new(1.0f32 / (sum * share + sizes.epsilon).sqrt());
-            first = Vector::<f32, N>::cast_from(Vector::<F, N>::cast_from(first * inverse * gamma));
-            second = Vector::<f32, N>::cast_from(Vector::<F, N>::cast_from(second * inverse * other_gamma));
+            first = Vector::<f32, N>::cast_from(Vector::<P, N>::cast_from(first * inverse * gamma));
+            second = Vector::<f32, N>::cast_from(Vector::<P, N>::cast_from(second * inverse * other_gamma));
         }
     }
     if comptime!(variant.rotated) {
@@ -225,8 +228,8 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
             first = turned;
         }
     }
-    let first = Vector::<F, N>::cast_from(first);
-    let second = Vector::<F, N>::cast_from(second);
+    let first = Vector::<P, N>::cast_from(first);
+    let second = Vector::<P, N>::cast_from(second);
     let mut scale = 1.0f32;
     if int8 {
         let mut of = Magnitude { largest: 0.0f32, sum: 0.0f32 };
@@ -245,8 +248,8 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
     if there {
         if head < sizes.n_heads {
             let to = (token * sizes.n_heads + head) * columns + column;
-            query[to as usize] = first;
-            query[(to + half) as usize] = second;
+            query[to as usize] = Vector::cast_from(first);
+            query[(to + half) as usize] = Vector::cast_from(second);
         } else {
             let kv_head = (head - sizes.n_heads) % sizes.n_kv_heads;
             let line = cell::<I>(table, u32::cast_from(rows[token as usize]), kv_head, position, sizes);
@@ -276,7 +279,7 @@ fn lines_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, N: Size, M: Si
 
 /// A cube places some of one token's heads.
 #[cube(launch_unchecked)]
-fn heads_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
+fn heads_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,
     key_gamma: &Array<G>,
@@ -293,6 +296,7 @@ fn heads_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     sizes: &Sizes,
     #[comptime] variant: Variant,
     #[define(F)] _dtype: StorageType,
+    #[define(P)] _placed_dtype: StorageType,
     #[define(K)] _cache_dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
@@ -317,7 +321,7 @@ fn heads_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int>(
     let keys_at = row + middle * head_dim;
     let source = Source { start: row + first * head_dim, queries, keys: keys_at, heads: end - first, position };
     let mut placed = SharedMemory::<f32>::new(comptime!(variant.heads * variant.head_dim));
-    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
+    place::<F, P, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
     for i in range_stepped(UNIT_POS, queries * head_dim, UNITS) {
         query[((token * sizes.n_heads + first) * head_dim + i) as usize] = F::cast_from(placed[i as usize]);
     }

@@ -257,6 +257,11 @@ fn cell<I: Int>(table: &Array<I>, row: u32, kv_head: u32, place: u32, sizes: &Si
     ((page * sizes.n_kv_heads + kv_head) << sizes.page_shift) + within
 }
 
+/// What heads are placed as: the dtype of `qkv`; for a cache of bytes f32, since a number is rounded to its byte only once.
+fn placed_dtype<R: CubeRuntime>(qkv: &CubeTensor<R>, held: &CubeHeld<R>) -> StorageType {
+    if held.is_int8() { f32::as_type_native_unchecked().storage_type() } else { qkv.dtype.into() }
+}
+
 /// The tensors of a launch, those that are not there standing for each other.
 struct Bound<R: CubeRuntime> {
     gammas: [CubeTensor<R>; 2],
@@ -397,9 +402,9 @@ struct Source {
 /// Units that add up the squares of a head together.
 const SUMMERS: u32 = 16;
 
-/// Reads heads into shared memory, normalised and rotated: queries, and keys behind them.
+/// Reads heads into shared memory, normalised and rotated: queries, and keys behind them. As numbers of `P`.
 #[cube]
-fn place<F: Float, G: Float, T: Float>(
+fn place<F: Float, P: Float, G: Float, T: Float>(
     qkv: &Array<F>,
     query_gamma: &Array<G>,
     key_gamma: &Array<G>,
@@ -449,7 +454,7 @@ fn place<F: Float, G: Float, T: Float>(
             if head >= source.queries {
                 gamma = f32::cast_from(key_gamma[column as usize]);
             }
-            placed[i as usize] = f32::cast_from(F::cast_from(placed[i as usize] * inverse * gamma));
+            placed[i as usize] = f32::cast_from(P::cast_from(placed[i as usize] * inverse * gamma));
         }
         sync_cube();
     }
@@ -462,8 +467,8 @@ fn place<F: Float, G: Float, T: Float>(
             let angle = min(source.position, sizes.last) * half + pair;
             let c = f32::cast_from(cos[angle as usize]);
             let s = f32::cast_from(sin[angle as usize]);
-            placed[first as usize] = f32::cast_from(F::cast_from(a * c - b * s));
-            placed[(first + half) as usize] = f32::cast_from(F::cast_from(b * c + a * s));
+            placed[first as usize] = f32::cast_from(P::cast_from(a * c - b * s));
+            placed[(first + half) as usize] = f32::cast_from(P::cast_from(b * c + a * s));
         }
         sync_cube();
     }

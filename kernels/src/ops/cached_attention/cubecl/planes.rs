@@ -17,8 +17,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers, scale_of,
-    sizes, stored, vector,
+    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers,
+    placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
 use crate::cubecl::{array, clamp_index, grid, launch, optional};
@@ -126,6 +126,7 @@ pub(super) fn attend<R: CubeRuntime>(
             [N = vector, M = keys.width(vector)],
             [
                 F = qkv.dtype,
+                P = placed_dtype(qkv, keys),
                 K = keys.dtype(),
                 G = bound.gammas[0].dtype,
                 T = bound.table[0].dtype,
@@ -156,7 +157,7 @@ pub(super) fn attend<R: CubeRuntime>(
 
 /// A cube attends with query heads that share a key head, over one piece of the keys.
 #[cube(launch_unchecked)]
-fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: Size, M: Size>(
+fn planes_kernel<F: Float, P: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: Size, M: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,
     key_gamma: &Array<Vector<G, N>>,
@@ -174,6 +175,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
     #[comptime] variant: Variant,
     #[comptime] lanes: Lanes,
     #[define(F)] _dtype: StorageType,
+    #[define(P)] _placed_dtype: StorageType,
     #[define(K)] _cache_dtype: StorageType,
     #[define(G)] _gamma_dtype: StorageType,
     #[define(T)] _table_dtype: StorageType,
@@ -234,7 +236,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
     let position = clamp_index::<I>(positions[token as usize], sizes.keys - 1);
 
     // Queries, and behind them the new key.
-    let mut placed = SharedMemory::<Vector<F, N>>::new(comptime!((variant.heads + 1) * variant.head_dim / width));
+    let mut placed = SharedMemory::<Vector<P, N>>::new(comptime!((variant.heads + 1) * variant.head_dim / width));
     #[unroll]
     for turn in 0..comptime!((variant.heads as u32 + 1).div_ceil(lanes.planes())) {
         let own = comptime!(turn * lanes.planes()) + UNIT_POS / comptime!(lanes.plane);
@@ -243,7 +245,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
             if own == heads {
                 from = row + sizes.n_heads + kv_head;
             }
-            place::<F, G, T, N>(
+            place::<F, P, G, T, N>(
                 qkv,
                 query_gamma,
                 key_gamma,
@@ -261,7 +263,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
     }
     sync_cube();
 
-    let mut own_key = Array::<Vector<F, N>>::new(each);
+    let mut own_key = Array::<Vector<P, N>>::new(each);
     let mut query = Array::<Vector<f32, N>>::new(comptime!(variant.heads * lanes.each));
     #[unroll]
     for e in 0..each {
@@ -280,7 +282,7 @@ fn planes_kernel<F: Float, K: Numeric, G: Float, T: Float, I: Int, O: Float, N: 
     let mut key_scale = 1.0f32;
     let mut value_scale = 1.0f32;
     if int8 {
-        key_scale = lanes_scale::<F, N>(&own_key, lanes);
+        key_scale = lanes_scale::<P, N>(&own_key, lanes);
         value_scale = lanes_scale::<F, N>(&own_value, lanes);
     }
     let mut new_key = Array::<Vector<K, M>>::new(each);
@@ -562,13 +564,13 @@ fn lanes_scale<F: Float, N: Size>(own: &Array<Vector<F, N>>, #[comptime] lanes: 
 /// A plane puts a head into shared memory, normalised and rotated: `line` of `qkv`, where a line is a head, as the head
 /// `own`. A lane has vectors of the first half, and those that are as far in the second.
 #[cube]
-fn place<F: Float, G: Float, T: Float, N: Size>(
+fn place<F: Float, P: Float, G: Float, T: Float, N: Size>(
     qkv: &Array<Vector<F, N>>,
     query_gamma: &Array<Vector<G, N>>,
     key_gamma: &Array<Vector<G, N>>,
     cos: &Array<Vector<T, N>>,
     sin: &Array<Vector<T, N>>,
-    placed: &mut SharedMemory<Vector<F, N>>,
+    placed: &mut SharedMemory<Vector<P, N>>,
     line: u32,
     own: u32,
     position: u32,
@@ -624,8 +626,8 @@ fn place<F: Float, G: Float, T: Float, N: Size>(
         let inverse = Vector::<f32, N>::new(1.0f32 / (sum * share + sizes.epsilon).sqrt());
         #[unroll]
         for turn in 0..turns {
-            let first = Vector::<F, N>::cast_from(upper[turn] * inverse * gammas[comptime!(2 * turn)]);
-            let second = Vector::<F, N>::cast_from(lower[turn] * inverse * gammas[comptime!(2 * turn + 1)]);
+            let first = Vector::<P, N>::cast_from(upper[turn] * inverse * gammas[comptime!(2 * turn)]);
+            let second = Vector::<P, N>::cast_from(lower[turn] * inverse * gammas[comptime!(2 * turn + 1)]);
             upper[turn] = Vector::<f32, N>::cast_from(first);
             lower[turn] = Vector::<f32, N>::cast_from(second);
         }

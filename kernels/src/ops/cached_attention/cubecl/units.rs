@@ -112,7 +112,7 @@ fn units_kernel<F: Float, G: Float, T: Float, I: Int, O: Float, N: Size>(
     let new_key = comptime!((variant.heads * variant.head_dim) as u32);
     let keys_at = row + (sizes.n_heads + kv_head) * head_dim;
     let source = Source { start: row + head * head_dim, queries: heads, keys: keys_at, heads: heads + 1, position };
-    place::<F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
+    place::<F, F, G, T>(qkv, query_gamma, key_gamma, cos, sin, &mut placed, &source, sizes, variant);
     let new_value = row + (sizes.n_heads + sizes.n_kv_heads + kv_head) * head_dim;
     let writes = position >= first && position < first + PIECE && head == kv_head * (sizes.n_heads / sizes.n_kv_heads);
     if writes && UNIT_POS < columns {
