@@ -1,7 +1,7 @@
 //! The dtypes that models run in.
 
 use burn::tensor::{DType, FloatDType};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, F32Products, use_f32_products};
 use fireclay_model::MatrixDtype;
 use serde::{Deserialize, Serialize};
 
@@ -13,6 +13,8 @@ use crate::failure::Failure;
 pub enum Precision {
     /// Single.
     F32,
+    /// Single, with products in TF32: large ones in a third of the time, with relative errors of 1e-3. On CUDA.
+    Tf32,
     /// Brain floats, sums in f32.
     Bf16,
     /// Half, sums in f32. Not for training: its gradients vanish.
@@ -37,6 +39,7 @@ impl Precision {
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
+            Self::Tf32 => "tf32",
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Int8 => "int8",
@@ -45,7 +48,7 @@ impl Precision {
 
     /// Whether models can be trained in it.
     pub fn trains(self) -> bool {
-        matches!(self, Self::F32 | Self::Bf16)
+        matches!(self, Self::F32 | Self::Tf32 | Self::Bf16)
     }
 
     /// What matrices are loaded as, for activations of `dtype`.
@@ -53,13 +56,17 @@ impl Precision {
         if self == Self::Int8 { MatrixDtype::Int8 } else { dtype.into() }
     }
 
-    /// The dtype of activations on `device`.
+    /// The dtype of activations on `device`. How products of f32 are computed is set for the whole process: the last model that is opened decides.
     ///
     /// # Errors
     /// If the device lacks it.
     pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
+        let tf32 = self == Self::Tf32 && B::name(device).contains("cuda");
+        use_f32_products(if tf32 { F32Products::Tf32 } else { F32Products::Exact });
         let dtype = match self {
             Self::F32 => return Ok(FloatDType::F32),
+            Self::Tf32 if tf32 => return Ok(FloatDType::F32),
+            Self::Tf32 => return Err(self.lacking::<B>(device)),
             Self::Bf16 => FloatDType::BF16,
             Self::F16 => FloatDType::F16,
             Self::Int8 => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
@@ -67,7 +74,11 @@ impl Precision {
         if B::supports_dtype(device, DType::from(dtype)) {
             return Ok(dtype);
         }
+        Err(self.lacking::<B>(device))
+    }
+
+    fn lacking<B: Backend>(self, device: &B::Device) -> Failure {
         let (device, name) = (B::name(device), self.name());
-        Err(Failure::new(format!("{device} has no {name}: use --precision f32, or --backend cuda")))
+        Failure::new(format!("{device} has no {name}: use --precision f32, or --backend cuda"))
     }
 }

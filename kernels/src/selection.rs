@@ -1,4 +1,4 @@
-//! Which bodies run: the fused kernels, or the references everywhere.
+//! Which bodies run: the fused kernels, or the references everywhere; and how products of f32 are computed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -19,7 +19,37 @@ pub fn use_kernels(kernels: Kernels) {
     REFERENCE.store(kernels == Kernels::Reference, Ordering::Relaxed);
 }
 
-/// Whether the references are asked for. Only [`dispatch`] asks.
+/// How products of f32 matrices are computed on tensor cores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum F32Products {
+    /// As accurately as by f32 units: on Hopper large ones are three products in TF32 each, of numbers that are split into two (Ootomo and Yokota, 2022,
+    /// "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance"). There infinities may
+    /// give what is no number, where f32 units would give infinities.
+    Exact,
+    /// In TF32, which has 11 of the 24 bits, where the device has it: relative errors of 1e-3, in about a third of the time.
+    Tf32,
+}
+
+static TF32: AtomicBool = AtomicBool::new(false);
+
+/// Chooses how products of f32 are computed by fused kernels, for the whole process. They are exact unless this says otherwise; Burn's own, of which
+/// the references are made, may be in TF32 on CUDA.
+pub fn use_f32_products(products: F32Products) {
+    TF32.store(products == F32Products::Tf32, Ordering::Relaxed);
+}
+
+/// What [`use_f32_products`] chose.
+pub fn f32_products() -> F32Products {
+    if TF32.load(Ordering::Relaxed) { F32Products::Tf32 } else { F32Products::Exact }
+}
+
+/// Whether products of f32 may be in TF32.
+#[cfg(feature = "cubecl")]
+pub(crate) fn takes_tf32() -> bool {
+    f32_products() == F32Products::Tf32
+}
+
+/// Whether the references are asked for.
 pub(crate) fn reference_only() -> bool {
     REFERENCE.load(Ordering::Relaxed)
 }

@@ -88,7 +88,8 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> 
         let precision = self.options.precision.unwrap_or(if half { Precision::Bf16 } else { Precision::F32 });
         let dtype = DType::from(precision.activations::<B>(&device)?);
         let ceilings = Ceilings::measure::<B>(&self.options.device, self.options.peak, &device)?;
-        let mut bench = Bench::<B, S> { device, dtype, ceilings, repeats: self.options.repeats, show: self.show };
+        let name = if precision == Precision::Tf32 { precision.name() } else { dtype.name() };
+        let mut bench = Bench::<B, S> { device, dtype, name, ceilings, repeats: self.options.repeats, show: self.show };
         bench.rows(scale)?;
         bench.products(scale)?;
         bench.heads(scale)?;
@@ -102,6 +103,8 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> 
 struct Bench<B: Backend, S> {
     device: B::Device,
     dtype: DType,
+    /// Of the dtype, or of how it is multiplied.
+    name: &'static str,
     ceilings: Ceilings,
     repeats: usize,
     show: S,
@@ -112,7 +115,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
     fn moves<T>(&mut self, name: &str, case: String, bytes: usize, mut op: impl FnMut() -> T) -> Result<(), Failure> {
         let seconds = seconds::<B, T>(&self.device, self.repeats, || Ok(op()))?;
         let values = seconds.iter().map(|seconds| bytes as f64 / seconds / 1e9).collect();
-        let measured = Measurement::new(format!("{name} {}", self.dtype.name()), case, "GB/s", values);
+        let measured = Measurement::new(format!("{name} {}", self.name), case, "GB/s", values);
         let share = measured.value * 1e9 / self.ceilings.bytes_per_second;
         (self.show)(measured.of(share, "a copy"))
     }
@@ -197,7 +200,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
 
     /// Matrix products, alone and as a feed-forward layer has them.
     fn products(&mut self, scale: &Scale) -> Result<(), Failure> {
-        let dtype = self.dtype.name();
+        let dtype = self.name;
         for [m, k, n] in scale.products {
             let (x, weight) = (self.random([*m, *k]), self.random([*n, *k]));
             let flops = 2.0 * (m * k * n) as f64;
@@ -312,7 +315,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 gradients,
             }))
         };
-        let (case, dtype) = (|| format!("{rows}x{d_model}x{vocabulary}"), self.dtype.name());
+        let (case, dtype) = (|| format!("{rows}x{d_model}x{vocabulary}"), self.name);
         self.computes(&format!("head_loss {dtype}"), case(), flops, || loss(false))?;
         self.computes(&format!("head_loss with gradients {dtype}"), case(), 3.0 * flops, || loss(true))?;
 

@@ -100,10 +100,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     let measured = Measurement::new(what, case.trim(), "tokens/s", values);
     let value = measured.value;
     let flops = trainer.model().config().training_flops(seq_length);
-    let peaks = options
-        .peak
-        .map(|peak| Peaks { half: peak * 1e12, single: peak * 1e12 })
-        .or_else(|| Peaks::of(&options.device));
+    let peaks = options.peak.map(Peaks::given).or_else(|| Peaks::of(&options.device));
     let measured = match peaks {
         Some(peaks) => {
             measured.of(value * flops / peaks.for_dtype(trainer.model().activations().into()), "the matrix peak (MFU)")

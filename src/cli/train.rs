@@ -322,7 +322,7 @@ pub(super) fn with_settings(
     }
     if let Some(precision) = precision {
         if !precision.trains() {
-            return Err(Failure::usage(format!("--precision {}: training takes f32 or bf16", precision.name())));
+            return Err(Failure::usage(format!("--precision {}: training takes f32, tf32 or bf16", precision.name())));
         }
         recipe.training.precision = precision;
     }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use burn::tensor::{DType, Tensor};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, F32Products, f32_products};
 use rayon::prelude::*;
 
 use crate::failure::Failure;
@@ -20,7 +20,9 @@ const COPIES: usize = 8;
 pub struct Peaks {
     /// Of 16-bit floats with sums in f32.
     pub half: f64,
-    /// Of f32.
+    /// Of f32 in TF32.
+    pub tf32: f64,
+    /// Of f32, by f32 units or by three products in TF32, whichever is more.
     pub single: f64,
 }
 
@@ -33,7 +35,7 @@ pub struct Ceilings {
     pub peaks: Option<Peaks>,
 }
 
-/// TFLOP/s of 16-bit and of f32 products, dense, by what a device calls itself: NVIDIA's datasheets. The longest name that
+/// TFLOP/s of 16-bit products and of f32 units, dense, by what a device calls itself: NVIDIA's datasheets. The longest name that
 /// fits counts.
 const DATASHEETS: [(&str, f64, f64); 19] = [
     ("H100", 989.0, 67.0),
@@ -58,6 +60,12 @@ const DATASHEETS: [(&str, f64, f64); 19] = [
 ];
 
 impl Peaks {
+    /// The same for all, in TFLOP/s.
+    pub fn given(tflops: f64) -> Self {
+        let peak = tflops * 1e12;
+        Self { half: peak, tf32: peak, single: peak }
+    }
+
     /// From the datasheet of a device, where it is known.
     pub fn of(device: &str) -> Option<Self> {
         // "A10" is no part of "A100".
@@ -67,12 +75,21 @@ impl Peaks {
             words.windows(name.len()).any(|window| window == name)
         };
         let found = DATASHEETS.iter().filter(|(name, ..)| named(name)).max_by_key(|(name, ..)| name.len());
-        found.map(|(_, half, single)| Self { half: half * 1e12, single: single * 1e12 })
+        found.map(|(name, half, units)| {
+            // By the same datasheets. Of three products in one, devices of compute capability 9.0 have a kernel.
+            let tf32 = half / 2.0;
+            let three = if ["H100", "H200"].iter().any(|known| name.contains(known)) { tf32 / 3.0 } else { 0.0 };
+            Self { half: half * 1e12, tf32: tf32 * 1e12, single: units.max(three) * 1e12 }
+        })
     }
 
-    /// The peak for inputs of a dtype.
+    /// The peak for inputs of a dtype, f32 as it is multiplied now.
     pub fn for_dtype(&self, dtype: DType) -> f64 {
-        if dtype.size() == 2 { self.half } else { self.single }
+        match f32_products() {
+            _ if dtype.size() == 2 => self.half,
+            F32Products::Tf32 => self.tf32,
+            F32Products::Exact => self.single,
+        }
     }
 }
 
@@ -83,7 +100,7 @@ impl Ceilings {
     /// If the device failed.
     pub fn measure<B: Backend>(name: &str, peak: Option<f64>, device: &B::Device) -> Result<Self, Failure> {
         let peaks = match peak {
-            Some(peak) => Some(Peaks { half: peak * 1e12, single: peak * 1e12 }),
+            Some(peak) => Some(Peaks::given(peak)),
             None => Peaks::of(name),
         };
         let bytes_per_second = if B::is_synchronous() { host_copy() } else { device_copy::<B>(device)? };

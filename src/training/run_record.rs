@@ -8,6 +8,7 @@ use fireclay_model::TransformerConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
+use crate::precision::Precision;
 use crate::profiling::ceilings::Peaks;
 use crate::run_folder::{RECORD, write_atomic};
 use crate::training::recipe::schema::Recipe;
@@ -45,7 +46,7 @@ impl RunRecord {
     pub fn new(recipe: &Recipe, config: &TransformerConfig, device: String, command: Vec<String>) -> Self {
         let training = &recipe.training;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let half = training.precision != crate::precision::Precision::F32;
+        let half = !matches!(training.precision, Precision::F32 | Precision::Tf32);
         let peak_flops = match training.peak_tflops {
             // What f32 products may do depends on how they are rounded.
             0.0 => Peaks::of(&device).filter(|_| half).map(|peaks| peaks.half),

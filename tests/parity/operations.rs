@@ -6,14 +6,15 @@ use std::slice::from_ref;
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
+    Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, F32Products,
     HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
     TokenCounts, Weight, activate, attention, attention_weights, backward, dropout, embed, embed_add, head_loss,
     head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    use_f32_products,
 };
 
 use crate::backend_test;
-use crate::compare::{assert_close, random, tolerance, values};
+use crate::compare::{assert_close, random, relative_error, tolerance, values};
 use crate::plain;
 
 /// The same values under strides of a transposed tensor.
@@ -314,6 +315,47 @@ backend_test!(large_projections_match_the_reference::<B>(device) {
     // Parts of matrices.
     let (x, weight) = inputs([540, 560, 620]);
     check(x.narrow(0, 7, 530).narrow(1, 8, 520), weight.narrow(0, 3, 600).narrow(1, 16, 520));
+});
+
+backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
+    // Whole tiles, no whole stages of the inner dimension, odd sizes, and small ones; as large as tensor cores are for.
+    for [rows, d_input, d_output] in [[1024, 768, 512], [1024, 771, 514], [640, 1537, 301], [70, 300, 130]] {
+        let (x, weight) = (random::<B, 2>(1, [rows, d_input], &device), random::<B, 2>(2, [d_output, d_input], &device));
+        let upstream = values(&random::<B, 2>(99, [rows, d_output], &device));
+        let [host_x, host_weight] = [&x, &weight].map(values);
+        let error = || {
+            let inputs = [x.clone(), strided(weight.clone())];
+            let (output, gradients) = with_gradients(&inputs, DType::F32, |i| linear(i[0].clone(), i[1].clone(), None));
+            // Some elements of each product, beside sums in f64: of `[m, n]`, whose factors have these steps along their inner dimension.
+            let off = |got: &Tensor<B, 2>, a: (&[f32], usize, usize), b: (&[f32], usize, usize), depth: usize| {
+                let [m, n] = got.dims();
+                let got = values(got);
+                let at = (0..m * n).step_by(m * n / 499 + 1).map(|at| (at / n, at % n));
+                let exact = |(row, column): (usize, usize)| -> f32 {
+                    let product = |k: usize| {
+                        f64::from(a.0[row * a.1 + k * a.2]) * f64::from(b.0[column * b.1 + k * b.2])
+                    };
+                    (0..depth).map(product).sum::<f64>() as f32
+                };
+                let wanted: Vec<f32> = at.clone().map(exact).collect();
+                relative_error(&at.map(|(row, column)| got[row * n + column]).collect::<Vec<_>>(), &wanted)
+            };
+            [
+                off(&output, (&host_x, d_input, 1), (&host_weight, d_input, 1), d_input),
+                off(&gradients[0], (&upstream, d_output, 1), (&host_weight, 1, d_input), d_output),
+                off(&gradients[1], (&upstream, 1, d_output), (&host_x, 1, d_input), rows),
+            ]
+        };
+        let what = format!("{rows}x{d_input}x{d_output}");
+        assert!(error().iter().all(|error| *error < 5e-6), "{what}: {:?}", error());
+        if B::name(&device).contains("cuda") {
+            use_f32_products(F32Products::Tf32);
+            let errors = error();
+            use_f32_products(F32Products::Exact);
+            assert!(errors.iter().all(|error| *error < 2e-3), "{what} in TF32: {errors:?}");
+            println!("{what}: {:?}, in TF32 {errors:?}", error());
+        }
+    }
 });
 
 backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(device) {
@@ -920,7 +962,7 @@ backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_lea
     let mut cases = vec![(DType::F32, [33, 20, 5, 7]), (half, [65, 130, 24, 40])];
     if B::name(&device).contains("cuda") {
         // So large that the products of a Hopper GPU add to what there is.
-        cases.push((half, [600, 1100, 512, 1024]));
+        cases.extend([half, DType::F32].map(|dtype| (dtype, [600, 1100, 512, 1024])));
     }
     for (dtype, [vocabulary, tokens, d_model, d_ff]) in cases {
         let what = format!("{vocabulary} words, {tokens} tokens, {d_model} to {d_ff}, {dtype:?}");

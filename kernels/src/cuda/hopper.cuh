@@ -235,7 +235,16 @@ __device__ __forceinline__ void registers_lower() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K. `b` is a tile; `a` is one, too, or the
+// TF32: numbers are of 32 bits, of which a product takes the upper 19; tiles lie K-major, and have half as many of K in as many bytes.
+#if TF32
+#define WGMMA_KIND "k8.f32.tf32.tf32"
+#define WGMMA_ORDERS(TRANSPOSED)
+#else
+#define WGMMA_KIND "k16.f32." HALF "." HALF
+#define WGMMA_ORDERS(TRANSPOSED) ", " TRANSPOSED
+#endif
+
+// `d += a * b`, or `d = a * b` if `add` is 0: 64 rows of `a`, N columns of `b`, 16 of K (8 in TF32). `b` is a tile; `a` is one, too, or the
 // registers of 16 columns, which lie as sums do: two blocks of 8 columns, packed. The operands behind the sums are given by their names.
 template <int N>
 struct Wgmma;
@@ -243,8 +252,8 @@ struct Wgmma;
 #define WGMMA(N, COUNT, A, B, ADD, TRANSPOSED, ...)                                                                      \
     asm volatile(                                                                                                        \
         "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." HALF "." HALF "\n"                                             \
-        "{" NAMES_##COUNT "},\n" A ", " B ", p, 1, 1, " TRANSPOSED "; }\n"                                               \
+        "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_KIND "\n"                                                           \
+        "{" NAMES_##COUNT "},\n" A ", " B ", p, 1, 1" WGMMA_ORDERS(TRANSPOSED) "; }\n"                                   \
         : SUMS_##COUNT                                                                                                   \
         : __VA_ARGS__)
 

@@ -144,7 +144,7 @@ impl Arguments {
 
     /// Elements from the one at `first` on, of a tensor of these sizes and strides, that are read or written by TMA in such
     /// boxes. The last stride is one, the others are multiples of 16 bytes. Rows of 128 bytes are swizzled in shared memory, those of other
-    /// lengths are not.
+    /// lengths are not. f32 is rounded to TF32 where it is read.
     pub(crate) fn map_boxes<R: CubeRuntime, const D: usize>(
         mut self,
         x: &CubeTensor<R>,
@@ -163,7 +163,10 @@ impl Arguments {
             swizzle: if swizzled { TensorMapSwizzle::B128 } else { TensorMapSwizzle::None },
             prefetch: TensorMapPrefetch::B256,
             oob_fill: OobFill::Zero,
-            storage_ty: x.dtype.into(),
+            storage_ty: match x.dtype {
+                DType::F32 => ElemType::Float(FloatKind::TF32).into(),
+                dtype => dtype.into(),
+            },
         };
         let handle = x.handle.clone().offset_start((first * x.dtype.size()) as u64);
         self.maps.push(TensorMapBinding::new(handle.binding(), meta));

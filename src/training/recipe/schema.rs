@@ -243,7 +243,7 @@ impl Recipe {
         }
         if !training.precision.trains() {
             let name = training.precision.name();
-            return Err(Failure::usage(format!("training.precision is {name}: training takes f32 or bf16")));
+            return Err(Failure::usage(format!("training.precision is {name}: training takes f32, tf32 or bf16")));
         }
         let numbers = [
             ("learning_rate", training.learning_rate),

@@ -7,9 +7,9 @@
 //!     16-bit, aligned, tensor cores -----> skinny/tensor_cores; many outputs of 9 to 32 rows: skinny/stream
 //!     else ------------------------------> skinny/simt
 //! more rows ---> gemm
-//!     16-bit, Hopper, large, aligned ----> ours in CUDA C++ (../cuda)
+//!     16-bit or f32, Hopper, large, aligned ----> ours in CUDA C++ (../cuda)
 //!     16-bit, device has TMA, large -----> cubek's warp-specialised kernel behind TMA (Gemm::Tma)
-//!     f32, no tensor cores for f32 ------> gemm_simt (Gemm::Simt)
+//!     f32, not asked for in TF32 --------> gemm_simt (Gemm::Simt)
 //!     16-bit, small, aligned ------------> gemm_tensor_cores (Gemm::TensorCores)
 //!     else ------------------------------> cubek's own choice (Gemm::Cubek)
 //! ```
@@ -28,6 +28,7 @@ use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
 #[cfg(feature = "cuda")]
 use crate::cuda::on_hopper;
+use crate::selection::takes_tf32;
 
 /// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
 /// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the
@@ -75,7 +76,7 @@ const SIMT_TILES_EACH: usize = 4;
 pub(crate) enum Gemm {
     /// `cubek`'s warp-specialised kernel, its operands brought by TMA.
     Tma,
-    /// Our own in f32 for devices without tensor cores for f32.
+    /// Our own in f32, by f32 units.
     Simt { split_k: usize },
     /// Our own for small 16-bit matrices.
     TensorCores { split_k: usize },
@@ -84,11 +85,12 @@ pub(crate) enum Gemm {
 }
 
 /// Whether a product `[m, n, k]` within `dtype` is for the GEMM for Hopper, as far as its size goes. With fewer rows than a tile
-/// has, reading the weight takes most of the time, and of what the GEMM for few rows leaves this one reads it fastest, large or not.
+/// has, reading the weight takes most of the time, and of what the GEMM for few rows leaves this one reads it fastest, large or not, in 16 bits.
 pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, n, k]: [usize; 3]) -> bool {
     let few = m > SKINNY_ROWS && m <= TILE && n * k > TILE * TILE * 16;
-    let large = n >= TILE && (few || m >= TILE && m * n * k > MOST_SMALL);
-    dtype.size() == 2 && large && on_hopper(x)
+    let many = m >= TILE && m * n * k > MOST_SMALL;
+    let large = n >= TILE && if dtype == DType::F32 { many } else { dtype.size() == 2 && (few || many) };
+    large && on_hopper(x)
 }
 
 /// No device without CUDA is a Hopper GPU.
@@ -176,7 +178,8 @@ fn slices<R: CubeRuntime>(x: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> usize {
 fn simt_slices<R: CubeRuntime>(a: &CubeTensor<R>, [m, n, k]: [usize; 3]) -> Option<usize> {
     let properties = a.client.properties();
     let floats = [f32::as_type_native_unchecked(), cubecl::tf32::as_type_native_unchecked()].map(|x| x.storage_type());
-    let tensor_cores = properties.features.matmul.cmma.iter().any(|product| floats.contains(&product.a_type));
+    let tensor_cores =
+        takes_tf32() && properties.features.matmul.cmma.iter().any(|product| floats.contains(&product.a_type));
     let room = properties.hardware.max_shared_memory_size >= gemm_simt::SHARED_BYTES;
     if a.dtype != DType::F32 || tensor_cores || !room {
         return None;

@@ -1,4 +1,4 @@
-//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit ones and for f32 without tensor cores:
+//! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit ones, for f32 and for Hopper:
 //! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
 //! (`docs/performance-log.md`), so that nothing is tuned at run time.
 
@@ -29,6 +29,7 @@ use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
 use crate::ops::linear::cuda::{hopper_activate, hopper_product, hopper_product_into};
 use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
+use crate::selection::takes_tf32;
 
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.
@@ -181,7 +182,7 @@ fn is_m_major<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
 
 /// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that is `whole` may there be
 /// gaps between rows: `cubek` takes pieces with gaps for something else.
-fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
+pub(crate) fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
     if is_m_major(&x) {
         return transpose(transposed(x), dtype, pieces);
     }
@@ -277,6 +278,9 @@ fn multiply<R: CubeRuntime>(
 
 /// The kernels to try where TMA is not used, the best first; the last takes anything.
 fn strategies<R: CubeRuntime>(a: &CubeTensor<R>, out: &CubeTensor<R>) -> Vec<Strategy> {
+    if a.dtype == DType::F32 && !takes_tf32() {
+        return vec![Strategy::SimpleUnit(Inferred(Default::default()))];
+    }
     let [m, n] = [out.meta.shape()[out.meta.num_dims() - 2], out.meta.shape()[out.meta.num_dims() - 1]];
     let mut strategies = Vec::new();
     if a.dtype.size() == 2 {

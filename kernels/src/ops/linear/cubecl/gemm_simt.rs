@@ -1,4 +1,4 @@
-//! GEMM in f32 for devices without tensor cores for it, as under Vulkan and WebGPU.
+//! GEMM in f32 by f32 units: under Vulkan and WebGPU, and on CUDA where TF32 was not asked for and no kernel for Hopper takes it.
 //!
 //! ```text
 //!             n: EDGE = 128                    k: DEPTH = 16 a step

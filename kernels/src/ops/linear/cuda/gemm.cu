@@ -1,4 +1,4 @@
-// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, for 16-bit matrices on Hopper.
+// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, for 16-bit matrices on Hopper; or out = a * b for f32.
 //
 //                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
 //                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
@@ -16,7 +16,14 @@
 // equal inputs give equal bits. A cluster takes its pieces from the last to the first: it waits only for what clusters of
 // lower numbers do first.
 //
-// Compiled with: HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
+// f32 matrices lie with K contiguous, 32 of K are a stage. They are multiplied in TF32, which has 11 of f32's 24 bits; or, if SPLIT, as three
+// products, one after the other. Each row of `a` and `b` has its rounded numbers first, whole stages of them, and then what was rounded off.
+//
+//   a  | rounded | rest |   *   b  | rounded | rest |   =   rest * rounded + rounded * rest + rounded * rounded
+//
+// Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages the sums are added to others by f32 units.
+//
+// Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
 // contiguous), OUT_F32 (1: f32 sums, which may be added to what `out` has), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the
 // activation gates; `b` has all gates first, and lies with K contiguous), DROPOUT (1: without an activation, 16 bits).
 //
@@ -24,15 +31,17 @@
 // does: both of a pair are in the same thread's sums.
 
 constexpr int BLOCK_ROWS = 128;
-constexpr int DEPTH = 64;
+// Of K in a stage: a row of a tile.
+constexpr int DEPTH = TF32 ? 32 : 64;
 constexpr int CONSUMERS = 2;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int BLOCKS = 2;
 // Rows of tiles that are computed at about the same time, so that they share columns of `b` in the L2 cache.
 constexpr int GROUP = 8;
+constexpr int PROMOTED = 4;
 
-constexpr int A_BYTES = BLOCK_ROWS * DEPTH * 2;
-constexpr int B_BYTES = COLUMNS * DEPTH * 2;
+constexpr int A_BYTES = BLOCK_ROWS * ROW_BYTES;
+constexpr int B_BYTES = COLUMNS * ROW_BYTES;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 // Columns of the result that a tile has.
 constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
@@ -80,7 +89,7 @@ struct Schedule {
     __device__ Schedule(const Info& info) {
         rows = (static_cast<int>(info.m) + BLOCKS * BLOCK_ROWS - 1) / (BLOCKS * BLOCK_ROWS);
         columns = (static_cast<int>(info.n) + OUT_COLUMNS - 1) / OUT_COLUMNS;
-        stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH;
+        stages = (static_cast<int>(info.k) + DEPTH - 1) / DEPTH * (SPLIT ? 3 : 1);
         clusters = gridDim.x / BLOCKS;
         cluster = blockIdx.x / BLOCKS;
         tiles = rows * columns;
@@ -148,28 +157,34 @@ __device__ void produce(const TensorMap& a_map, const TensorMap& b_map, const In
         int row = work.row + static_cast<int>(rank) * BLOCK_ROWS;
         for (int step = work.begin; step < work.end; step++) {
             int k = step * DEPTH;
+            int a_k = k, b_k = k;
+            if (SPLIT) {
+                int third = schedule.stages / 3, part = step / third;
+                k = (step - part * third) * DEPTH;
+                a_k = k + (part == 0 ? third * DEPTH : 0), b_k = k + (part == 1 ? third * DEPTH : 0);
+            }
             // Both blocks' consumers are done with what was there.
             barrier_wait(shared.empty(at.stage), at.parity ^ 1);
             u32 full = shared.full(at.stage), a = shared.a(at.stage), b = shared.b(at.stage);
             barrier_expect(full, STAGE_BYTES);
             if (A_MAJOR_M) {
                 for (int block = 0; block < BLOCK_ROWS / 64; block++) {
-                    tma_load(a + block * OUT_BLOCK, a_map, row + block * 64, k, full);
+                    tma_load(a + block * OUT_BLOCK, a_map, row + block * 64, a_k, full);
                 }
             } else {
-                tma_load(a, a_map, k, row, full);
+                tma_load(a, a_map, a_k, row, full);
             }
             if (B_MAJOR_N) {
                 constexpr int HALF_DEPTH = DEPTH / 2;
                 u32 half = b + rank * HALF_DEPTH * ROW_BYTES;
                 for (int block = 0; block < COLUMNS / 64; block++) {
                     int column = work.column + block * 64;
-                    tma_load_multicast(half + block * OUT_BLOCK, b_map, column, k + rank * HALF_DEPTH, full);
+                    tma_load_multicast(half + block * OUT_BLOCK, b_map, column, b_k + rank * HALF_DEPTH, full);
                 }
             } else {
                 constexpr int HALF_COLUMNS = COLUMNS / 2;
                 int column = work.column + rank * (GATED ? static_cast<int>(info.n) : HALF_COLUMNS);
-                tma_load_multicast(b + rank * HALF_COLUMNS * ROW_BYTES, b_map, k, column, full);
+                tma_load_multicast(b + rank * HALF_COLUMNS * ROW_BYTES, b_map, b_k, column, full);
             }
             at.advance();
         }
@@ -182,8 +197,8 @@ using Sums = float[COLUMNS / 8][4];
 __device__ __forceinline__ void multiply_stage(Sums& sums, u32 a, u32 b, bool add) {
     wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < DEPTH / 16; k++) {
-        // 16 of K are 32 bytes of a K-major row, or 16 rows of an MN-major block.
+    for (int k = 0; k < ROW_BYTES / 32; k++) {
+        // 32 bytes of a K-major row are a step of K; of 16 bits, so are 16 rows of an MN-major block.
         u64 a_tile = tile_descriptor<64>(a + k * (A_MAJOR_M ? 16 * ROW_BYTES : 32));
         u64 b_tile = tile_descriptor<64>(b + k * (B_MAJOR_N ? 16 * ROW_BYTES : 32));
         Wgmma<COLUMNS>::multiply<A_MAJOR_M, B_MAJOR_N>(sums, a_tile, b_tile, add || k > 0);
@@ -428,6 +443,46 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             bring_bias(buffers, info, shared.bias(consumer), work.column);
         }
         Sums sums;
+#if SPLIT
+        if (FINDS_AHEAD) {
+            more = schedule.next(next);
+        }
+        #pragma unroll
+        for (int i = 0; i < COLUMNS / 8; i++) {
+            #pragma unroll
+            for (int value = 0; value < 4; value++) {
+                sums[i][value] = 0.0f;
+            }
+        }
+        for (int first = work.begin; first < work.end; first += PROMOTED) {
+            Sums part;
+            int end = min(first + PROMOTED, work.end), before = -1;
+            #pragma unroll 1
+            for (int step = first; step < end; step++) {
+                barrier_wait(shared.full(at.stage), at.parity);
+                multiply_stage(part, shared.a(at.stage) + a_rows, shared.b(at.stage), step > first);
+                if (step > first) {
+                    wgmma_wait<1>();
+                    if (thread < BLOCKS) {
+                        barrier_arrive(shared.empty(before), thread);
+                    }
+                }
+                before = at.stage;
+                at.advance();
+            }
+            wgmma_wait<0>();
+            if (thread < BLOCKS) {
+                barrier_arrive(shared.empty(before), thread);
+            }
+            #pragma unroll
+            for (int i = 0; i < COLUMNS / 8; i++) {
+                #pragma unroll
+                for (int value = 0; value < 4; value++) {
+                    sums[i][value] += part[i][value];
+                }
+            }
+        }
+#else
         barrier_wait(shared.full(at.stage), at.parity);
         multiply_stage(sums, shared.a(at.stage) + a_rows, shared.b(at.stage), false);
         int before = at.stage;
@@ -449,6 +504,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
         if (thread < BLOCKS) {
             barrier_arrive(shared.empty(before), thread);
         }
+#endif
         // Two blocks, and two consumers of each.
         auto slot = [&](int cluster) { return (cluster * BLOCKS + static_cast<int>(rank)) * CONSUMERS + consumer; };
         if (!has_end) {

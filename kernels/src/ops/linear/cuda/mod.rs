@@ -1,7 +1,8 @@
-//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products; bias, activation and residual in the same launch. That for few
-//! rows is [another](few_rows).
+//! The GEMM for Hopper, in CUDA C++ (`gemm.cu`): for large 16-bit products, with bias, activation and residual in the same launch, and for those
+//! of f32. That for few rows is [another](few_rows).
 
 mod few_rows;
+mod split;
 mod tiles;
 
 use std::cell::RefCell;
@@ -15,29 +16,74 @@ use cubecl::device::{Device, DeviceId};
 use cubecl::server::Handle;
 
 pub(crate) use self::few_rows::few_rows_product;
+use self::split::split;
 use self::tiles::{Tiles, WIDEST, tiles};
+use super::cubecl::gemm::{k_major, transposed};
 use super::cubecl::gemm_tensor_cores::Added;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::route;
+use crate::selection::takes_tf32;
 
 /// Blocks of a cluster.
 const BLOCKS: u32 = 2;
 /// Warpgroups of a block that multiply, and rows that each has of a tile.
 const CONSUMERS: usize = 2;
 const ROWS: usize = 64;
-/// Of K in a stage.
+/// Of K in a stage, 128 bytes: of 16 bits, and of f32.
 const DEPTH: usize = 64;
+const F32_DEPTH: usize = DEPTH / 2;
 /// Bytes of shared memory of a block.
 const SHARED_BYTES: usize = 227 << 10;
+
+/// The numbers that are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Numbers {
+    Bf16,
+    F16,
+    /// f32, rounded to TF32.
+    Tf32,
+    /// f32, [split] into two numbers of TF32 each.
+    SplitF32,
+}
+
+impl Numbers {
+    /// Those of 16 bits.
+    fn half(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::BF16 => Some(Self::Bf16),
+            DType::F16 => Some(Self::F16),
+            _ => None,
+        }
+    }
+
+    /// Those of f32, as they were [asked for](crate::F32Products).
+    fn f32() -> Self {
+        if takes_tf32() { Self::Tf32 } else { Self::SplitF32 }
+    }
+
+    /// The name of 16-bit numbers in the source, where such are packed.
+    fn half_name(self) -> &'static str {
+        if self == Self::F16 { "f16" } else { "bf16" }
+    }
+
+    /// Stages of so many of K.
+    fn stages(self, k: usize) -> usize {
+        match self {
+            Self::Bf16 | Self::F16 => k.div_ceil(DEPTH),
+            Self::Tf32 => k.div_ceil(F32_DEPTH),
+            Self::SplitF32 => 3 * k.div_ceil(F32_DEPTH),
+        }
+    }
+}
 
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct GemmHopper {
-    /// Its dtype in the source.
-    half: &'static str,
+    /// What it multiplies.
+    numbers: Numbers,
     /// Columns of a tile.
     columns: usize,
     /// Whether `a` lies with M contiguous, and not K.
@@ -85,9 +131,11 @@ impl CudaKernel for GemmHopper {
     }
 
     fn source(&self) -> String {
-        let Self { half, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout } = *self;
+        let Self { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout } = *self;
         let stages = self.stages();
         let defined = [
+            ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
+            ("SPLIT", (numbers == Numbers::SplitF32).into()),
             ("COLUMNS", columns),
             ("STAGES", stages),
             ("A_MAJOR_M", a_major_m.into()),
@@ -98,7 +146,7 @@ impl CudaKernel for GemmHopper {
             ("DROPOUT", dropout.into()),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm.cu"))
+        format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("gemm.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -128,16 +176,27 @@ fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
     let kernel = move |columns| {
         let fits = move |(.., gated, dropout): &(bool, bool, bool, usize, bool, bool)| fits(columns, *gated, *dropout);
         variants.into_iter().filter(fits).map(move |(a_major_m, b_major_n, out_f32, activation, gated, dropout)| {
-            GemmHopper { half: "bf16", columns, a_major_m, b_major_n, out_f32, activation, gated, dropout }
+            let numbers = Numbers::Bf16;
+            GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout }
         })
     };
-    [128, 192, WIDEST].into_iter().flat_map(kernel)
+    let of_f32 = |columns| {
+        let numbers = [Numbers::Tf32, Numbers::SplitF32].into_iter().filter(move |numbers| fits_f32(columns, *numbers));
+        numbers.map(move |numbers| GemmHopper::of_f32(numbers, columns))
+    };
+    let widths = [128, 192, WIDEST];
+    widths.into_iter().flat_map(kernel).chain(widths.into_iter().flat_map(of_f32))
 }
 
 /// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64 columns, and for dropout the widest ones have no
 /// registers.
 fn fits(columns: usize, gated: bool, dropout: bool) -> bool {
     (!gated || columns.is_multiple_of(128)) && (!dropout || columns < WIDEST)
+}
+
+/// Whether there are tiles of so many columns for f32: what is split has sums twice, for which the widest ones have no registers.
+fn fits_f32(columns: usize, numbers: Numbers) -> bool {
+    numbers != Numbers::SplitF32 || columns < WIDEST
 }
 
 /// What follows a product in the same launch.
@@ -167,8 +226,8 @@ impl<R: CubeRuntime> Epilogue<R> {
     }
 }
 
-/// `a * b` for 16-bit `a` `[m, k]` and `b` `[k, n]`, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
-/// operands. None where the device is no Hopper GPU, the product is too small, or something lies as TMA cannot read it.
+/// `a * b` for `a` `[m, k]` and `b` `[k, n]`, of 16 bits or f32, and what is added to that, as `[m, n]` of `dtype`: f32, or that of the
+/// operands. None where the device is no Hopper GPU, the product is too small, something lies as TMA cannot read it, or something is to be added to f32.
 pub(super) fn hopper_product<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -179,6 +238,9 @@ pub(super) fn hopper_product<R: CubeRuntime>(
     let nothing = added.bias.is_none() && added.dropout.is_none() && added.residual.is_none();
     if !added.residual.as_ref().is_none_or(reads) || !(dtype == a.dtype || dtype == DType::F32 && nothing) {
         return None;
+    }
+    if [a.dtype, b.dtype] == [DType::F32; 2] {
+        return if nothing { f32_product(a, b, None) } else { None };
     }
     let epilogue = Epilogue::Residual(added.dropout, added.residual.clone());
     let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
@@ -201,6 +263,9 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
     if !fits || !begin.is_multiple_of(8) || !sum.can_mut() {
         return false;
     }
+    if [a.dtype, b.dtype] == [DType::F32; 2] {
+        return f32_product(a, b, Some(sum)).is_some();
+    }
     match plan(a, b, None, DType::F32, &Epilogue::Sum) {
         Some((kernel, whole_rounds)) => {
             kernel.launch(a, b, None, Epilogue::Sum, whole_rounds, sum);
@@ -208,6 +273,49 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
         }
         None => false,
     }
+}
+
+/// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
+/// begins at a multiple of 8 bytes, and is nobody else's. None where the device is no Hopper GPU, the product is too small, or rows lie as TMA cannot read
+/// them.
+fn f32_product<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    sum: Option<&CubeTensor<R>>,
+) -> Option<CubeTensor<R>> {
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    // What is split has rows of its own. Two results are written at once.
+    let numbers = Numbers::f32();
+    let reads = numbers == Numbers::SplitF32 || k.is_multiple_of(4);
+    // Kernels count elements in 32 bits, also those of what is split, which are twice as many.
+    let countable = m.max(n).saturating_mul(2 * k.next_multiple_of(F32_DEPTH)) < 1 << 32;
+    if !route::takes_hopper(a, DType::F32, [m, n, k]) || !reads || !countable || !n.is_multiple_of(2) {
+        return None;
+    }
+    let clusters = (multiprocessors(a) / BLOCKS) as usize;
+    let depth = DEPTH * numbers.stages(k);
+    let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, |columns| fits_f32(columns, numbers))?;
+    let kernel = GemmHopper::of_f32(numbers, columns);
+    if !works(a, kernel) {
+        return None;
+    }
+    let [a, b] = [a.clone(), transposed(b.clone())].map(|x| match numbers {
+        Numbers::SplitF32 => split(in_runs_of_k(x)),
+        _ => in_runs_of_k(x),
+    });
+    let (out, epilogue) = match sum {
+        Some(sum) => (sum.clone(), Epilogue::Sum),
+        None => (empty(&a, [m, n], DType::F32), Epilogue::Residual(None, None)),
+    };
+    kernel.launch(&a, &transposed(b), None, epilogue, whole_rounds, &out);
+    Some(out)
+}
+
+/// A matrix `[rows, k]` with K contiguous, and rows that begin at multiples of 16 bytes where K allows it: copied only if it lies otherwise.
+fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let mut x = k_major(x.clone(), x.dtype, 1, true);
+    x.meta.remove(0);
+    x
 }
 
 /// `activation(a * b + bias)` in the dtype of `a`, and `a * b` where it is to be saved; otherwise as [`hopper_product`].
@@ -268,13 +376,27 @@ fn plan<R: CubeRuntime>(
         fits(columns, gated, dropout) && (!gated || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
     };
     let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed)?;
-    let half = cuda::half_name(a.dtype.into())?;
+    let numbers = Numbers::half(a.dtype)?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel = GemmHopper { half, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout };
+    let kernel = GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout };
     works(a, kernel).then_some((kernel, whole_rounds))
 }
 
 impl GemmHopper {
+    /// A product of f32 alone.
+    fn of_f32(numbers: Numbers, columns: usize) -> Self {
+        Self {
+            numbers,
+            columns,
+            a_major_m: false,
+            b_major_n: false,
+            out_f32: true,
+            activation: 0,
+            gated: false,
+            dropout: false,
+        }
+    }
+
     fn launch<R: CubeRuntime>(
         self,
         a: &CubeTensor<R>,
@@ -284,7 +406,10 @@ impl GemmHopper {
         whole_rounds: usize,
         out: &CubeTensor<R>,
     ) {
-        let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
+        let [m, mut k, n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
+        if self.numbers == Numbers::SplitF32 {
+            k /= 2;
+        }
         let clusters = multiprocessors(a) / BLOCKS;
         let (a_axis, a_box) = if self.a_major_m { (0, DEPTH) } else { (1, CONSUMERS * ROWS) };
         let (b_axis, b_box) = if self.b_major_n { (1, DEPTH / 2) } else { (0, self.columns / 2) };
