@@ -86,7 +86,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     if !loss.is_finite() {
         return Err(Failure::new(format!("{what}: the loss is {loss}, which is no training")));
     }
-    let tokens = (batch_size * seq_length) as f64;
+    let tokens = (batch_size * seq_length * recipe.training.accumulation.max(1)) as f64;
     let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
     let case = named(&format!("{label} B={batch_size} T={seq_length}"), options);
     let values = seconds.iter().map(|seconds| tokens / seconds).collect();

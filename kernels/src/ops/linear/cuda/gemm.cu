@@ -281,9 +281,13 @@ __device__ __forceinline__ void store(const Sums& sums, const Buffers& buffers, 
         for (int i = 0; i < COLUMNS / 8; i++) {
             int across = column + i * 8 + lane % 4 * 2;
             if (across < info.n) {
-                float2* place = reinterpret_cast<float2*>(out + across);
-                float2 before = ADDS ? *place : make_float2(0.0f, 0.0f);
-                *place = make_float2(before.x + sums[i][2 * half], before.y + sums[i][2 * half + 1]);
+                float x = sums[i][2 * half], y = sums[i][2 * half + 1];
+                if (ADDS) {
+                    // Memory adds, and nobody waits for what is there. A number is added to once in a launch.
+                    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + across), "f"(x), "f"(y) : "memory");
+                } else {
+                    *reinterpret_cast<float2*>(out + across) = make_float2(x, y);
+                }
             }
         }
     }
