@@ -487,6 +487,7 @@ impl<B: Backend> Transformer<B> {
             final_norm: final_norm.weights(),
             heads,
             activation: config.kernel_activation(),
+            activations: self.activations,
             window: config.sliding_window,
         })
     }

@@ -267,6 +267,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
             final_norm: make.rms(32),
             heads,
             activation: GATED,
+            activations: FloatDType::F32,
             window,
         }
     };

@@ -8,7 +8,7 @@ use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptio
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{
-    ActivationKind, Backend, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts, draw,
+    ActivationKind, Backend, CacheDType, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts, draw,
 };
 use fireclay_model::{
     Cache, Hidden, ModelFolder, NormKind, PAGE_TOKENS, Positions, RowId, Transformer, TransformerConfig,
@@ -263,10 +263,35 @@ backend_test!(a_step_of_every_family_has_the_hidden_states_of_a_pass_over_the_wh
     }
 });
 
+// Bytes are near to the numbers that they stand for.
+backend_test!(a_step_with_a_cache_of_int8_has_nearly_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
+    let dtypes: Vec<FloatDType> = [FloatDType::BF16, FloatDType::F32, FloatDType::F16]
+        .into_iter()
+        .filter(|dtype| B::supports_dtype(&device, DType::from(*dtype)))
+        .collect();
+    for (at, (name, config)) in families().into_iter().enumerate().filter(|(at, _)| [0, 2, 3, 7].contains(at)) {
+        let folder = tempfile::tempdir().expect("a folder");
+        ModelFolder::new(folder.path()).save(&config.with_init_deviation(0.05).init::<B>(3, &device)?)?;
+        let (dtype, int8) = (dtypes[at % dtypes.len()], at % 2 == 1);
+        let model = loaded::<B>(folder.path(), dtype, int8, &device)?.with_int8_cache();
+        println!("{name}, {dtype:?}, INT8: {int8}");
+        let lengths: [usize; 8] = [1, 130, 300, 64, 5, 180, 17, 2];
+        let room = lengths.iter().map(|length| (length + 12).next_multiple_of(PAGE_TOKENS)).sum();
+        let mut rows = Rows::new(&model, 0.05, room, &device);
+        for (row, length) in lengths.into_iter().enumerate() {
+            assert!(rows.add(text(row, length), 12));
+            if [1, 2, 4, 7, 8].contains(&rows.rows.len()) {
+                (0..2).for_each(|_| rows.step());
+            }
+        }
+    }
+});
+
 backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it::<B>(device) {
     let hopper = on_hopper::<B>(&device)?;
     let gpt2 = TransformerConfig::gpt2(VOCABULARY, 512, 96, 2, 6).init::<B>(3, &device)?;
-    let models = [(gpt2, 0.03), model::<B>(16, false, &device)?, model::<B>(16, true, &device)?];
+    let with_bytes = model::<B>(16, false, &device)?.0.with_int8_cache();
+    let models = [(gpt2, 0.03), model::<B>(16, false, &device)?, model::<B>(16, true, &device)?, (with_bytes, 0.05)];
     for (model, bound) in models {
         let mut rows = Rows::new(&model, bound, 2 * PAGE_TOKENS, &device);
         assert!(rows.add(text(0, 5), 20));
@@ -283,7 +308,8 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
             assert_eq!(token.num_elements(), 1);
             let operations = ["decode_step", "cached_attention", "head_sample", "draw"].map(|name| report.calls(name));
             // The kernel for models of any shape leaves draws to another launch.
-            let apart = u64::from(!sampled.are_greedy() && model.config().d_model != 1024);
+            let any_shape = model.config().d_model != 1024 || matches!(model.cache_dtype(), CacheDType::Int8);
+            let apart = u64::from(!sampled.are_greedy() && any_shape);
             assert_eq!(operations, if hopper { [1, 0, 0, apart] } else { [0, 2, 1, 0] }, "{report}");
         }
     }

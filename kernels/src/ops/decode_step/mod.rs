@@ -14,7 +14,7 @@ mod cuda;
 use std::any::Any;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 
 #[cfg(feature = "cuda")]
 pub(crate) use self::cuda::hopper_sources;
@@ -93,6 +93,8 @@ pub struct DecodeModel<B: Backend> {
     pub heads: PackedHeads,
     /// Between the projections of the feed-forward layers.
     pub activation: Activation,
+    /// The dtype of hidden states.
+    pub activations: FloatDType,
     /// Keys that a token sees at the most, its own included.
     pub window: Option<usize>,
 }
@@ -172,7 +174,7 @@ pub struct DecodePlanned<'a, B: Backend> {
 impl<B: Backend> Operands for DecodePlanned<'_, B> {
     fn check(&self) {
         let op = "decode_step";
-        let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, window } =
+        let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, window, .. } =
             self.model;
         assert!(*window != Some(0), "{op}: a window of no keys");
         let [_, d_model] = embedding.dims();

@@ -17,7 +17,8 @@
 //
 // The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, VOCABULARY, PAGE_TOKENS, WINDOW (0: all keys are seen),
 // EPSILON, LAYER_NORM (1; 0: RMS norm), ACTIVATION (0: GELU by erf, 1: by tanh, 2: ReLU, 3: SiLU), GATED, DTYPE (of activations,
-// cache, and weights that are not INT8; 0: f32, 1: bf16, 2: f16), INT8 (1: weights are bytes with a scale for each row), BLOCKS, and
+// and of weights and a cache that are not INT8; 0: f32, 1: bf16, 2: f16), INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and
+// values are bytes with a scale for each head of a token), BLOCKS, and
 // how many elements lie between two rows of a matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EMBEDDING_PITCH, HEAD_PITCH,
 // POSITION_PITCH, ANGLE_PITCH. WORDS and SHARED are what it takes to be needed of words, and of bytes of shared memory.
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
@@ -34,6 +35,11 @@ using Half = u16;
 using Weight = signed char;
 #else
 using Weight = Half;
+#endif
+#if CACHE_INT8
+using Cached = signed char;
+#else
+using Cached = Half;
 #endif
 
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
@@ -81,16 +87,18 @@ __device__ __forceinline__ void spread(float (&f)[HALVES], uint4 v) {
 #endif
     }
 }
+// A byte of four as a number: less 128 in the last bits of 2^23.
+__device__ __forceinline__ float from_byte(u32 four, int at) {
+    return __uint_as_float(__byte_perm(four ^ 0x80808080u, 0x4b000000u, 0x7440 + at)) - 8388736.0f;
+}
 // HALVES of the WEIGHTS weights in sixteen bytes: the part `i` of them.
 __device__ __forceinline__ void spread_weights(float (&f)[HALVES], uint4 v, int i) {
 #if INT8
     const u32 w[4] = {v.x, v.y, v.z, v.w};
     #pragma unroll
     for (int k = 0; k < HALVES; k++) {
-        // A byte less 128 in the last bits of 2^23.
         const int at = i * HALVES + k;
-        const u32 bits = __byte_perm(w[at / 4] ^ 0x80808080u, 0x4b000000u, 0x7440 + at % 4);
-        f[k] = __uint_as_float(bits) - 8388736.0f;
+        f[k] = from_byte(w[at / 4], at % 4);
     }
 #else
     spread(f, v);
@@ -159,9 +167,10 @@ struct Layer {
     const float *qkv_bias, *out_bias, *up_bias, *down_bias;              // or 0
     const float *attention_gamma, *attention_beta, *feed_forward_gamma, *feed_forward_beta;
     const float *query_gamma, *key_gamma;                                // or 0
-    Half *keys, *values;                               // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
+    Cached *keys, *values;                             // [pages, N_KV_HEADS, PAGE_TOKENS, HEAD_DIM]
+    float *key_scales, *value_scales;                  // of INT8: [pages, N_KV_HEADS, PAGE_TOKENS]
 };
-static_assert(sizeof(Layer) == 160, "layers");
+static_assert(sizeof(Layer) == 176, "layers");
 struct Numbers {
     u64 rows, pages_a_row;
     const Weight *embedding, *head;
@@ -219,7 +228,7 @@ constexpr int AT_SUMS = ceil_div(most(INPUT, ATTENTION), 16) * 16;
 constexpr int SUMS = most(most(Qkv::SUMS, Out::SUMS), most(most(Up::SUMS, Down::SUMS), Head::SUMS)) * 4;
 constexpr int AT_RESIDUAL = AT_SUMS + ceil_div(SUMS, 16) * 16;
 constexpr int MOST_ROWS = most(most(Qkv::ROWS, Out::ROWS), Up::ROWS);
-constexpr int AT_LAYERS = ceil_div(AT_RESIDUAL + BATCH * Out::ROWS * 4, 16) * 16, AT_EXTRAS = AT_LAYERS + 2 * 160;   // of two layers; of two products
+constexpr int AT_LAYERS = ceil_div(AT_RESIDUAL + BATCH * Out::ROWS * 4, 16) * 16, AT_EXTRAS = AT_LAYERS + 2 * static_cast<int>(sizeof(Layer));   // of two layers; of two products
 constexpr int AT_REDUCED = AT_EXTRAS + 2 * 2 * MOST_ROWS * 4;
 static_assert(AT_REDUCED + 2 * WARPS * 4 + WARPS * 8 == SHARED && SHARED <= AT_WATCH, "shared memory");
 
@@ -434,10 +443,45 @@ __device__ __forceinline__ void placed(const Step& step, const u64* from, const 
 }
 
 // Eight numbers of a key or value.
+#if CACHE_INT8
+struct Eight {
+    uint2 v;
+    float scale;
+
+    __device__ __forceinline__ void read(const Cached* from, const float* scales, u64 line, bool there) {
+        v = make_uint2(0, 0), scale = 0;
+        if (there) v = *reinterpret_cast<const uint2*>(from), scale = scales[line];
+    }
+    __device__ __forceinline__ void floats(float (&f)[8]) const {
+        const u32 w[2] = {v.x, v.y};
+        #pragma unroll
+        for (int i = 0; i < 8; i++) f[i] = from_byte(w[i / 4], i % 4) * scale;
+    }
+};
+// The numbers of a warp's head in shared memory become the nearest bytes by their scale, its largest magnitude over 127, and what these stand for; they
+// are kept in a line of the cache, if there is one.
+__device__ __forceinline__ void to_bytes(float* numbers, int lane, Cached* kept, float* scale_kept) {
+    float largest = 0, all = 0;
+    #pragma unroll 1
+    for (int i = lane; i < HEAD_DIM; i += 32) largest = fmaxf(largest, fabsf(numbers[i])), all += fabsf(numbers[i]);
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
+    all = sum_lanes(all);
+    // None that can be counted with where one of the numbers is none, or all together are too large.
+    const float scale = all < 3.4028235e38f ? largest > 0 ? largest / 127 : 1 : all;
+    #pragma unroll 1
+    for (int i = lane; i < HEAD_DIM; i += 32) {
+        const float byte = fmaxf(fminf(roundf(numbers[i] / scale), 127), -127);
+        numbers[i] = byte * scale;
+        if (kept) kept[i] = static_cast<signed char>(byte);
+    }
+    if (kept && lane == 0) *scale_kept = scale;
+}
+#else
 struct Eight {
     uint4 v[sizeof(Half) / 2];
 
-    __device__ __forceinline__ void read(const Half* from, bool there) {
+    __device__ __forceinline__ void read(const Cached* from, const float*, u64, bool there) {
         #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(Half)) / 2; i++) {
             v[i] = make_uint4(0, 0, 0, 0);
@@ -454,6 +498,7 @@ struct Eight {
         }
     }
 };
+#endif
 
 // Eight numbers in shared memory, or zeros.
 __device__ __forceinline__ void eight(float (&to)[8], const float* from, bool there) {
@@ -500,14 +545,17 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
         const int* pages = step.pages + row * static_cast<int>(step.numbers.pages_a_row);
         const bool rotates = step.numbers.cos;
 
+        auto line_of = [&](int token) {
+            return (static_cast<u64>(pages[token / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS;
+        };
         // The next key and value are on their way beside the products of the last.
         Eight k, v;
         const int own_head = step.warp % HEADS, sharer = step.warp / HEADS;
         int at = sharer < SHARERS ? begin + sharer * SLOTS + slot : end;
         auto read = [&] {
             const int known = max(min(at, end - 1), 0);
-            const u64 line = ((static_cast<u64>(pages[known / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS + known % PAGE_TOKENS) * HEAD_DIM + column;
-            k.read(layer.keys + line, at < end && active), v.read(layer.values + line, at < end && active);
+            const u64 line = line_of(known), first = line * HEAD_DIM + column;
+            k.read(layer.keys + first, layer.key_scales, line, at < end && active), v.read(layer.values + first, layer.value_scales, line, at < end && active);
         };
         read();
 
@@ -519,13 +567,17 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
             const float scale = query ? rsqrtf(static_cast<float>(HEAD_DIM)) * 1.4426950408889634f : 1;
             float* to = shared + (query ? w * HEAD_DIM : AT_NEW + (value ? HEAD_DIM : 0));
             const float* gamma = query ? layer.query_gamma : value ? nullptr : layer.key_gamma;
-            placed(step, qkv + head * HEAD_DIM, gamma, rotates && !value, position, scale, !query, to);
+            placed(step, qkv + head * HEAD_DIM, gamma, rotates && !value, position, scale, !query && !CACHE_INT8, to);
             __syncwarp();
-            if (!query && chunk == 0) {
-                const u64 line = ((static_cast<u64>(pages[position / PAGE_TOKENS]) * N_KV_HEADS + kv_head) * PAGE_TOKENS + position % PAGE_TOKENS) * HEAD_DIM;
-                Half* kept = (value ? layer.values : layer.keys) + line;
+            if (!query) {
+                const u64 line = line_of(position);
+                Cached* kept = (value ? layer.values : layer.keys) + line * HEAD_DIM;
+#if CACHE_INT8
+                to_bytes(to, step.lane, chunk == 0 ? kept : nullptr, (value ? layer.value_scales : layer.key_scales) + line);
+#else
                 #pragma unroll 1
-                for (int i = step.lane; i < HEAD_DIM; i += 32) kept[i] = from_float(to[i]);
+                for (int i = step.lane; i < HEAD_DIM && chunk == 0; i += 32) kept[i] = from_float(to[i]);
+#endif
             }
         }
         __syncthreads();

@@ -19,7 +19,7 @@ use crate::packed_heads::PackedHeads;
 use crate::tensor::{float, primitive};
 
 /// Addresses of a layer in the table.
-const POINTERS: usize = 20;
+const POINTERS: usize = 22;
 /// Parameters of a layer up to which steps of eight rows are faster in one launch: of GPT-2's 7 million they are, of Qwen2.5-0.5B's 15 they
 /// are not.
 const FEW_PARAMETERS: usize = 8_000_000;
@@ -55,9 +55,10 @@ struct Shape {
     layer_norm: bool,
     activation: ActivationKind,
     gated: bool,
-    /// Of activations, of the cache, and of weights that are not INT8.
+    /// Of activations, and of weights and a cache that are not INT8.
     dtype: DType,
     int8: bool,
+    cache_int8: bool,
     /// Blocks, one on each multiprocessor.
     blocks: usize,
     /// Elements from row to row.
@@ -197,6 +198,7 @@ impl CudaKernel for DecodeStepAnyShape {
             ("GATED", shape.gated.into()),
             ("DTYPE", dtype),
             ("INT8", shape.int8.into()),
+            ("CACHE_INT8", shape.cache_int8.into()),
             ("BLOCKS", shape.blocks),
             ("QKV_PITCH", shape.pitches.qkv),
             ("OUT_PITCH", shape.pitches.output),
@@ -225,7 +227,8 @@ impl CudaKernel for DecodeStepAnyShape {
     }
 }
 
-/// Those for a row of GPT-2, a Llama of a billion parameters, and a Qwen2 in INT8, by name.
+/// Those for a row of GPT-2, a Llama of a billion parameters with a cache in bf16 and in INT8, and a Qwen2 in INT8, by name. With weights and a cache of INT8 both
+/// some spill 20 bytes.
 pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
     let gpt2 = Shape {
         n_layers: 12,
@@ -243,13 +246,16 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
         gated: false,
         dtype: DType::BF16,
         int8: false,
+        cache_int8: false,
         blocks: 132,
         pitches: Pitches::default(),
     };
     let silu = |shape: Shape| Shape { layer_norm: false, activation: ActivationKind::Silu, gated: true, ..shape };
     let llama = Shape { n_layers: 16, d_model: 2048, n_heads: 32, n_kv_heads: 8, d_ff: 8192, ..silu(gpt2.clone()) };
     let qwen2 = Shape { d_model: 896, n_heads: 14, n_kv_heads: 2, d_ff: 4864, int8: true, ..silu(gpt2.clone()) };
-    [("gpt2", gpt2), ("llama", llama), ("qwen2-int8", qwen2)].into_iter().map(|(name, shape)| {
+    let bytes = Shape { cache_int8: true, ..llama.clone() };
+    let all = [("gpt2", gpt2), ("llama", llama), ("llama-cache-int8", bytes), ("qwen2-int8", qwen2)];
+    all.into_iter().map(|(name, shape)| {
         let [model, heads] = [shape.d_model, shape.n_heads * shape.head_dim];
         let [embedding, head, positions] = [model; 3];
         let pitches =
@@ -301,12 +307,12 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, window } = model;
+    let DecodeModel { embedding, position_embedding, head, blocks, final_norm, heads, activation, activations, window } =
+        model;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let int8 = matches!(embedding, Weight::Int8(_));
-    let Held::Float(keys) = &caches[0].keys else { return Err(Declined::new("the cache is INT8")) };
-    let dtype = keys.dtype();
+    let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, Held::Int8 { .. }));
     let [vocab_size, d_model] = embedding.dims();
     let up_width = first.up.dims()[0];
     let (epsilon, kind) = (final_norm.epsilon, final_norm.kind);
@@ -327,6 +333,7 @@ where
         gated: activation.gated,
         dtype,
         int8,
+        cache_int8,
         blocks: multiprocessors(&on_device) as usize,
         pitches: Pitches::default(),
     };
@@ -384,14 +391,20 @@ where
             let gamma = norm.as_ref().map(|norm| of_norm(norm, NormKind::RmsNorm)).transpose()?;
             addresses.push(hold(gamma.and_then(|[gamma, _]| gamma), "gamma")?);
         }
+        let mut of_cache = Vec::new();
         for cached in [&cache.keys, &cache.values] {
-            match cached {
-                Held::Float(floats) if floats.dtype() == dtype => {
-                    addresses.push(hold(Some(packed(primitive(floats.clone()), "the cache")?), "the cache")?);
+            let (values, scales) = match cached {
+                Held::Float(floats) if !cache_int8 && floats.dtype() == dtype => (primitive(floats.clone()), None),
+                Held::Int8 { packed, scales } if cache_int8 => {
+                    (packed.clone().into_primitive(), Some(primitive(scales.clone())))
                 }
-                _ => return Err(Declined::new("the caches are not of one dtype")),
-            }
+                _ => return Err(Declined::new("the caches are not all in INT8, or in the dtype of activations")),
+            };
+            addresses.push(hold(Some(packed(values, "the cache")?), "the cache")?);
+            let scales = scales.map(|scales| packed(scales, "the cache's scales")).transpose()?;
+            of_cache.push(hold(scales, "the cache's scales")?);
         }
+        addresses.extend(of_cache);
     }
     debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
     let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, int8)?;

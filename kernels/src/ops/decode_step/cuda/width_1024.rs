@@ -69,7 +69,7 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeModel { blocks, final_norm, heads, embedding, position_embedding, head, activation, window } = model;
+    let DecodeModel { blocks, final_norm, heads, embedding, position_embedding, head, activation, window, .. } = model;
     if *activation != Activation::gated(ActivationKind::Silu) || window.is_some() || position_embedding.is_some() {
         return Err(Declined::new(
             "it is not for other activations than SiLU-gated ones, windows, or learned positions",
