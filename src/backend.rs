@@ -1,8 +1,8 @@
 //! From a backend's name to its device: the only file that knows which backends are built in.
 
 use clap::ValueEnum;
-use fireclay_kernels::Backend;
 use fireclay_kernels::devices::{self, DeviceInfo};
+use fireclay_kernels::{Backend, use_wait_seconds};
 
 use crate::failure::Failure;
 
@@ -104,6 +104,7 @@ impl BackendName {
     /// If the backend is not there, and whatever the work runs into.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
         self.configure(&self.devices()?);
+        wait_as_asked()?;
         match self {
             #[cfg(feature = "ndarray")]
             Self::Cpu => {
@@ -144,6 +145,16 @@ impl BackendName {
             Self::Cpu => "",
         }
     }
+}
+
+/// How long kernels wait within themselves, where the environment says it.
+fn wait_as_asked() -> Result<(), Failure> {
+    const NAME: &str = "FIRECLAY_WAIT_SECONDS";
+    let Some(asked) = std::env::var_os(NAME) else { return Ok(()) };
+    let seconds = asked.to_str().and_then(|asked| asked.parse().ok()).filter(|seconds| (1..=3600).contains(seconds));
+    let wrong = || Failure::new(format!("{NAME} is {}: give seconds from 1 to 3600", asked.display()));
+    use_wait_seconds(seconds.ok_or_else(wrong)?);
+    Ok(())
 }
 
 /// Does the work on the default device and waits until the device is done with it, failed or not: a driver that is

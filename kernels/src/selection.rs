@@ -1,6 +1,6 @@
 //! Which bodies run: the fused kernels, or the references everywhere; and how products of f32 are computed.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// The bodies of the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +47,25 @@ pub fn f32_products() -> F32Products {
 #[cfg(feature = "cubecl")]
 pub(crate) fn takes_tf32() -> bool {
     f32_products() == F32Products::Tf32
+}
+
+static WAIT_SECONDS: AtomicU32 = AtomicU32::new(1);
+
+/// How many seconds, from 1 to 3,600, behind its start the blocks of a kernel for whole decode steps ([`DecodePlan`](crate::DecodePlan)) still wait for each other, for plans that are
+/// made from now on: 1 unless this says otherwise. A kernel that would wait for longer ends, and its logits are no numbers. More is for devices that stop kernels in
+/// between: those that others compute on, too, or a debugger.
+///
+/// # Panics
+/// If it is none of these numbers.
+pub fn use_wait_seconds(seconds: u32) {
+    assert!((1..=3600).contains(&seconds), "use_wait_seconds: {seconds}, which is not from 1 to 3600");
+    WAIT_SECONDS.store(seconds, Ordering::Relaxed);
+}
+
+/// What [`use_wait_seconds`] chose.
+#[cfg(feature = "cuda")]
+pub(crate) fn wait_seconds() -> u32 {
+    WAIT_SECONDS.load(Ordering::Relaxed)
 }
 
 /// Whether the references are asked for.

@@ -16,6 +16,7 @@ use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned,
 use crate::ops::norm::{Norm, NormKind};
 use crate::ops::weight::{PACKED, Weight};
 use crate::packed_heads::PackedHeads;
+use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
 /// Addresses of a layer in the table.
@@ -52,6 +53,8 @@ struct Shape {
     window: Option<usize>,
     /// The bits of an f32.
     epsilon: u32,
+    /// How long blocks wait for each other at the most.
+    wait_seconds: u32,
     layer_norm: bool,
     activation: ActivationKind,
     gated: bool,
@@ -210,6 +213,7 @@ impl CudaKernel for DecodeStepAnyShape {
             ("ANGLE_PITCH", shape.pitches.angles),
             ("WORDS", shape.words(self.rows)),
             ("SHARED", shape.shared_bytes(self.rows)),
+            ("WAIT_SECONDS", shape.wait_seconds as usize),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(shape.epsilon);
@@ -241,6 +245,7 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
         page_tokens: 64,
         window: None,
         epsilon: 1e-5f32.to_bits(),
+        wait_seconds: 1,
         layer_norm: true,
         activation: ActivationKind::GeluTanh,
         gated: false,
@@ -328,6 +333,7 @@ where
         page_tokens: caches[0].dims()[2],
         window: *window,
         epsilon: (epsilon as f32).to_bits(),
+        wait_seconds: wait_seconds(),
         layer_norm: kind == NormKind::LayerNorm,
         activation: activation.kind,
         gated: activation.gated,
@@ -483,7 +489,7 @@ where
     // memory at the addresses in its table. Integers are of 32 bits, tokens clamped to the vocabulary. Positions and pages are those of rows
     // that the operands checked against the plan's tables and caches, or a step's one further. The scratch
     // is as large as the source says for any number of rows, and results have a line for each row. All blocks are resident at
-    // once, one on each multiprocessor, for which there is shared memory; were they not, waits would end after a second. Checked by the tests of whole steps and of
+    // once, one on each multiprocessor, for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of
     // all families on CUDA, and by compute-sanitizer.
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())

@@ -47,6 +47,8 @@ pub(super) struct Sizes {
     pub(super) d_ff: usize,
     /// The bits of an f32.
     pub(super) epsilon: u32,
+    /// How long blocks wait for each other at the most.
+    pub(super) wait_seconds: u32,
 }
 
 impl Sizes {
@@ -61,7 +63,7 @@ impl Sizes {
     }
 
     fn source(&self, rows: usize, int8: bool, body: &str) -> String {
-        let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon } = *self;
+        let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon, wait_seconds } = *self;
         let defined = [
             ("BATCH", rows),
             ("N_LAYERS", n_layers),
@@ -72,6 +74,7 @@ impl Sizes {
             ("D_FF", d_ff),
             ("INT8", int8.into()),
             ("DRAWS", (rows <= DRAWN_ROWS).into()),
+            ("WAIT_SECONDS", wait_seconds as usize),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         let epsilon = f32::from_bits(epsilon);
@@ -236,7 +239,7 @@ impl CudaKernel for DecodeStepLargeBatch {
 pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let sizes = |(n_heads, d_ff)| {
         let epsilon = 1e-6f32.to_bits();
-        Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon }
+        Sizes { n_layers: 28, d_model: 1024, n_heads, n_kv_heads: n_heads / 2, d_ff, epsilon, wait_seconds: 1 }
     };
     let kernels = move |sizes: Sizes| MANY.map(|rows| DecodeStepManyRows { rows, sizes: sizes.clone() });
     let many = [(16, 3072), (16, 2048), (8, 1024)].map(sizes).into_iter().flat_map(kernels);

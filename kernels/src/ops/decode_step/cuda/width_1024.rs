@@ -21,6 +21,7 @@ use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned,
 use crate::ops::norm::{Norm, NormKind};
 use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
+use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
 /// Tokens of a page that are read at a time.
@@ -164,8 +165,15 @@ where
     }
     debug_assert_eq!([addresses.len(), scales_at.len()], [POINTERS, SCALES].map(|each| each * blocks.len()));
     let [cos, sin] = angles(blocks)?.ok_or_else(|| Declined::new("positions are not rotary"))?;
-    let sizes =
-        Sizes { n_layers: blocks.len(), d_model, n_heads, n_kv_heads, d_ff, epsilon: (epsilon as f32).to_bits() };
+    let sizes = Sizes {
+        n_layers: blocks.len(),
+        d_model,
+        n_heads,
+        n_kv_heads,
+        d_ff,
+        epsilon: (epsilon as f32).to_bits(),
+        wait_seconds: wait_seconds(),
+    };
     let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
     let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
     // All bits of a word that is not there yet are ones.
@@ -260,7 +268,7 @@ where
     // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
     // pages were checked by the operands, and that there are no more rows than the plan takes: positions are the host's, or a step's one further. Results have a line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange are as many
     // as the sources count, and launches of one plan, which share them, come one after another on one stream. All blocks are resident at once: one on each multiprocessor, for which there is
-    // shared memory, and clusters of two on pairs of them; were they not, waits would end after a second.
+    // shared memory, and clusters of two on pairs of them; were they not, waits would end.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
