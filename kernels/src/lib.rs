@@ -70,7 +70,9 @@ pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
 pub use random::RandomKey;
-pub use selection::{F32Products, Kernels, f32_products, use_f32_products, use_kernels, use_wait_seconds};
+pub use selection::{
+    F32Products, Kernels, compile_ahead, f32_products, use_f32_products, use_kernels, use_wait_seconds,
+};
 
 /// The traits of the operations, one a group, which a backend implements.
 pub mod traits {

@@ -7,12 +7,14 @@ use std::time::Duration;
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{AdamW, Backend, RandomKey, backward};
+use fireclay_kernels::{AdamW, Backend, RandomKey, backward, compile_ahead};
 use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
+use crate::tasks::counts::TargetCounts;
 use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
 use crate::training::batches::Batches;
 use crate::training::optimizer::{Optimizer, ParameterGradients};
@@ -30,7 +32,11 @@ pub struct Trainer<B: Backend> {
     device: B::Device,
     /// Bytes in use at the most, where somebody asked.
     peak_memory: Option<u64>,
+    /// Whether the kernels of a step were compiled ahead of the first one.
+    compiled: bool,
 }
+
+type Gradients<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
 /// What a step gives, still on the device.
 pub struct StepOutput<B: Backend> {
@@ -100,6 +106,7 @@ impl<B: Backend> Trainer<B> {
             step: 0,
             device,
             peak_memory: None,
+            compiled: false,
         })
     }
 
@@ -174,29 +181,12 @@ impl<B: Backend> Trainer<B> {
         let mut loss: Option<Tensor<B, 1>> = None;
         for (part, batch) in batch.split(training.accumulation).into_iter().enumerate() {
             self.model.set_dropout(Some(key.fold(part as u64)));
-            // Each part counts by its targets, so that the sum is the mean over the whole batch.
-            let mut checkpoints = None;
-            let part_loss = batch.loss(&self.model, &training, whole, &self.device, |tokens| {
-                match training.checkpoint_activations {
-                    0 => self.model.forward(tokens),
-                    every => {
-                        let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
-                        checkpoints = Some(kept);
-                        hidden
-                    }
-                }
-            });
-            let mut peak = self.peak_memory;
-            note_memory::<B>(&mut peak, &self.device);
-            gradients = Some(match checkpoints {
-                Some(checkpoints) => {
-                    let note = || note_memory::<B>(&mut peak, &self.device);
-                    self.model.backward(part_loss.clone(), checkpoints, gradients, note)
-                }
-                None => backward(part_loss.clone(), gradients),
-            });
-            self.peak_memory = peak;
-            let part_loss = part_loss.inner();
+            if !std::mem::replace(&mut self.compiled, true) {
+                let device = self.device.clone();
+                compile_ahead::<B>(&device, || drop(self.learn_from(&batch, whole, None)));
+            }
+            let (part_loss, of_parts) = self.learn_from(&batch, whole, gradients);
+            gradients = Some(of_parts);
             loss = Some(match loss {
                 Some(sum) => sum + part_loss,
                 None => part_loss,
@@ -227,6 +217,36 @@ impl<B: Backend> Trainer<B> {
         self.step += 1;
         let loss = loss.unwrap_or_else(zero);
         StepOutput { step: self.step - 1, learning_rate, tokens, loss, gradient_norm }
+    }
+
+    /// The loss of a part of a batch whose targets are `whole`, by which it counts, so that those of all parts add up to the mean over the batch; and
+    /// its gradients, added to those of `earlier` parts.
+    fn learn_from(
+        &mut self,
+        part: &Batch,
+        whole: TargetCounts,
+        earlier: Option<Gradients<B>>,
+    ) -> (Tensor<B, 1>, Gradients<B>) {
+        let training = &self.recipe.training;
+        let mut checkpoints = None;
+        let loss =
+            part.loss(&self.model, training, whole, &self.device, |tokens| match training.checkpoint_activations {
+                0 => self.model.forward(tokens),
+                every => {
+                    let (hidden, kept) = self.model.forward_with_checkpoints(tokens, every);
+                    checkpoints = Some(kept);
+                    hidden
+                }
+            });
+        note_memory::<B>(&mut self.peak_memory, &self.device);
+        let gradients = match checkpoints {
+            Some(checkpoints) => {
+                let note = || note_memory::<B>(&mut self.peak_memory, &self.device);
+                self.model.backward(loss.clone(), checkpoints, earlier, note)
+            }
+            None => backward(loss.clone(), earlier),
+        };
+        (loss.inner(), gradients)
     }
 
     /// From here on notes how much of the device's memory is in use, behind each forward pass and before each update: the host waits for

@@ -8,9 +8,9 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, F32Products,
     HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
-    TokenCounts, Weight, activate, attention, attention_weights, backward, dropout, embed, embed_add, head_loss,
-    head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
-    use_f32_products,
+    TokenCounts, Weight, activate, attention, attention_weights, backward, compile_ahead, dropout, embed, embed_add,
+    head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape,
+    rotary, use_f32_products,
 };
 
 use crate::backend_test;
@@ -356,6 +356,21 @@ backend_test!(products_of_f32_are_as_accurate_as_sums_of_f32::<B>(device) {
             println!("{what}: {:?}, in TF32 {errors:?}", error());
         }
     }
+});
+
+// What is rehearsed is launched only in part: its results mean nothing, and those behind it are right.
+backend_test!(products_are_right_behind_a_rehearsal_of_them::<B>(device) {
+    let dtype = half_or_single::<B>(&device);
+    let (x, weight) = (random::<B, 2>(1, [640, 512], &device).cast(dtype), random::<B, 2>(2, [1024, 512], &device).cast(dtype));
+    let mut calls = 0;
+    compile_ahead::<B>(&device, || {
+        calls += 1;
+        drop(linear(x.clone(), weight.clone(), None));
+    });
+    assert!(calls <= usize::from(B::name(&device).contains("cuda")), "{calls} calls");
+    let wanted = plain::linear(x.clone().cast(DType::F32), weight.clone().cast(DType::F32), None);
+    let tolerance = if dtype == DType::F32 { tolerance::<B>(&device) } else { 2e-2 };
+    assert_close("linear", &linear(x, weight, None).cast(DType::F32), &wanted, tolerance);
 });
 
 backend_test!(projections_in_half_precision_are_close_to_the_reference::<B>(device) {

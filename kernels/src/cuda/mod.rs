@@ -2,6 +2,8 @@
 //!
 //! A kernel's source stands beside its operation, in a `.cu` file; [`HOPPER`] has what those for Hopper share.
 
+mod ahead;
+
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -229,7 +231,11 @@ pub(crate) fn in_context<R: CubeRuntime, T>(
     let Some(CudaDevice { index }) = device.downcast_ref::<CudaDevice>() else {
         unreachable!("only CUDA devices have contexts");
     };
-    let device = driver::device::get(*index as i32)?;
+    in_context_of(*index, work)
+}
+
+fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result<T, cudarc::driver::DriverError> {
+    let device = driver::device::get(index as i32)?;
     let before = driver::ctx::get_current()?.unwrap_or(std::ptr::null_mut());
     // SAFETY: the device was just given out by the driver, and its context is kept until `Retained` is dropped.
     let context = unsafe { driver::primary_ctx::retain(device) }?;
@@ -322,6 +328,12 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
     blocks: u32,
     arguments: Arguments,
 ) {
+    if ahead::rehearses() {
+        if tried(x, &kernel).is_none() {
+            ahead::send(&kernel);
+        }
+        return;
+    }
     let client: &dyn Any = &x.client;
     let Some(client) = client.downcast_ref::<ComputeClient<CudaRuntime>>() else {
         unreachable!("only CUDA devices have such kernels");
@@ -339,13 +351,18 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
 /// for Hopper are not for it.
 pub(crate) fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     let device: &dyn Any = &x.device;
-    let Some(CudaDevice { index }) = device.downcast_ref::<CudaDevice>() else { return false };
+    device.downcast_ref::<CudaDevice>().is_some_and(|device| is_hopper(device.index))
+}
+
+fn is_hopper(index: usize) -> bool {
     static CAPABILITIES: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
     let capabilities = CAPABILITIES.get_or_init(|| {
+        // Whoever was first has done so already.
+        let _ = driver::init();
         let count = driver::device::get_count().unwrap_or(0);
         (0..count).map(|index| capability(index).unwrap_or((0, 0))).collect()
     });
-    let capability = capabilities.get(*index).copied().unwrap_or((0, 0));
+    let capability = capabilities.get(index).copied().unwrap_or((0, 0));
     if capability == (9, 0) {
         return true;
     }
@@ -370,7 +387,21 @@ fn capability(index: i32) -> Result<(i32, i32), cudarc::driver::DriverError> {
     ))
 }
 
-/// Whether a kernel compiles and runs on the device of `x`. It is tried once, by `probe`, which launches it. If it fails, a
+/// [`compile_ahead`](crate::compile_ahead()) for a device, which does nothing where it is no Hopper GPU.
+pub(crate) fn compile_ahead(device: &dyn Any, work: impl FnOnce()) {
+    match device.downcast_ref::<CudaDevice>() {
+        Some(device) if is_hopper(device.index) => ahead::compile_ahead(device.index, work),
+        _ => (),
+    }
+}
+
+/// Whether a kernel ran on the device of `x`, if it was tried.
+fn tried<R: CubeRuntime, K: CudaKernel>(x: &CubeTensor<R>, kernel: &K) -> Option<bool> {
+    let tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);
+    tried.as_ref()?.get(&(x.device.to_id(), kernel.clone())).copied()
+}
+
+/// Whether a kernel compiles and runs on the device of `x`; in a rehearsal, whether it is not known not to. It is tried once, by `probe`, which launches it. If it fails, a
 /// warning says why, and what runs `instead`.
 ///
 /// # Panics
@@ -395,6 +426,9 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
     probe: impl FnOnce(),
     fault: impl FnOnce() -> Option<String>,
 ) -> bool {
+    if ahead::rehearses() {
+        return tried(x, kernel).unwrap_or(true);
+    }
     let mut tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);
     let key = (x.device.to_id(), kernel.clone());
     *tried.get_or_insert_default().entry(key).or_insert_with(|| {

@@ -1,0 +1,150 @@
+//! Kernels compiled ahead of their first launches, by all cores at once. CubeCL compiles each as it is launched: GPT-2's first training step waited
+//! for most of 20 seconds.
+//!
+//! ```text
+//! this thread      the step without its launches of kernels in CUDA C++          the step
+//!                     | sources                                                     ^ what CubeCL compiles now, the driver has in its cache
+//! other threads       `-> NVRTC, and the driver's assembler ------------------------'
+//! ```
+//!
+//! NVRTC from CUDA 12.9 on and the driver keep what they compile in the driver's cache, by its source. Where that cannot be written, sources are compiled twice.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ffi::{CStr, CString};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use burn::cubecl::cuda::install;
+use cubecl::cache::{Cache, CacheOption};
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+use cubecl::hash::StableHash;
+use cubecl::prelude::*;
+use cudarc::driver::result::module;
+use cudarc::nvrtc::result as nvrtc;
+
+use super::{CudaKernel, Task, in_context_of};
+
+thread_local! {
+    /// What rehearses on this thread.
+    static REHEARSAL: RefCell<Option<Rehearsal>> = const { RefCell::new(None) };
+}
+
+/// Where kernels go in place of being launched.
+struct Rehearsal {
+    sources: Sender<String>,
+    seen: HashSet<StableHash>,
+    /// What CubeCL has kept of earlier runs, where it keeps any.
+    kept: Option<Cache<StableHash, String>>,
+}
+
+impl Rehearsal {
+    fn new(sources: Sender<String>) -> Self {
+        let config = CubeClRuntimeConfig::get();
+        let root = config.compilation.cache.as_ref().map(|cache| cache.root());
+        // As CubeCL lays it out.
+        let kept = root.map(|root| Cache::new("ptx/toc", CacheOption::default().name("cuda").root(root)));
+        Self { sources, seen: HashSet::new(), kept }
+    }
+
+    fn compile<K: CudaKernel>(&mut self, kernel: &K) {
+        let mut id = Task(kernel.clone()).id();
+        id.mode(ExecutionMode::Checked);
+        let hash = id.stable_hash();
+        let kept = self.kept.as_ref().is_some_and(|kept| kept.get(&hash).is_some());
+        if self.seen.insert(hash) && !kept {
+            // Somebody compiles as long as this rehearses.
+            let _ = self.sources.send(kernel.source());
+        }
+    }
+}
+
+/// Whether this thread rehearses: nothing is launched, and what was not tried is taken to work.
+pub(super) fn rehearses() -> bool {
+    REHEARSAL.with_borrow(Option::is_some)
+}
+
+/// Has a kernel compiled, if this thread rehearses.
+pub(super) fn send<K: CudaKernel>(kernel: &K) {
+    REHEARSAL.with_borrow_mut(|rehearsal| {
+        if let Some(rehearsal) = rehearsal {
+            rehearsal.compile(kernel);
+        }
+    });
+}
+
+/// Calls `work` without its launches of kernels in CUDA C++, and compiles these for the device of this index.
+pub(super) fn compile_ahead(index: usize, work: impl FnOnce()) {
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    if threads == 1 || rehearses() || install::cuda_path().is_none() || !is_kept() {
+        return;
+    }
+    /// The rehearsal is over, however it ends.
+    struct Over;
+    impl Drop for Over {
+        fn drop(&mut self) {
+            REHEARSAL.set(None);
+        }
+    }
+    let (sources, receiver) = channel();
+    let receiver = Mutex::new(receiver);
+    thread::scope(|scope| {
+        let compiles = || {
+            while let Some(source) = next(&receiver) {
+                // What does not compile is told of where it is launched.
+                let _ = compile(index, &source);
+            }
+        };
+        let started = (0..threads).map_while(|_| thread::Builder::new().spawn_scoped(scope, compiles).ok()).count();
+        if started == 0 {
+            return;
+        }
+        REHEARSAL.set(Some(Rehearsal::new(sources)));
+        let _over = Over;
+        work();
+    });
+}
+
+/// Whether NVRTC and the driver keep what they compile.
+fn is_kept() -> bool {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: NVRTC writes two numbers.
+    let known = unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result().is_ok();
+    let disabled = std::env::var("CUDA_CACHE_DISABLE").is_ok_and(|disabled| disabled == "1");
+    known && (major, minor) >= (12, 9) && !disabled
+}
+
+/// The next source, or none if there will be no more.
+fn next(sources: &Mutex<Receiver<String>>) -> Option<String> {
+    sources.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+}
+
+/// Compiles a source as CubeCL does, for Hopper, and lets the driver assemble it.
+fn compile(index: usize, source: &str) -> Option<()> {
+    let source = CString::new(source).ok()?;
+    let include = |path: &std::path::Path| format!("--include-path={}", path.display());
+    let mut options = vec!["--gpu-architecture=sm_90a".into(), include(&install::include_path()), "-lineinfo".into()];
+    if install::cccl_include_path().exists() {
+        options.push(include(&install::cccl_include_path()));
+    }
+    let ptx = ptx(&source, &options)?;
+    in_context_of(index, || {
+        // SAFETY: the image is PTX with a 0 at its end, as NVRTC wrote it; the context is this thread's; nothing of the module is used.
+        unsafe {
+            let loaded = module::load_data(ptx.as_ptr().cast()).ok()?;
+            module::unload(loaded).ok()
+        }
+    })
+    .ok()?
+}
+
+fn ptx(source: &CStr, options: &[String]) -> Option<Vec<std::ffi::c_char>> {
+    let program = nvrtc::create_program(source, None).ok()?;
+    // SAFETY: the program was just made, is this thread's, and is not used once it is destroyed.
+    unsafe {
+        let ptx = nvrtc::compile_program(program, options).and_then(|()| nvrtc::get_ptx(program));
+        let _ = nvrtc::destroy_program(program);
+        ptx.ok()
+    }
+}
