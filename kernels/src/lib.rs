@@ -27,6 +27,7 @@
 mod autodiff;
 mod backend;
 mod checked;
+mod compile_ahead;
 #[cfg(feature = "ndarray")]
 mod cpu;
 #[cfg(feature = "cubecl")]
@@ -44,6 +45,7 @@ mod tensor;
 
 pub use autodiff::{backward, backward_from};
 pub use backend::Backend;
+pub use compile_ahead::compile_ahead;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda_sources;
 pub use ops::activation::{Activation, ActivationKind, activate};
@@ -70,9 +72,7 @@ pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
 pub use random::RandomKey;
-pub use selection::{
-    F32Products, Kernels, compile_ahead, f32_products, use_f32_products, use_kernels, use_wait_seconds,
-};
+pub use selection::{F32Products, Kernels, f32_products, use_f32_products, use_kernels, use_wait_seconds};
 
 /// The traits of the operations, one a group, which a backend implements.
 pub mod traits {

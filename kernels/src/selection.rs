@@ -1,8 +1,7 @@
-//! Which bodies run: the fused kernels, or the references everywhere; and how products of f32 are computed.
+//! What is chosen for the whole process: which bodies run, the fused kernels or the references everywhere; how products of f32 are computed; and how long kernels
+//! wait.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-
-use burn::tensor::backend::Backend;
 
 /// The bodies of the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,19 +67,6 @@ pub fn use_wait_seconds(seconds: u32) {
 #[cfg(feature = "cuda")]
 pub(crate) fn wait_seconds() -> u32 {
     WAIT_SECONDS.load(Ordering::Relaxed)
-}
-
-/// Compiles the kernels of `work` by all cores at once, where they would be compiled one after the other as they are launched, and the device's
-/// compiler keeps them: those in CUDA C++, on Hopper. For that `work` is called once, without these launches, so that what it computes means
-/// nothing, and must not be kept, or read and acted upon; what it launches it launches on this thread. Elsewhere nothing is done, and `work` is not called: on other devices,
-/// with one core, inside another such call, and where nothing compiled is kept (before CUDA 12.9, or with `CUDA_CACHE_DISABLE=1`).
-pub fn compile_ahead<B: Backend>(device: &B::Device, work: impl FnOnce()) {
-    #[cfg(feature = "cuda")]
-    if !reference_only() {
-        crate::cuda::compile_ahead(device, work);
-    }
-    #[cfg(not(feature = "cuda"))]
-    let _ = (device, work);
 }
 
 /// Whether the references are asked for.

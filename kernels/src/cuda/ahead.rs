@@ -65,13 +65,9 @@ pub(super) fn rehearses() -> bool {
     REHEARSAL.with_borrow(Option::is_some)
 }
 
-/// Has a kernel compiled, if this thread rehearses.
+/// Has a kernel compiled, while this thread rehearses.
 pub(super) fn send<K: CudaKernel>(kernel: &K) {
-    REHEARSAL.with_borrow_mut(|rehearsal| {
-        if let Some(rehearsal) = rehearsal {
-            rehearsal.compile(kernel);
-        }
-    });
+    REHEARSAL.with_borrow_mut(|rehearsal| rehearsal.as_mut().map(|rehearsal| rehearsal.compile(kernel)));
 }
 
 /// Calls `work` without its launches of kernels in CUDA C++, and compiles these for the device of this index.
