@@ -14,7 +14,8 @@ use super::{HeadLossForward, HeadLossOps, HeadLossOutput};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
-use crate::ops::linear::cubecl::gemm::{product, product_into, transposed};
+use crate::ops::linear::cubecl::gemm::{product, product_into};
+use crate::ops::linear::cubecl::layout::transposed;
 use crate::ops::linear::route::TMA_TILE;
 use crate::tensor::{float, primitive};
 

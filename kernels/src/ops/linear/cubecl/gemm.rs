@@ -23,7 +23,7 @@ use cubek::std::{InputBinding, MatrixLayout, SwizzleModes};
 use super::gemm_simt::simt_product;
 pub(crate) use super::gemm_tensor_cores::Added;
 use super::gemm_tensor_cores::{self, small_product};
-use crate::cubecl::transpose::transpose;
+use super::layout::{cut, is_m_major, k_major, transposed};
 use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
 use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
@@ -175,25 +175,6 @@ fn tma_product<R: CubeRuntime>(a: CubeTensor<R>, b: CubeTensor<R>, within: DType
     cast(sum_pieces(out, [m, n]), dtype)
 }
 
-/// Whether columns, and not rows, are contiguous in memory.
-fn is_m_major<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
-    x.meta.strides()[0] == 1 && x.meta.strides()[1] != 1
-}
-
-/// A matrix `[rows, k]` in `dtype` as K-major `[pieces, rows, k / pieces]`. Only in a product that is `whole` may there be
-/// gaps between rows: `cubek` takes pieces with gaps for something else.
-pub(crate) fn k_major<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: usize, whole: bool) -> CubeTensor<R> {
-    if is_m_major(&x) {
-        return transpose(transposed(x), dtype, pieces);
-    }
-    let x = cast(x, dtype);
-    let (k, row, column) = (x.meta.shape()[1], x.meta.strides()[0], x.meta.strides()[1]);
-    let begin = x.handle.offset_start.unwrap_or(0) as usize;
-    let gaps = row > k && whole && (row * dtype.size()).is_multiple_of(16);
-    let lies_well = column == 1 && (row == k || gaps) && begin.is_multiple_of(16);
-    cut(if lies_well { x } else { contiguous(x) }, 1, pieces)
-}
-
 /// How `cubek`'s kernel behind TMA does its work: eight planes multiply, each for 32 rows of the tile, and four bring 64 columns of the
 /// inner dimension at a time.
 fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) -> TilingBlueprint {
@@ -225,25 +206,9 @@ fn blueprint([m, n, k]: [usize; 3], global_order: GlobalOrder, processors: u32) 
     }
 }
 
-/// Rows as columns.
-pub(crate) fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
-    x.meta.swap(0, 1);
-    x
-}
-
 /// The matrix in another dtype, its columns still in one run each where they are.
 fn cast_as_it_lies<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     if x.meta.strides()[1] == 1 { cast(x, dtype) } else { transposed(cast(transposed(x), dtype)) }
-}
-
-/// A matrix as a batch of `pieces` matrices, cut along `axis`.
-fn cut<R: CubeRuntime>(mut x: CubeTensor<R>, axis: usize, pieces: usize) -> CubeTensor<R> {
-    let length = x.meta.shape()[axis] / pieces;
-    let stride = x.meta.strides()[axis];
-    x.meta.remove(axis);
-    x.meta.insert(axis, length, stride);
-    x.meta.insert(0, pieces, length * stride);
-    x
 }
 
 /// The matrix with one of its strides one, as the kernels need it: copied only if neither is.

@@ -3,6 +3,7 @@
 pub(crate) mod gemm;
 pub(crate) mod gemm_simt;
 pub(crate) mod gemm_tensor_cores;
+pub(crate) mod layout;
 pub(crate) mod skinny;
 
 use burn::tensor::backend::Backend;
@@ -12,7 +13,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use self::gemm::{Added, product, product_activate, product_add, product_into, transposed};
+use self::gemm::{Added, product, product_activate, product_add, product_into};
+use self::layout::transposed;
 use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
 use super::route::SKINNY_ROWS;
 use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};

@@ -447,6 +447,7 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             bring_bias(buffers, info, shared.bias(consumer), work.column);
         }
         Sums sums;
+        // No function for both loops: with one that of 16 bits had other registers, and spilled.
 #if SPLIT
         if (FINDS_AHEAD) {
             more = schedule.next(next);
