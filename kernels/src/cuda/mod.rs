@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::hash::Hash;
-use std::sync::{Mutex, Once, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, Once, OnceLock, PoisonError};
 
 use burn::cubecl::cuda::{CudaDevice, CudaRuntime};
 use burn::tensor::DType;
@@ -217,6 +217,13 @@ pub(crate) fn marks<R: CubeRuntime>(like: &CubeTensor<R>, count: usize) -> CubeT
         most.clone()
     });
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [count].into(), handle, DType::U32)
+}
+
+/// Whether kernels are compiled for compute-sanitizer's racecheck, by `FIRECLAY_RACECHECK=1`: at an mbarrier it takes each thread's own arrival for what orders its
+/// accesses, and not one lane's behind `__syncwarp`.
+pub(crate) fn every_lane_arrives() -> bool {
+    static ASKED: LazyLock<bool> = LazyLock::new(|| std::env::var_os("FIRECLAY_RACECHECK").is_some_and(|it| it == "1"));
+    *ASKED
 }
 
 /// What `work` gives while the primary context of the device of `x`, which is CubeCL's, is this thread's: parts of the driver ask for one.

@@ -223,12 +223,15 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
     }
 }
 
-// Arrivals of the consumers at a barrier: one of each warp, when all of its threads have read what they release, or written what they give.
-constexpr int RELEASES = CONSUMERS * WARPGROUP / 32;
+// Arrivals of a warp at a barrier, when all of its threads have read what they release, or written what they give: one, as 32 take their time; racecheck
+// does not know that __syncwarp orders the others before it, and is given 32 (EVERY_LANE_ARRIVES).
+constexpr int ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
+// Those of all consumers.
+constexpr int RELEASES = CONSUMERS * WARPGROUP / 32 * ARRIVALS;
 
 __device__ __forceinline__ void release(u32 barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+    if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) {
         barrier_arrive(barrier);
     }
 }

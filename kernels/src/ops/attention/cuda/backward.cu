@@ -709,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.kept_full(), 1);
-        barrier_init(shared.kept_empty(), RELEASES + 3);
+        barrier_init(shared.kept_empty(), RELEASES + 3 * ARRIVALS);
         for (int buffer = 0; buffer < BUFFERS; buffer++) {
             barrier_init(shared.d_scores_full(buffer), RELEASES);
         }
@@ -719,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared.told(step), 1);
         }
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(shared.full(stage), 2);
+            barrier_init(shared.full(stage), 1 + ARRIVALS);
             barrier_init(shared.empty(stage), RELEASES);
         }
         barrier_init_fence();

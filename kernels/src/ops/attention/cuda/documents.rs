@@ -27,8 +27,7 @@ impl CudaKernel for Documents {
     }
 
     fn source(&self) -> String {
-        let kernel =
-            AttentionHopper { pass: Pass::Forward, half: "bf16", head_dim: 64, mask: Mask::Documents, dropout: false };
+        let kernel = AttentionHopper::new(Pass::Forward, "bf16", 64, Mask::Documents, false);
         format!("{}{}", kernel.shared_source(), include_str!("documents.cu"))
     }
 

@@ -56,12 +56,17 @@ struct AttentionHopper {
     head_dim: usize,
     mask: Mask,
     dropout: bool,
+    every_lane_arrives: bool,
 }
 
 impl AttentionHopper {
+    fn new(pass: Pass, half: &'static str, head_dim: usize, mask: Mask, dropout: bool) -> Self {
+        Self { pass, half, head_dim, mask, dropout, every_lane_arrives: cuda::every_lane_arrives() }
+    }
+
     /// Over pages.
     fn paged(half: &'static str, head_dim: usize) -> Self {
-        Self { pass: Pass::Paged, half, head_dim, mask: Mask::UpToOwn, dropout: false }
+        Self::new(Pass::Paged, half, head_dim, Mask::UpToOwn, false)
     }
 
     /// What sources of all passes begin with.
@@ -71,6 +76,7 @@ impl AttentionHopper {
             ("HEAD_DIM", head_dim),
             ("MASK", mask as usize),
             ("DROPOUT", dropout.into()),
+            ("EVERY_LANE_ARRIVES", self.every_lane_arrives.into()),
             ("STAGES", self.stages()),
             ("SHARED", self.shared_bytes()),
         ];
@@ -155,7 +161,7 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
     let plain = masks.map(|mask| (mask, false));
     let kinds = plain.into_iter().chain([(Mask::UpToOwn, true), (Mask::Documents, true)]);
     let kernels = kinds.flat_map(|(mask, dropout)| {
-        let of = move |pass, head_dim| AttentionHopper { pass, half: "bf16", head_dim, mask, dropout };
+        let of = move |pass, head_dim| AttentionHopper::new(pass, "bf16", head_dim, mask, dropout);
         [64, 128].into_iter().flat_map(move |head_dim| [of(Pass::Forward, head_dim), of(Pass::Backward, head_dim)])
     });
     let paged = [64, 128].map(|head_dim| AttentionHopper::paged("bf16", head_dim));
@@ -222,7 +228,7 @@ impl<R: CubeRuntime> Hopper<R> {
 
     fn kernel(&self, pass: Pass) -> AttentionHopper {
         let dropout = self.options.dropout.is_some();
-        AttentionHopper { pass, half: self.half, head_dim: self.dims.head_dim, mask: self.mask, dropout }
+        AttentionHopper::new(pass, self.half, self.dims.head_dim, self.mask, dropout)
     }
 
     /// Whether the kernel of a pass runs on the device of `x`: it is tried on a head of one tile.
