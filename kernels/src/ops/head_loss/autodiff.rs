@@ -1,4 +1,4 @@
-//! The head's loss in the graph: gradients are made in the forward pass, and scaled here.
+//! The head's loss in the graph: gradients are made in the forward pass, and scaled here, and added to those of an earlier pass.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -8,7 +8,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
 use super::{HeadLossBackward, HeadLossForward, HeadLossOps, head_loss_backward, head_loss_forward};
-use crate::autodiff::{inner, inner_int};
+use crate::autodiff::{inner, inner_int, take_sum};
 use crate::checked::Checked;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
@@ -21,14 +21,16 @@ impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
+        let sum = ops.state.as_ref().and_then(|(_, d_weight)| take_sum(&ops, 1, d_weight, grads));
         let Some((d_hidden, d_weight)) = ops.state else { return };
         let _part = self.0.enter();
         let _op = recorder::op("head_loss backward", || {
             let inputs = [recorder::operand(&d_hidden), recorder::operand(&d_weight)];
-            let written = inputs.iter().map(|input| input.bytes()).sum();
-            Call::reads(inputs).and(written)
+            let written: u64 = inputs.iter().map(|input| input.bytes()).sum();
+            let read = sum.as_ref().map_or(0, |sum| recorder::operand(sum).bytes());
+            Call::reads(inputs).and(written + read)
         });
-        let operands = HeadLossBackward { grad, d_hidden, d_weight };
+        let operands = HeadLossBackward { grad, d_hidden, d_weight, sum };
         let (d_hidden, d_weight) = head_loss_backward::<B>(Checked::new(operands));
         for (parent, gradient) in ops.parents.into_iter().zip([d_hidden, d_weight]) {
             if let Some(node) = parent {

@@ -17,7 +17,7 @@ impl HeadLossOps for NdArray {
 
     /// Gradients for an upstream gradient of one are as they came.
     fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
-        let HeadLossBackward { grad, d_hidden, d_weight } = operands.into_inner();
+        let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands.into_inner();
         let grad = Values::rows(grad)[0];
         let scaled = |gradient: Tensor<NdArray, 2>| {
             if grad == 1.0 {
@@ -33,7 +33,12 @@ impl HeadLossOps for NdArray {
             );
             tensor(values, shape)
         };
-        (scaled(d_hidden), scaled(d_weight))
+        let d_weight = scaled(d_weight);
+        let d_weight = match sum {
+            Some(sum) => sum + d_weight,
+            None => d_weight,
+        };
+        (scaled(d_hidden), d_weight)
     }
 }
 

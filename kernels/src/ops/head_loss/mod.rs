@@ -82,7 +82,7 @@ pub struct HeadLossForward<B: Backend> {
     /// Smoothing, weight and chunk.
     pub options: HeadLossOptions,
     /// Whether the gradients for an upstream gradient of one are wanted, too: one pass over the vocabulary gives both,
-    /// and the backward pass only scales them.
+    /// and the backward pass scales them, and adds them to what there is.
     pub gradients: bool,
 }
 
@@ -103,15 +103,20 @@ pub struct HeadLossBackward<B: Backend> {
     pub grad: Tensor<B, 1>,
     /// Gradient of the hidden states for an upstream gradient of one.
     pub d_hidden: Tensor<B, 2>,
-    /// That of the weight.
+    /// That of the weight, f32.
     pub d_weight: Tensor<B, 2>,
+    /// What the gradient of the weight is added to, f32 of its shape: in its place, where nothing else holds it.
+    pub sum: Option<Tensor<B, 2>>,
 }
 
 impl<B: Backend> Operands for HeadLossBackward<B> {
     fn check(&self) {
         let op = "head_loss backward";
         let hidden = part(op, "gradient of hidden", &self.d_hidden).float();
-        part(op, "gradient of weight", &self.d_weight).float().fits(true, &hidden);
+        let weight = part(op, "gradient of weight", &self.d_weight).of(DType::F32).fits(true, &hidden);
+        if let Some(sum) = &self.sum {
+            part(op, "sum", sum).of(DType::F32).shaped(&self.d_weight.dims(), &weight);
+        }
         part(op, "grad", &self.grad).of(DType::F32).shaped(&[1], &hidden);
     }
 }
@@ -126,7 +131,7 @@ pub trait HeadLossOps: ReshapeOps {
     fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
         reference::head_loss_forward(operands.into_inner())
     }
-    /// Backward of [`head_loss`]: the gradients of the hidden states and of the weight.
+    /// Backward of [`head_loss`]: the gradients of the hidden states and of the weight, the latter with what it was to be added to.
     fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
         reference::head_loss_backward(operands.into_inner())
     }

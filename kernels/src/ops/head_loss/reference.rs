@@ -71,8 +71,13 @@ pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOu
 
 /// Reference backward of [`head_loss`](crate::head_loss()).
 pub fn head_loss_backward<B: Backend>(operands: HeadLossBackward<B>) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let HeadLossBackward { grad, d_hidden, d_weight } = operands;
+    let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands;
     let scale = grad.reshape([1, 1]);
-    let dtypes = [d_hidden.dtype(), d_weight.dtype()];
-    (d_hidden * scale.clone().cast(dtypes[0]), d_weight * scale.cast(dtypes[1]))
+    let dtype = d_hidden.dtype();
+    let d_weight = d_weight * scale.clone();
+    let d_weight = match sum {
+        Some(sum) => sum + d_weight,
+        None => d_weight,
+    };
+    (d_hidden * scale.cast(dtype), d_weight)
 }

@@ -2,6 +2,7 @@
 //! own gradient in place.
 
 mod row_pass;
+mod scale;
 
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -10,7 +11,8 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
 use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
-use super::{HeadLossForward, HeadLossOps, HeadLossOutput};
+use self::scale::{add_scaled, scaled};
+use super::{HeadLossBackward, HeadLossForward, HeadLossOps, HeadLossOutput};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
@@ -37,6 +39,16 @@ where
 {
     fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
         head_loss_forward(operands.into_inner())
+    }
+
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands.into_inner();
+        let (scale, d_weight) = (primitive(grad), primitive(d_weight));
+        let d_weight = match sum {
+            Some(sum) => add_scaled(primitive(sum), d_weight, &scale),
+            None => scaled(d_weight, &scale),
+        };
+        (float(scaled(primitive(d_hidden), &scale)), float(d_weight))
     }
 }
 

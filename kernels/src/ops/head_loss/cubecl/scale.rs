@@ -1,0 +1,105 @@
+//! Gradients times that of the loss, a number on the device. Mostly that is one, and then those that nobody else holds stay as they are.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use crate::cubecl::{array, contiguous, empty, grid, multiprocessors, vector_width};
+
+const UNITS: u32 = 256;
+/// Cubes for each multiprocessor.
+const CUBES: u32 = 8;
+
+/// `x * scale`, in the place of `x` where nothing else holds it.
+pub(super) fn scaled<R: CubeRuntime>(x: CubeTensor<R>, scale: &CubeTensor<R>) -> CubeTensor<R> {
+    let x = contiguous(x);
+    let in_place = x.can_mut();
+    let out = if in_place { x.clone() } else { empty(&x, [x.meta.shape()[0], x.meta.shape()[1]], x.dtype) };
+    let size = x.meta.num_elements();
+    let vector = vector_width(&[&x, &out], &[size]);
+    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody else's, each its own, and `scale` is one number.
+    unsafe {
+        scale_kernel::launch_unchecked(
+            &x.client,
+            cubes(&x, size / vector),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(&x),
+            array(scale),
+            array(&out),
+            (size / vector) as u32,
+            in_place,
+            x.dtype.into(),
+        );
+    }
+    out
+}
+
+/// `sum + x * scale` of f32, in the place of `sum` where nothing else holds it, or in that of `x`.
+pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, scale: &CubeTensor<R>) -> CubeTensor<R> {
+    let (sum, x) = (contiguous(sum), contiguous(x));
+    let out = match (sum.can_mut(), x.can_mut()) {
+        (true, _) => sum.clone(),
+        (_, true) => x.clone(),
+        _ => empty(&x, [x.meta.shape()[0], x.meta.shape()[1]], DType::F32),
+    };
+    let size = x.meta.num_elements();
+    let vector = vector_width(&[&sum, &x, &out], &[size]);
+    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each its own; `out` is nobody else's.
+    unsafe {
+        add_scaled_kernel::launch_unchecked(
+            &x.client,
+            cubes(&x, size / vector),
+            CubeDim::new_1d(UNITS),
+            vector,
+            array(&sum),
+            array(&x),
+            array(scale),
+            array(&out),
+            (size / vector) as u32,
+        );
+    }
+    out
+}
+
+/// No more cubes than run at a time: where there is nothing to do, each costs something.
+fn cubes<R: CubeRuntime>(x: &CubeTensor<R>, vectors: usize) -> CubeCount {
+    grid(vectors.div_ceil(UNITS as usize).min((multiprocessors(x) * CUBES) as usize))
+}
+
+#[cube(launch_unchecked)]
+fn scale_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    scale: &Array<f32>,
+    out: &mut Array<Vector<F, N>>,
+    size: u32,
+    #[comptime] in_place: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let scale = scale[0];
+    if in_place && scale == 1.0f32 {
+        terminate!();
+    }
+    let mut at = ABSOLUTE_POS as u32;
+    while at < size {
+        out[at as usize] = Vector::cast_from(Vector::<f32, N>::cast_from(x[at as usize]) * Vector::new(scale));
+        at += CUBE_COUNT as u32 * UNITS;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn add_scaled_kernel<N: Size>(
+    sum: &Array<Vector<f32, N>>,
+    x: &Array<Vector<f32, N>>,
+    scale: &Array<f32>,
+    out: &mut Array<Vector<f32, N>>,
+    size: u32,
+) {
+    let scale = Vector::<f32, N>::new(scale[0]);
+    let mut at = ABSOLUTE_POS as u32;
+    while at < size {
+        out[at as usize] = sum[at as usize] + x[at as usize] * scale;
+        at += CUBE_COUNT as u32 * UNITS;
+    }
+}
