@@ -82,7 +82,7 @@ impl<B: Backend> Backward<B, 1> for Known {
 }
 
 /// The gradients of a loss, added to those of an `earlier` pass over the same parameters, where there was one, as a batch in parts has several. The
-/// backward of this crate's projections adds to a parameter's gradient in its place, and on devices that of its lookups.
+/// backward of this crate's projections and of its head's loss adds to a parameter's gradient in its place, and on devices that of its lookups.
 ///
 /// ```
 /// use burn::backend::{Autodiff, NdArray};

@@ -7,6 +7,7 @@ use crate::ops::decode_step::DecodeStepOps;
 use crate::ops::download::DownloadOps;
 use crate::ops::dropout::DropoutOps;
 use crate::ops::embed::EmbedOps;
+use crate::ops::feed_forward::FeedForwardOps;
 use crate::ops::head_loss::HeadLossOps;
 use crate::ops::head_sample::HeadSampleOps;
 use crate::ops::linear::LinearOps;
@@ -43,6 +44,7 @@ backend! {
     DownloadOps,
     DropoutOps,
     EmbedOps,
+    FeedForwardOps,
     HeadLossOps,
     HeadSampleOps,
     LinearOps,

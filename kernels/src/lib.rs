@@ -59,11 +59,12 @@ pub use ops::decode_step::{
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
+pub use ops::feed_forward::{FeedForwardGradients, FeedForwardLayer, FeedForwardOutput, feed_forward};
 pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
 pub use ops::head_sample::{
     Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
 };
-pub use ops::linear::{LinearGradients, LinearOutput, linear, linear_add, norm_gate_up, norm_linear};
+pub use ops::linear::{LinearGradients, LinearOutput, Saved, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
@@ -83,6 +84,7 @@ pub mod traits {
     pub use crate::ops::download::DownloadOps;
     pub use crate::ops::dropout::DropoutOps;
     pub use crate::ops::embed::EmbedOps;
+    pub use crate::ops::feed_forward::FeedForwardOps;
     pub use crate::ops::head_loss::HeadLossOps;
     pub use crate::ops::head_sample::HeadSampleOps;
     pub use crate::ops::linear::LinearOps;
@@ -107,6 +109,7 @@ pub mod operands {
     pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
+    pub use crate::ops::feed_forward::{FeedForwardBackward, FeedForwardForward};
     pub use crate::ops::head_loss::{HeadLossBackward, HeadLossForward};
     pub use crate::ops::head_sample::{Draw, Logits};
     pub use crate::ops::linear::{LinearBackward, LinearForward};
@@ -127,6 +130,7 @@ pub mod reference {
     pub use crate::ops::cached_attention::reference::cached_attention;
     pub use crate::ops::dropout::reference::dropout_forward;
     pub use crate::ops::embed::reference::{embed_backward, embed_forward};
+    pub use crate::ops::feed_forward::reference::{feed_forward, feed_forward_backward, feed_forward_forward};
     pub use crate::ops::head_loss::reference::{head_loss_backward, head_loss_forward};
     pub use crate::ops::head_sample::reference::{draw, logits};
     pub use crate::ops::linear::reference::{linear_backward, linear_forward};

@@ -51,16 +51,14 @@ impl<B: Backend> Block<B> {
                 let x = self.add_attention(heads, x, pass, layer);
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
-                let inner = self.feed_forward.inner(x.clone(), Some(&norms.1), pass.activation);
-                self.add_feed_forward(inner, x, pass, layer)
+                self.feed_forward.add_to(x, Some(&norms.1), pass, layer)
             }
             NormPlacement::Post => {
                 let heads = self.attention.heads(x.clone(), None, pass, layer, cache);
                 let x = norm(self.add_attention(heads, x, pass, layer), &norms.0);
                 drop(in_attention);
                 let _in_feed_forward = part("feed_forward");
-                let inner = self.feed_forward.inner(x.clone(), None, pass.activation);
-                norm(self.add_feed_forward(inner, x, pass, layer), &norms.1)
+                norm(self.feed_forward.add_to(x, None, pass, layer), &norms.1)
             }
         }
     }
@@ -75,11 +73,5 @@ impl<B: Backend> Block<B> {
         let Attention { output, output_bias, .. } = &self.attention;
         let dropout = pass.dropout(layer, Site::AttentionOutput);
         linear_add(heads, output.weight(), output_bias.as_ref().map(Param::val), dropout, x)
-    }
-
-    fn add_feed_forward(&self, inner: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
-        let FeedForward { down, down_bias, .. } = &self.feed_forward;
-        let dropout = pass.dropout(layer, Site::FeedForwardOutput);
-        linear_add(inner, down.weight(), down_bias.as_ref().map(Param::val), dropout, x)
     }
 }

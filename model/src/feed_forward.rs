@@ -3,11 +3,12 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{Backend, Norm, norm_gate_up};
+use fireclay_kernels::{Backend, FeedForwardLayer, Norm, feed_forward};
 
 use crate::config::TransformerConfig;
 use crate::matrix::Matrix;
 use crate::parameters::Initializer;
+use crate::pass::{Pass, Site};
 
 /// The weights of a feed-forward layer, as on the hub `[d_output, d_input]`.
 #[derive(Module, Debug)]
@@ -32,14 +33,21 @@ impl<B: Backend> FeedForward<B> {
         }
     }
 
-    /// `[rows, d_ff]` before the second projection, from `x` `[rows, d_model]`; `pre_norm` is applied to it first, where
-    /// there is one.
-    pub(crate) fn inner(
+    /// The residual stream `x` `[rows, d_model]` with the layer's output added; `pre_norm` is applied to its input, where there is one.
+    pub(crate) fn add_to(
         &self,
         x: Tensor<B, 2>,
         pre_norm: Option<&Norm<B>>,
-        activation: fireclay_kernels::Activation,
+        pass: &Pass<B>,
+        layer: usize,
     ) -> Tensor<B, 2> {
-        norm_gate_up(x, pre_norm, self.up.weight(), self.up_bias.as_ref().map(Param::val), activation)
+        let weights = FeedForwardLayer {
+            up: self.up.weight(),
+            up_bias: self.up_bias.as_ref().map(Param::val),
+            activation: pass.activation,
+            down: self.down.weight(),
+            down_bias: self.down_bias.as_ref().map(Param::val),
+        };
+        feed_forward(x, pre_norm, weights, pass.dropout(layer, Site::FeedForwardOutput))
     }
 }

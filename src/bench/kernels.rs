@@ -3,13 +3,14 @@
 
 use burn::tensor::{DType, Distribution, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::operands::{
-    ActivateBackward, ActivateForward, Checked, EmbedBackward, HeadLossForward, LinearBackward, NormBackward,
-    NormForward, QkvAttentionBackward, QkvAttentionForward,
+    ActivateBackward, ActivateForward, Checked, EmbedBackward, FeedForwardBackward, FeedForwardForward,
+    HeadLossForward, LinearBackward, NormBackward, NormForward, QkvAttentionBackward, QkvAttentionForward,
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, dropout, embed,
-    head_sample, linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, recorder,
+    FeedForwardLayer, HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    Weight, dropout, embed, head_sample, linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
+    recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -235,6 +236,30 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             norm_gate_up(x.clone(), None, weight.clone(), Some(bias.clone()), gelu)
         })?;
         let (down, shift) = (self.random([narrow, wide]), self.weights([narrow]));
+        let layer = FeedForwardLayer {
+            up: Weight::Float(weight.clone()),
+            up_bias: Some(bias.clone()),
+            activation: gelu,
+            down: Weight::Float(down.clone()),
+            down_bias: Some(shift.clone()),
+        };
+        let operands = FeedForwardForward { x: x.clone(), norm: None, residual: x.clone(), layer, dropout: None };
+        let forward = B::feed_forward_forward(Checked::new(operands.clone()));
+        self.computes(&format!("feed_forward, gelu {dtype}"), case(), 2.0 * flops, || {
+            B::feed_forward_forward(Checked::new(operands.clone()))
+        })?;
+        self.computes(&format!("feed_forward backward, gelu {dtype}"), case(), 4.0 * flops, || {
+            B::feed_forward_backward(Checked::new(FeedForwardBackward {
+                grad: x.clone(),
+                x: x.clone(),
+                saved: forward.saved.clone(),
+                hidden: forward.hidden.clone(),
+                layer: operands.layer.clone(),
+                dropout: None,
+                sums: [None, None],
+            }))
+        })?;
+        drop((forward, operands));
         self.computes(&format!("linear_add {dtype}"), format!("{rows}x{wide}x{narrow}"), flops, || {
             linear_add(grad.clone(), down.clone(), Some(shift.clone()), None, x.clone())
         })

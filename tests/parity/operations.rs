@@ -7,10 +7,10 @@ use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout, F32Products,
-    HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
-    TokenCounts, Weight, activate, attention, attention_weights, backward, compile_ahead, dropout, embed, embed_add,
-    head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary, reshape,
-    rotary, use_f32_products,
+    FeedForwardLayer, HeadLossOptions, Norm, PackedHeads, Penalties, RandomKey, RotaryTable, SampledRow, SampledRows,
+    Sampling, TokenCounts, Weight, activate, attention, attention_weights, backward, compile_ahead, dropout, embed,
+    embed_add, feed_forward, head_loss, head_sample, linear, linear_add, norm, norm_gate_up, optimizer_step,
+    qkv_attention, qkv_rotary, reshape, rotary, use_f32_products,
 };
 
 use crate::backend_test;
@@ -972,43 +972,64 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
 });
 
 backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_leave_what_others_hold::<B>(device) {
-    let gelu = Activation::plain(ActivationKind::GeluTanh);
     let half = half_or_single::<B>(&device);
-    let mut cases = vec![(DType::F32, [33, 20, 5, 7]), (half, [65, 130, 24, 40])];
-    if B::name(&device).contains("cuda") {
-        // So large that the products of a Hopper GPU add to what there is.
-        cases.extend([half, DType::F32].map(|dtype| (dtype, [600, 1100, 512, 1024])));
-    }
-    for (dtype, [vocabulary, tokens, d_model, d_ff]) in cases {
+    added_gradients_parity::<B>(&[(DType::F32, [33, 20, 5, 7]), (half, [65, 130, 24, 40])], &device);
+});
+
+backend_test!(gradients_of_large_products_are_added_to_those_of_a_pass_before::<B>(device) {
+    // So large that the products of a Hopper GPU add to what there is; elsewhere such only take long.
+    let sizes = if B::name(&device).contains("cuda") { [600, 1100, 512, 1024] } else { [140, 260, 64, 136] };
+    let half = half_or_single::<B>(&device);
+    added_gradients_parity::<B>(&[half, DType::F32].map(|dtype| (dtype, sizes)), &device);
+});
+
+fn added_gradients_parity<B: Backend>(cases: &[(DType, [usize; 4])], device: &B::Device) {
+    let gelu = Activation::plain(ActivationKind::GeluTanh);
+    for (dtype, [vocabulary, tokens, d_model, d_ff]) in cases.iter().copied() {
         let what = format!("{vocabulary} words, {tokens} tokens, {d_model} to {d_ff}, {dtype:?}");
-        let leaf = |seed, shape| Tensor::<Autodiff<B>, 2>::from_inner(random(seed, shape, &device)).require_grad();
+        let leaf = |seed, shape| Tensor::<Autodiff<B>, 2>::from_inner(random(seed, shape, device)).require_grad();
         let weights = [
             leaf(1, [vocabulary, d_model]),
             leaf(2, [d_ff, d_model]),
             leaf(3, [d_model, d_ff]),
             leaf(4, [1, d_ff]),
             leaf(5, [1, d_model]),
-            leaf(6, [d_model, d_ff]),
+            leaf(6, [d_model, d_model]),
+            leaf(7, [d_ff, d_model]),
+            leaf(8, [1, d_ff]),
+            leaf(9, [d_model, d_ff]),
+            leaf(10, [1, d_model]),
         ];
-        let [table, up, down, bias, gamma, late] = &weights;
+        let [table, up, down, bias, gamma, late, wide, wide_bias, narrow, narrow_bias] = &weights;
         // Each pass has other tokens, and one weight is only in the second.
         let loss = |pass: usize| {
             let ids: Vec<i32> = (0..tokens).map(|at| (at * at * (pass + 7) % (vocabulary - pass)) as i32).collect();
-            let ids = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(ids, [1, tokens]), &device);
+            let ids = Tensor::<Autodiff<B>, 2, Int>::from_data(TensorData::new(ids, [1, tokens]), device);
             let x = embed(table.clone(), ids.clone(), dtype.into());
-            let layer = Norm::rms(vector(gamma), 1e-5);
-            let wide = norm_gate_up(x.clone(), Some(&layer), up.clone(), Some(vector(bias)), gelu);
-            let mut x = linear_add(wide.clone(), down.clone(), None, None, x);
+            let norm = Norm::rms(vector(gamma), 1e-5);
+            let weights = FeedForwardLayer {
+                up: up.clone().into(),
+                up_bias: Some(vector(bias)),
+                activation: gelu,
+                down: down.clone().into(),
+                down_bias: Some(vector(narrow_bias)),
+            };
+            let mut x = feed_forward(x, Some(&norm), weights, None);
             if pass == 1 {
-                x = linear_add(wide, late.clone(), None, None, x);
+                x = linear_add(x.clone(), late.clone(), None, None, x);
             }
-            head_loss(x, table.clone(), ids, HeadLossOptions::default())
+            let inner = linear(x.clone(), wide.clone(), Some(vector(wide_bias)));
+            x = linear_add(inner, narrow.clone(), Some(vector(narrow_bias)), None, x);
+            // The gradient of a loss is not always one.
+            let loss = head_loss(x, table.clone(), ids, HeadLossOptions::default());
+            if pass == 1 { loss * 0.5 } else { loss }
         };
         let gradient = |weight: &Tensor<Autodiff<B>, 2>, gradients: &_| weight.grad(gradients);
         let [first, second] = [0, 1].map(|pass| backward(loss(pass), None));
-        // Of `up` something else holds the gradient, of `down` nothing.
-        let (alone, held) = (backward(loss(0), None), gradient(up, &first).expect("a gradient"));
-        let before = values(&held);
+        // Something else holds the gradients of some, and not those of the others.
+        let alone = backward(loss(0), None);
+        let held = [up, wide, table].map(|weight| gradient(weight, &first).expect("a gradient"));
+        let before = held.clone().map(|held| values(&held));
         let both = backward(loss(1), Some(first));
         for (at, weight) in weights.iter().enumerate() {
             let wanted = match (gradient(weight, &alone), gradient(weight, &second)) {
@@ -1019,9 +1040,9 @@ backend_test!(gradients_of_a_second_pass_are_added_to_those_of_the_first_and_lea
             let sum = gradient(weight, &both).expect("a gradient");
             assert_close(&format!("parameter {at} of {what}"), &sum, &wanted, 1e-5);
         }
-        assert_eq!(values(&held), before, "the first pass's gradient as it is held, {what}");
+        assert_eq!(held.map(|held| values(&held)), before, "the first pass's gradients as they are held, {what}");
     }
-});
+}
 
 backend_test!(optimizer_step_takes_many_parameters_and_leaves_what_others_hold::<B>(device) {
     let adamw = AdamW {
@@ -1217,6 +1238,152 @@ backend_test!(fused_projections_match_the_reference::<B>(device) {
         }
     }
 });
+
+/// A feed-forward layer of `[x, gamma, up, down, up's bias, down's bias]`, with the norm and the biases if they are asked for.
+fn feed_forward_of<B: Backend>(
+    i: &[Tensor<B, 2>],
+    [normed, biased]: [bool; 2],
+    activation: Activation,
+    dropout: Option<Dropout>,
+) -> Tensor<B, 2> {
+    let norm = normed.then(|| Norm::rms(vector(&i[1]), 1e-5));
+    let bias = |bias: &Tensor<B, 2>| biased.then(|| vector(bias));
+    let layer = FeedForwardLayer {
+        up: i[2].clone().into(),
+        up_bias: bias(&i[4]),
+        activation,
+        down: i[3].clone().into(),
+        down_bias: bias(&i[5]),
+    };
+    feed_forward(i[0].clone(), norm.as_ref(), layer, dropout)
+}
+
+/// The same from small operations.
+fn plain_feed_forward_of<B: Backend>(
+    i: &[Tensor<B, 2>],
+    [normed, biased]: [bool; 2],
+    activation: Activation,
+    dropout: Option<Dropout>,
+) -> Tensor<B, 2> {
+    let x = if normed { plain::norm(i[0].clone(), &Norm::rms(vector(&i[1]), 1e-5)) } else { i[0].clone() };
+    let bias = |bias: &Tensor<B, 2>| biased.then(|| vector(bias));
+    let hidden = plain::activate(plain::linear(x, i[2].clone(), bias(&i[4])), activation);
+    let product = plain::linear(hidden, i[3].clone(), bias(&i[5]));
+    i[0].clone() + dropout.map_or(product.clone(), |dropout| plain::dropout(product, dropout))
+}
+
+/// What such a layer is made of: activations are neither all alike nor all off.
+fn feed_forward_inputs<B: Backend>(
+    [rows, d_model, d_ff]: [usize; 3],
+    gated: bool,
+    device: &B::Device,
+) -> [Tensor<B, 2>; 6] {
+    let width = if gated { 2 * d_ff } else { d_ff };
+    let near = |seed, shape: [usize; 2]| random::<B, 2>(seed, shape, device) * (3.0 / shape[1] as f64).sqrt();
+    [
+        random(1, [rows, d_model], device),
+        random::<B, 2>(2, [1, d_model], device) + 1.0,
+        near(3, [width, d_model]),
+        near(4, [d_model, d_ff]),
+        random(5, [1, width], device),
+        random(6, [1, d_model], device),
+    ]
+}
+
+const GATED_SILU: Activation = Activation { kind: ActivationKind::Silu, gated: true };
+
+backend_test!(feed_forward_layers_match_the_reference::<B>(device) {
+    let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
+    // ReLU's slope is of a sum near 0 that rounding puts on either side: it stands in the next test.
+    let mut cases = Vec::new();
+    for kind in [ActivationKind::GeluErf, ActivationKind::GeluTanh, ActivationKind::Silu] {
+        for gated in [false, true] {
+            cases.extend([[1, 3, 5], [33, 18, 40]].map(|sizes| (sizes, Activation { kind, gated })));
+        }
+    }
+    for (sizes, activation) in cases {
+        let [x, gamma, up, down, up_bias, down_bias] = feed_forward_inputs::<B>(sizes, activation.gated, &device);
+        let inputs = [strided(x), gamma, up, strided(down), up_bias, down_bias];
+        for dropout in [None, Some(kept)] {
+            // Parts that are not there have no gradient.
+            let what = format!("feed_forward {sizes:?}, {activation:?}, dropout {dropout:?}");
+            assert_parity(
+                &what,
+                &inputs,
+                |i| feed_forward_of(i, [true; 2], activation, dropout),
+                |i| plain_feed_forward_of(i, [true; 2], activation, dropout),
+            );
+            let [x, gamma, up, down, up_bias, down_bias] = &inputs;
+            let fixed = [gamma, up_bias, down_bias].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x.clone()));
+            let all = |i: &[Tensor<Autodiff<B>, 2>]| {
+                let [gamma, up_bias, down_bias] = fixed.clone();
+                [i[0].clone(), gamma, i[1].clone(), i[2].clone(), up_bias, down_bias]
+            };
+            assert_parity(
+                &format!("{what}, without norm and bias"),
+                &[x.clone(), up.clone(), down.clone()],
+                |i| feed_forward_of(&all(i), [false; 2], activation, dropout),
+                |i| plain_feed_forward_of(&all(i), [false; 2], activation, dropout),
+            );
+        }
+    }
+});
+
+backend_test!(feed_forward_layers_of_few_rows_in_half_precision_are_close_to_the_reference::<B>(device) {
+    half_feed_forward_parity::<B>(&[[70, 48, 96]], half_or_single::<B>(&device), [true; 2], &device);
+});
+
+backend_test!(feed_forward_layers_in_half_precision_are_close_to_the_reference::<B>(device) {
+    // Tiles that are whole, cut along the inner dimension or at the edges, of one column and of several.
+    let half = half_or_single::<B>(&device);
+    half_feed_forward_parity::<B>(&[[1024, 512, 1024], [1000, 520, 648], [2056, 768, 3072]], half, [true; 2], &device);
+    half_feed_forward_parity::<B>(&[[1300, 1288, 640]], half, [false; 2], &device);
+    if <B as burn::tensor::backend::Backend>::supports_dtype(&device, DType::F16) {
+        half_feed_forward_parity::<B>(&[[1000, 520, 768]], DType::F16, [true; 2], &device);
+    }
+});
+
+/// With a norm and biases, or without.
+fn half_feed_forward_parity<B: Backend>(sizes: &[[usize; 3]], half: DType, parts: [bool; 2], device: &B::Device) {
+    let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
+    let plain_gelu = Activation::plain(ActivationKind::GeluTanh);
+    for sizes in sizes.iter().copied().filter(|sizes| is_worth_it::<B>(device, sizes)) {
+        for activation in [plain_gelu, Activation::plain(ActivationKind::Relu), GATED_SILU] {
+            let inputs = feed_forward_inputs::<B>(sizes, activation.gated, device);
+            // Only what is used has a gradient.
+            let used = [true, parts[0], true, true, parts[1], parts[1]];
+            let rounded = inputs.map(|x| x.cast(half));
+            let tracked: Vec<_> = rounded.iter().zip(used).filter(|(_, used)| *used).map(|(x, _)| x.clone()).collect();
+            let all = |i: &[Tensor<Autodiff<B>, 2>]| {
+                let mut tracked = i.iter();
+                let parts = rounded.iter().zip(used);
+                let parts = parts.map(|(x, used)| match used {
+                    true => tracked.next().expect("as many as are used").clone(),
+                    false => Tensor::from_inner(x.clone()),
+                });
+                parts.collect::<Vec<_>>()
+            };
+            for dropout in [None, Some(kept)] {
+                let what = format!("feed_forward {sizes:?}, {activation:?}, dropout {dropout:?}");
+                let ours = || with_gradients(&tracked, half, |i| feed_forward_of(&all(i), parts, activation, dropout));
+                let (output, gradients) = ours();
+                let (wanted, wanted_gradients) = with_gradients(&tracked, DType::F32, |i| {
+                    plain_feed_forward_of(&all(i), parts, activation, dropout)
+                });
+                assert_close(&what, &output, &wanted, 1e-2);
+                let (again, gradients_again) = ours();
+                assert_eq!(values(&output), values(&again), "{what}: the same bits again");
+                // Of sums near 0 some are on ReLU's other side: the square root of their share.
+                let tolerance = if activation.kind == ActivationKind::Relu { 0.1 } else { 1e-2 };
+                for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
+                    let what = format!("{what}, gradient of input {at}");
+                    assert_close(&what, gradient, wanted, tolerance);
+                    assert_eq!(values(gradient), values(&gradients_again[at]), "{what}: the same bits again");
+                }
+            }
+        }
+    }
+}
 
 backend_test!(packed_attention_is_attention::<B>(device) {
     for (heads, batch_size, seq_length) in [

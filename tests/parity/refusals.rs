@@ -6,11 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
-    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, HeadLossOptions, Int8Weight, LayerCache, Norm,
-    PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw, StepsAhead,
-    TokenCounts, Weight, activate, attention, cached_attention, decode_step, dropout, embed, embed_add, head_loss,
-    head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention,
-    qkv_rotary, reshape, rotary,
+    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, HeadLossOptions, Int8Weight,
+    LayerCache, Norm, PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw,
+    StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, decode_step, dropout, embed, embed_add,
+    feed_forward, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear,
+    optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -123,6 +123,33 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         });
         refused("norm_gate_up", &["gamma [1]"], || norm_gate_up(x(), Some(&make.rms(1)), weight(), None, PLAIN));
         refused("norm_gate_up", &["bias [8]"], || norm_gate_up(x(), None, weight(), bias(8), GATED));
+        let layer = |up: [usize; 2], activation, down: [usize; 2]| FeedForwardLayer {
+            up: make.float(up).into(),
+            up_bias: None,
+            activation,
+            down: make.float(down).into(),
+            down_bias: None,
+        };
+        let fits = || layer([16, 8], GATED, [8, 8]);
+        let apply = |norm: Option<usize>, layer: FeedForwardLayer<B>, dropout| {
+            feed_forward(x(), norm.map(|size| make.rms(size)).as_ref(), layer, dropout)
+        };
+        refused("feed_forward", &["up [16, 7]", &dims], || apply(None, layer([16, 7], GATED, [8, 8]), None));
+        refused("feed_forward", &["even width", "15"], || apply(None, layer([15, 8], GATED, [8, 7]), None));
+        refused("feed_forward", &["down [8, 16]", &dims], || apply(None, layer([16, 8], GATED, [8, 16]), None));
+        refused("feed_forward", &["down [8, 8]", &dims], || apply(None, layer([16, 8], PLAIN, [8, 8]), None));
+        refused("feed_forward", &["down [7, 8]", &dims], || apply(None, layer([16, 8], GATED, [7, 8]), None));
+        refused("feed_forward", &["gamma [9]", &dims], || apply(Some(9), fits(), None));
+        refused("feed_forward", &["up's bias [8]"], || {
+            apply(None, FeedForwardLayer { up_bias: bias(8), ..fits() }, None)
+        });
+        refused("feed_forward", &["down's bias [16]"], || {
+            apply(None, FeedForwardLayer { down_bias: bias(16), ..fits() }, None)
+        });
+        let half = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
+        refused("feed_forward", &["without dropout"], || {
+            apply(None, FeedForwardLayer { down: make.bytes([8, 8]).into(), ..fits() }, half)
+        });
         // The same with a weight of bytes.
         refused("linear", &["weight [16, 3]", &dims], || linear(x(), make.bytes([16, 12]), None));
         refused("linear", &["bias [4]"], || linear(x(), make.bytes([16, 8]), bias(4)));

@@ -115,6 +115,11 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int colum
         : "memory");
 }
 
+// Brings a box into the L2 cache alone.
+__device__ __forceinline__ void tma_prefetch(const TensorMap& map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
+}
+
 // Brings a box to the same place in both blocks of the cluster; each block's barrier counts its bytes.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
@@ -330,6 +335,26 @@ __device__ __forceinline__ float activate(float x) {
     // x sigmoid(y): of GELU, y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
     float y = KIND == 1 ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.0f) : x;
     return __fdividef(x, 1.0f + power_of_2(-1.4426950409f * y));
+}
+
+// The same, and its slope.
+template <int KIND>
+__device__ __forceinline__ float activate(float x, float& slope) {
+    if (KIND == 0) {
+        slope = 1.0f;
+        return x;
+    }
+    if (KIND == 2) {
+        slope = x > 0.0f ? 1.0f : 0.0f;
+        return fmaxf(x, 0.0f);
+    }
+    // x s(y), s being the sigmoid: its slope is s + x s (1 - s) y'.
+    constexpr float ROOT = 1.5957691216f, CUBIC = 0.044715f;
+    float y = KIND == 1 ? ROOT * x * fmaf(CUBIC * x, x, 1.0f) : x;
+    float y_slope = KIND == 1 ? fmaf(3.0f * ROOT * CUBIC * x, x, ROOT) : 1.0f;
+    float s = __fdividef(1.0f, 1.0f + power_of_2(-1.4426950409f * y)), value = x * s;
+    slope = fmaf(value * y_slope, 1.0f - s, s);
+    return value;
 }
 
 // ---- 16-bit values

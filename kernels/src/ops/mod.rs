@@ -9,6 +9,7 @@ pub(crate) mod decode_step;
 pub(crate) mod download;
 pub(crate) mod dropout;
 pub(crate) mod embed;
+pub(crate) mod feed_forward;
 pub(crate) mod head_loss;
 pub(crate) mod head_sample;
 pub(crate) mod linear;

@@ -82,6 +82,26 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
     bias: Option<CubeTensor<R>>,
     activation: Activation,
 ) -> CubeTensor<R> {
+    backward(grad, x, bias, activation, false)
+}
+
+/// The gradient of an activation's input, from the slopes that were kept of it: `[rows, width]`.
+pub(crate) fn activate_by_slopes<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    slopes: CubeTensor<R>,
+    activation: Activation,
+) -> CubeTensor<R> {
+    backward(grad, slopes, None, activation, true)
+}
+
+/// Of `x` the inputs, or if `by_slopes` the slopes.
+fn backward<R: CubeRuntime>(
+    grad: CubeTensor<R>,
+    x: CubeTensor<R>,
+    bias: Option<CubeTensor<R>>,
+    activation: Activation,
+    by_slopes: bool,
+) -> CubeTensor<R> {
     let (x, stride) = rows(x);
     let (grad, grad_stride) = rows(grad);
     let [n_rows, width] = [x.meta.shape()[0], x.meta.shape()[1]];
@@ -111,7 +131,12 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
                 stride: u32 = (stride / vector) as u32,
                 grad_stride: u32 = (grad_stride / vector) as u32,
             ],
-            [kind: ActivationKind = activation.kind, gated: bool = activation.gated, biased: bool = biased]
+            [
+                kind: ActivationKind = activation.kind,
+                gated: bool = activation.gated,
+                biased: bool = biased,
+                by_slopes: bool = by_slopes,
+            ]
         );
     }
     out
@@ -158,6 +183,7 @@ fn activate_backward_kernel<F: Float, W: Float, N: Size>(
     #[comptime] kind: ActivationKind,
     #[comptime] gated: bool,
     #[comptime] biased: bool,
+    #[comptime] by_slopes: bool,
     #[define(F)] _dtype: StorageType,
     #[define(W)] _bias_dtype: StorageType,
 ) {
@@ -172,8 +198,15 @@ fn activate_backward_kernel<F: Float, W: Float, N: Size>(
     if gated {
         let up = biased_value::<F, W, N>(x, bias, row * stride, column + columns, biased);
         let at = row * columns * 2 + column;
-        out[at as usize] = Vector::cast_from(grad * up * slope::<N>(gate, kind));
-        out[(at + columns) as usize] = Vector::cast_from(grad * value::<N>(gate, kind));
+        if by_slopes {
+            out[at as usize] = Vector::cast_from(grad * gate);
+            out[(at + columns) as usize] = Vector::cast_from(grad * up);
+        } else {
+            out[at as usize] = Vector::cast_from(grad * up * slope::<N>(gate, kind));
+            out[(at + columns) as usize] = Vector::cast_from(grad * value::<N>(gate, kind));
+        }
+    } else if by_slopes {
+        out[at as usize] = Vector::cast_from(grad * gate);
     } else {
         out[at as usize] = Vector::cast_from(grad * slope::<N>(gate, kind));
     }

@@ -8,7 +8,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
-use super::{LinearBackward, LinearForward, LinearOps, float_weight, linear_backward, linear_forward, normed};
+use super::{LinearBackward, LinearForward, LinearOps, Saved, float_weight, linear_backward, linear_forward, normed};
 use crate::autodiff::{inner, take_sum};
 use crate::checked::Checked;
 use crate::ops::activation::Activation;
@@ -28,7 +28,7 @@ struct State<B: LinearOps> {
     x: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
-    activation: Option<(Activation, Tensor<B, 2>)>,
+    activation: Option<(Activation, Saved<B>)>,
     dropout: Option<Dropout>,
 }
 

@@ -3,7 +3,8 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
+use super::reference::activation_gradient;
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
 use crate::checked::Checked;
 use crate::cpu::{
     DotProducts, Matrix, Values, dot_bytes, new_columns, new_product, sum_over_rows, tensor, wide_product,
@@ -18,7 +19,7 @@ use crate::ops::weight::{Int8Weight, Weight};
 const DOT_PRODUCT_ROWS: usize = 16;
 
 impl LinearOps for NdArray {
-    /// What is saved is what the gradient is multiplied by, so that the activation is computed once.
+    /// Slopes are saved, so that the activation is computed once.
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
         let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
         let shape = [x.dims()[0], weight.dims()[0]];
@@ -36,7 +37,7 @@ impl LinearOps for NdArray {
         if let Some(activation) = activation {
             let mut projected = project(x, weight, bias, |_, _, _| {});
             let output = activate_beside(&mut projected, shape, activation);
-            return LinearOutput { output, saved: Some(tensor(projected, shape)) };
+            return LinearOutput { output, saved: Some(Saved::Slopes(tensor(projected, shape))) };
         }
         let output = match (residual, dropout) {
             (Some(residual), None) => project_add(x, weight, bias, residual),
@@ -55,7 +56,8 @@ impl LinearOps for NdArray {
         let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
         let grad = dropout_rows(grad, dropout);
         let grad = match activation {
-            Some((activation, slopes)) => activate_by_slopes(grad, slopes, activation),
+            Some((activation, Saved::Slopes(slopes))) => activate_by_slopes(grad, slopes, activation),
+            Some((activation, saved)) => activation_gradient(grad, saved, bias.clone(), activation),
             None => grad,
         };
         linear_backward(grad, x, weight, bias.is_some(), sum)

@@ -121,9 +121,26 @@ impl<B: Backend> Operands for LinearForward<B> {
 pub struct LinearOutput<B: Backend> {
     /// `[rows, d_output]`, or half as wide behind a gate, of the input's dtype.
     pub output: Tensor<B, 2>,
-    /// With an activation and where it was asked for, `[rows, d_output]` before it, with the bias or without, or what its
-    /// gradient is multiplied by: as the backend's backward needs it.
-    pub saved: Option<Tensor<B, 2>>,
+    /// With an activation, what its gradient needs; there where it was asked for.
+    pub saved: Option<Saved<B>>,
+}
+
+/// What a projection's activation is kept as for its gradient, `[rows, d_output]`.
+#[derive(Clone, Debug)]
+pub enum Saved<B: Backend> {
+    /// The product without the bias.
+    Product(Tensor<B, 2>),
+    /// What the gradient of the output is multiplied by: the slopes of the activation; where that gates, `up * kind'(gate)` and
+    /// then `kind(gate)`.
+    Slopes(Tensor<B, 2>),
+}
+
+impl<B: Backend> Saved<B> {
+    pub(crate) fn tensor(&self) -> &Tensor<B, 2> {
+        match self {
+            Self::Product(saved) | Self::Slopes(saved) => saved,
+        }
+    }
 }
 
 /// What the gradients of a projection are computed with.
@@ -137,8 +154,8 @@ pub struct LinearBackward<B: Backend> {
     pub weight: Tensor<B, 2>,
     /// `[d_output]`.
     pub bias: Option<Tensor<B, 1>>,
-    /// The activation, and what the same backend's forward saved, `[rows, d_output]`.
-    pub activation: Option<(Activation, Tensor<B, 2>)>,
+    /// The activation, and what the forward pass saved of it.
+    pub activation: Option<(Activation, Saved<B>)>,
     /// The dropout of the forward pass.
     pub dropout: Option<Dropout>,
     /// What the gradient of the weight is added to, f32 `[d_output, d_input]`: in its place, where nothing else holds it.
@@ -161,6 +178,7 @@ impl<B: Backend> Operands for LinearBackward<B> {
         if let Some((activation, saved)) = &self.activation {
             assert!(!activation.gated || width.is_multiple_of(2), "{op}: a gated activation needs an even width");
             width = activation.output_width(width);
+            let saved = saved.tensor();
             part(op, "saved", saved).fits(saved.dims() == [rows, d_output], &x).alike(&x);
         }
         part(op, "grad", &self.grad).fits(self.grad.dims() == [rows, width], &x).alike(&x);
@@ -301,6 +319,6 @@ fn normed<B: LinearOps>(operands: LinearForward<B>) -> LinearForward<B> {
 }
 
 /// A weight as floats; bytes in the dtype of `x`.
-fn float_weight<B: WeightOps>(weight: Weight<B>, x: &Tensor<B, 2>) -> Tensor<B, 2> {
+pub(crate) fn float_weight<B: WeightOps>(weight: Weight<B>, x: &Tensor<B, 2>) -> Tensor<B, 2> {
     weight.into_float(FloatDType::from(x.dtype()))
 }

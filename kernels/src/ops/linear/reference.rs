@@ -2,9 +2,9 @@
 
 use burn::tensor::{DType, Tensor};
 
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
 use crate::checked::Checked;
-use crate::ops::activation::{ActivateBackward, activate_backward, activate_rows};
+use crate::ops::activation::{ActivateBackward, Activation, activate_backward, activate_rows};
 use crate::ops::dropout::dropout_rows;
 
 /// Reference forward of [`linear`](crate::linear()) and what stands around it.
@@ -13,13 +13,9 @@ pub fn linear_forward<B: LinearOps>(operands: LinearForward<B>) -> LinearOutput<
     let dtype = x.dtype();
     let weight = float_weight(weight, &x);
     let product = x.matmul(weight.cast(dtype).transpose());
-    let projected = match bias {
-        Some(bias) => product + bias.cast(dtype).unsqueeze(),
-        None => product,
-    };
+    let projected = add_bias(product.clone(), bias);
     if let Some(activation) = activation {
-        let output = activate_rows(projected.clone(), activation);
-        return LinearOutput { output, saved: Some(projected) };
+        return LinearOutput { output: activate_rows(projected, activation), saved: Some(Saved::Product(product)) };
     }
     let projected = dropout_rows(projected, dropout);
     let output = match residual {
@@ -33,8 +29,8 @@ pub fn linear_forward<B: LinearOps>(operands: LinearForward<B>) -> LinearOutput<
 pub fn linear_backward<B: LinearOps>(operands: LinearBackward<B>) -> LinearGradients<B> {
     let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands;
     let grad = dropout_rows(grad, dropout);
-    let grad: Tensor<B, 2> = match activation {
-        Some((activation, saved)) => activate_backward(Checked::new(ActivateBackward { grad, x: saved, activation })),
+    let grad = match activation {
+        Some((activation, saved)) => activation_gradient(grad, saved, bias.clone(), activation),
         None => grad,
     };
     let bias = bias.map(|_| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
@@ -46,5 +42,32 @@ pub fn linear_backward<B: LinearOps>(operands: LinearBackward<B>) -> LinearGradi
         },
         x: grad.matmul(weight.cast(x.dtype())),
         bias,
+    }
+}
+
+/// The gradient of a projection before its activation, from that behind it.
+pub(crate) fn activation_gradient<B: LinearOps>(
+    grad: Tensor<B, 2>,
+    saved: Saved<B>,
+    bias: Option<Tensor<B, 1>>,
+    activation: Activation,
+) -> Tensor<B, 2> {
+    match saved {
+        Saved::Product(product) => {
+            let x = add_bias(product, bias);
+            activate_backward(Checked::new(ActivateBackward { grad, x, activation }))
+        }
+        Saved::Slopes(slopes) if activation.gated => Tensor::cat(vec![grad.clone(), grad], 1) * slopes,
+        Saved::Slopes(slopes) => grad * slopes,
+    }
+}
+
+fn add_bias<B: LinearOps>(product: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+    match bias {
+        Some(bias) => {
+            let bias = bias.cast(product.dtype()).unsqueeze();
+            product + bias
+        }
+        None => product,
     }
 }

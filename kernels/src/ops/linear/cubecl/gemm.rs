@@ -24,10 +24,13 @@ use super::gemm_simt::simt_product;
 pub(crate) use super::gemm_tensor_cores::Added;
 use super::gemm_tensor_cores::{self, small_product};
 use super::layout::{cut, is_m_major, k_major, transposed};
+use crate::cubecl::reduce::sum_over_rows;
 use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
 use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
-use crate::ops::linear::cuda::{hopper_activate, hopper_product, hopper_product_into};
+use crate::ops::linear::cuda::{
+    hopper_activate, hopper_product, hopper_product_and_row_sums, hopper_product_by_slopes, hopper_product_into,
+};
 use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
 use crate::selection::takes_tf32;
 
@@ -87,6 +90,26 @@ pub(crate) fn product_into<R: CubeRuntime>(
     add(sum, product(a, b, within, DType::F32))
 }
 
+/// The gradients of a weight and of a bias: `a * b` in f32, added to `sum` where there is one, as [`product_into`] has it, and the sums of the rows of `a`, f32
+/// `[m]`: by one launch where the GEMM for Hopper has both.
+pub(crate) fn product_and_row_sums<R: CubeRuntime>(
+    mut sum: Option<CubeTensor<R>>,
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    within: DType,
+) -> [CubeTensor<R>; 2] {
+    let fits = a.dtype == within && b.dtype == within;
+    if fits && let Some(both) = hopper_product_and_row_sums(&a, &b, sum.as_mut()) {
+        return both;
+    }
+    let row_sums = sum_over_rows(transposed(a.clone()));
+    let product = match sum {
+        Some(sum) => product_into(sum, a, b, within),
+        None => product(a, b, within, DType::F32),
+    };
+    [product, row_sums]
+}
+
 /// `a * b`, as [`product`] has it, and what is added to that, in the dtype of `a`. None where no GEMM does both: those for
 /// Hopper and for small matrices do, in one dtype and without split-K.
 pub(crate) fn product_add<R: CubeRuntime>(
@@ -104,7 +127,7 @@ pub(crate) fn product_add<R: CubeRuntime>(
     small.then(|| small_product(a, b, added.clone(), 1, a.dtype))
 }
 
-/// `activation(a * b + bias)` and, if it is to be saved, `a * b`, in the dtype of `a`. None where no GEMM does all of it: that for
+/// `activation(a * b + bias)` and, if they are to be saved, its slopes, in the dtype of `a`. None where no GEMM does all of it: that for
 /// Hopper does, in one dtype.
 pub(crate) fn product_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
@@ -114,6 +137,16 @@ pub(crate) fn product_activate<R: CubeRuntime>(
     saves: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
     hopper_activate(a, b, bias, activation, saves)
+}
+
+/// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]`, by both halves of which the product is multiplied. None where no GEMM does both: that
+/// for Hopper does.
+pub(crate) fn product_by_slopes<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    slopes: &CubeTensor<R>,
+) -> Option<CubeTensor<R>> {
+    hopper_product_by_slopes(a, b, slopes)
 }
 
 /// There is no GEMM for Hopper without CUDA.
@@ -131,6 +164,24 @@ fn hopper_activate<R: CubeRuntime>(
 #[cfg(not(feature = "cuda"))]
 fn hopper_product_into<R: CubeRuntime>(_: &mut CubeTensor<R>, _: &CubeTensor<R>, _: &CubeTensor<R>) -> bool {
     false
+}
+
+#[cfg(not(feature = "cuda"))]
+fn hopper_product_and_row_sums<R: CubeRuntime>(
+    _: &CubeTensor<R>,
+    _: &CubeTensor<R>,
+    _: Option<&mut CubeTensor<R>>,
+) -> Option<[CubeTensor<R>; 2]> {
+    None
+}
+
+#[cfg(not(feature = "cuda"))]
+fn hopper_product_by_slopes<R: CubeRuntime>(
+    _: &CubeTensor<R>,
+    _: &CubeTensor<R>,
+    _: &CubeTensor<R>,
+) -> Option<CubeTensor<R>> {
+    None
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -13,15 +13,16 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use self::gemm::{Added, product, product_activate, product_add, product_into};
+use self::gemm::{Added, product, product_activate, product_add, product_and_row_sums, product_into};
 use self::layout::transposed;
 use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
 use super::route::SKINNY_ROWS;
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, float_weight, normed};
+use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
 use crate::checked::Checked;
-use crate::cubecl::reduce::{row_vector, sum_over_rows};
+use crate::cubecl::reduce::row_vector;
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
-use crate::ops::activation::cubecl::{activate, activate_backward};
+use crate::ops::activation::Activation;
+use crate::ops::activation::cubecl::{activate, activate_backward, activate_by_slopes};
 use crate::ops::dropout::cubecl::kept;
 use crate::ops::dropout::{Dropout, dropout_rows};
 #[cfg(feature = "cuda")]
@@ -68,12 +69,12 @@ where
         let (x, bias) = (primitive(x), bias.map(primitive));
         if let Some(activation) = activation {
             let fused = product_activate(&x, &transposed(weight.clone()), bias.as_ref(), activation, keeps);
-            if let Some((output, product)) = fused {
-                return LinearOutput { output: float(output), saved: product.map(float) };
+            if let Some((output, slopes)) = fused {
+                return LinearOutput { output: float(output), saved: slopes.map(float).map(Saved::Slopes) };
             }
             let product = project(x, weight);
             let output = float(activate(product.clone(), bias, activation));
-            return LinearOutput { output, saved: keeps.then(|| float(product)) };
+            return LinearOutput { output, saved: keeps.then(|| Saved::Product(float(product))) };
         }
         let output = float(project_add(x, weight, bias, dropout, residual.map(primitive)));
         LinearOutput { output, saved: None }
@@ -83,13 +84,59 @@ where
         let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
         let mut grad = primitive(dropout_rows(grad, dropout));
         let has_bias = bias.is_some();
-        if let Some((activation, product)) = activation {
-            grad = activate_backward(grad, primitive(product), bias.map(primitive), activation);
+        if let Some((activation, saved)) = activation {
+            grad = activation_gradient(grad, saved, bias, activation);
         }
-        let bias = has_bias.then(|| float(sum_over_rows(grad.clone())));
-        let (x, weight) = project_backward(grad, primitive(x), primitive(weight), sum.map(primitive));
-        LinearGradients { x: float(x), weight: float(weight), bias }
+        let [x, weight] = [x, weight].map(primitive);
+        let dtype = x.dtype;
+        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum, has_bias);
+        LinearGradients { x: float(product(grad, weight, dtype, dtype)), weight: d_weight, bias }
     }
+}
+
+/// The gradient of a projection before its activation, from that behind it.
+pub(crate) fn activation_gradient<R, F, I, BT>(
+    grad: CubeTensor<R>,
+    saved: Saved<CubeBackend<R, F, I, BT>>,
+    bias: Option<Tensor<CubeBackend<R, F, I, BT>, 1>>,
+    activation: Activation,
+) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    match saved {
+        Saved::Product(product) => activate_backward(grad, primitive(product), bias.map(primitive), activation),
+        Saved::Slopes(slopes) => activate_by_slopes(grad, primitive(slopes), activation),
+    }
+}
+
+/// The gradients of a weight, f32 and added to `sum`, and of a bias, from that of the outputs `[rows, d_output]` and the inputs `[rows, d_input]`.
+#[expect(clippy::type_complexity, reason = "a matrix and a row")]
+pub(crate) fn parameter_gradients<R, F, I, BT>(
+    grad: CubeTensor<R>,
+    x: CubeTensor<R>,
+    sum: Option<Tensor<CubeBackend<R, F, I, BT>, 2>>,
+    has_bias: bool,
+) -> (Tensor<CubeBackend<R, F, I, BT>, 2>, Option<Tensor<CubeBackend<R, F, I, BT>, 1>>)
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let (dtype, sum, columns) = (x.dtype, sum.map(primitive), transposed(grad));
+    if has_bias {
+        let [weight, bias] = product_and_row_sums(sum, columns, x, dtype);
+        return (float(weight), Some(float(bias)));
+    }
+    let weight = match sum {
+        Some(sum) => product_into(sum, columns, x, dtype),
+        None => product(columns, x, dtype, DType::F32),
+    };
+    (float(weight), None)
 }
 
 /// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where another kernel is for it.
@@ -179,22 +226,6 @@ fn project_add<R: CubeRuntime>(
         }
     }
     bias_add(project(x, weight), bias, dropout, residual)
-}
-
-/// The gradients of `x`, in its dtype, and of `weight`, in f32 and added to `sum`.
-fn project_backward<R: CubeRuntime>(
-    grad: CubeTensor<R>,
-    x: CubeTensor<R>,
-    weight: CubeTensor<R>,
-    sum: Option<CubeTensor<R>>,
-) -> (CubeTensor<R>, CubeTensor<R>) {
-    let dtype = x.dtype;
-    let columns = transposed(grad.clone());
-    let d_weight = match sum {
-        Some(sum) => product_into(sum, columns, x, dtype),
-        None => product(columns, x, dtype, DType::F32),
-    };
-    (product(grad, weight, dtype, dtype), d_weight)
 }
 
 /// `residual + dropout(product + bias)`: `product` and `residual` `[rows, columns]`, `bias` `[columns]`. In f32, then in

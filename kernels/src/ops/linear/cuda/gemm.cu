@@ -1,4 +1,5 @@
-// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, for 16-bit matrices on Hopper; or out = a * b for f32.
+// out = activation(a * b + bias), or dropout(a * b + bias) + residual, as far as these are there, or (a * b) * slopes, for 16-bit matrices on Hopper; or
+// out = a * b for f32.
 //
 //                          b  K x N                     A cluster of two blocks computes 256 rows of a tile of COLUMNS:
 //                        +----------+                   each block 128 of them, each of its two consumer warpgroups 64.
@@ -24,11 +25,17 @@
 // Tensor cores cut off bits of what they add up (Ootomo and Yokota, 2022): every PROMOTED stages the sums are added to others by f32 units.
 //
 // Compiled with: TF32 (1: for f32), SPLIT, HALF, COLUMNS (128, 192, 256), STAGES, A_MAJOR_M, B_MAJOR_N (1 where the matrix lies with M or N
-// contiguous), OUT_F32 (1: f32 sums, which may be added to what `out` has), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the
-// activation gates; `b` has all gates first, and lies with K contiguous), DROPOUT (1: without an activation, 16 bits).
+// contiguous), OUT_F32 (1: f32 sums, which may be added to what `out` has), ROW_SUMS (1: the sums of each row of `a`, too, which lies with M contiguous:
+// f32 results), ACTIVATION (0: none; 1: GELU by tanh; 2: ReLU; 3: SiLU), GATED (1: the activation gates; `b` has all gates first, and lies with K contiguous),
+// DROPOUT (1: without an activation, 16 bits), SLOPES (matrices of slopes: with an activation they are written, too; without one the product is multiplied
+// by each of them. 1, or 2 of a gated activation, side by side; as many products stand side by side then).
 //
 // Of a gated activation a tile has half its columns from the gates, which block 0 brings, and half from what they gate, which block 1
-// does: both of a pair are in the same thread's sums.
+// does: both of a pair are in the same thread's sums. For the gradient an activation leaves its slopes: of a gate g and what it gates, u, these are
+// u * activation'(g) and activation(g).
+//
+// Where the gradient of a weight is computed, `a` is the gradient of outputs, and the sums of its rows are that of the bias. Two warps beside the producer's
+// leave those over each stage of 64 of K, which another launch adds up. The stages of a row of tiles are shared out among its columns.
 
 constexpr int BLOCK_ROWS = 128;
 // Of K in a stage: a row of a tile.
@@ -47,6 +54,8 @@ constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;
 // Whether the next tile is found while the first products of one run, as its divisions take long: where there are registers for it.
 constexpr bool FINDS_AHEAD = ACTIVATION == 0 || GATED || COLUMNS < 256;
+// Warps that add up rows of `a`, 64 each.
+constexpr int SUMMING_WARPS = ROW_SUMS ? CONSUMERS : 0;
 // Where a consumer puts its 64 rows of the result: blocks of 64 columns.
 constexpr int OUT_BYTES = OUT_F32 ? 0 : 64 * OUT_COLUMNS * 2;
 constexpr int OUT_BLOCK = 64 * ROW_BYTES;
@@ -58,16 +67,17 @@ struct Info {
     u64 whole_rounds;
     // 0: no bias; 1: of f32; 2: of 16 bits.
     u64 bias;
-    // Whether there is something to add: a residual, or f32 sums that `out` has.
+    // Whether there is something else at a tile's end: a residual or f32 sums to add to, or slopes to multiply by.
     u64 adds;
-    // Whether the product alone is written as well, where there is an activation.
-    u64 saves_product;
     DropoutInfo dropout;
 };
 
 struct Buffers {
     float* out;
     const void* bias;
+    // The sums of rows of `a` over each stage: [K / DEPTH, M].
+    float* row_sums;
+    // What clusters leave of tiles that are cut, and marks of where it is there.
     float* partial;
     u32* ready;
 };
@@ -252,11 +262,65 @@ __device__ __forceinline__ void collect(Sums& sums, const Buffers& buffers, int 
     }
 }
 
-// The bias of a tile's columns, from memory to shared memory.
+#if ROW_SUMS
+// A warp: the sums of 64 rows of `a` over this column's stages. Eight lanes read 64 of M, eight each, and four such groups every fourth of K. (By products with
+// ones it waited behind `wgmma` for each.)
+__device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared& shared, int warp) {
+    int lane = threadIdx.x % 32, chunk = lane % 8, first_k = lane / 8;
+    Schedule schedule(info);
+    Ring<STAGES> at;
+    for (Work work; schedule.next(work);) {
+        int row = work.row + static_cast<int>(cluster_rank()) * BLOCK_ROWS + warp * 64 + chunk * 8, own = work.column / COLUMNS;
+        for (int step = work.begin; step < work.end; step++) {
+            bool adds = step % schedule.columns == own;
+            barrier_wait(shared.full(at.stage), at.parity);
+            float sums[8] = {};
+            if (adds) {
+                u32 place = shared.a(at.stage) + warp * OUT_BLOCK + first_k * ROW_BYTES;
+                #pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    uint4 rows[8];
+                    #pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        int k = (half * 8 + i) * 4;
+                        rows[i] = shared_load(place + k * ROW_BYTES + ((chunk ^ (k + first_k) % 8) << 4));
+                    }
+                    #pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        float2 pairs[4] = {unpack(rows[i].x), unpack(rows[i].y), unpack(rows[i].z), unpack(rows[i].w)};
+                        #pragma unroll
+                        for (int of_m = 0; of_m < 8; of_m++) {
+                            sums[of_m] += of_m % 2 ? pairs[of_m / 2].y : pairs[of_m / 2].x;
+                        }
+                    }
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(shared.empty(at.stage));
+            }
+            at.advance();
+            if (adds) {
+                float* to = buffers.row_sums + static_cast<u64>(step) * info.m + row;
+                #pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    sums[i] += __shfl_xor_sync(~0u, sums[i], 8);
+                    sums[i] += __shfl_xor_sync(~0u, sums[i], 16);
+                    if (first_k == 0 && row + i < info.m) {
+                        to[i] = sums[i];
+                    }
+                }
+            }
+        }
+    }
+}
+#endif
+
+// The bias of a tile's columns, from memory to shared memory; zeros where there is none.
 __device__ __forceinline__ void bring_bias(const Buffers& buffers, const Info& info, u32 place, int column) {
     for (int i = threadIdx.x % WARPGROUP; i < COLUMNS; i += WARPGROUP) {
         float bias = 0.0f;
-        if (column + i % OUT_COLUMNS < info.n) {
+        if (info.bias && column + i % OUT_COLUMNS < info.n) {
             u64 at = column + i % OUT_COLUMNS + i / OUT_COLUMNS * info.n;
             bias = info.bias == 1 ? static_cast<const float*>(buffers.bias)[at]
                                   : widen(static_cast<const unsigned short*>(buffers.bias)[at]);
@@ -346,61 +410,94 @@ struct Drop {
     }
 };
 
-// Into shared memory, where the residual may be already, in the order that TMA stores: all, or the product alone; of a gated activation
-// one half of it, 0 for the gates. BIASED and ADDS are decided ahead of the loop: a branch at each store took three times as long as the stores.
-template <bool ALONE, bool BIASED, bool ADDS>
-__device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, int half, const Drop& drop) {
+// Where a thread's matrices of two runs of eight columns are in a staged result, from run `i` on: blocks of 64 columns, in the order that TMA stores.
+__device__ __forceinline__ u32 staged(u32 out, int i) {
+    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, chunk = i + lane / 16;
+    return out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
+}
+
+__device__ __forceinline__ void stage_runs(u32 place, const Runs& runs) {
+    u32 matrices[4];
+    #pragma unroll
+    for (int matrix = 0; matrix < 4; matrix++) {
+        matrices[matrix] = pack(runs.values[matrix / 2][matrix % 2 * 2], runs.values[matrix / 2][matrix % 2 * 2 + 1]);
+    }
+    matrices_store(place, matrices);
+}
+
+#if ACTIVATION
+// The activation of a tile's sums, to shared memory. If its slopes are wanted, these, of a gated one those of the gates; then the activation stays in
+// the place of the sums, that of gates, and beside it its product with what they gate.
+__device__ __forceinline__ void stage_activation(Sums& sums, u32 out, u32 bias_place) {
     constexpr int OUT_RUNS = OUT_COLUMNS / 8;
-    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    int row = warp * 16 + lane % 16;
     #pragma unroll
     for (int i = 0; i < OUT_RUNS; i += 2) {
-        int chunk = i + lane / 16;
-        u32 place = out + chunk / 8 * OUT_BLOCK + row * ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
-        Runs runs = Runs::of<BIASED>(sums, i + half * OUT_RUNS, bias_place);
-        u32 matrices[4];
+        Runs runs = Runs::of<true>(sums, i, bias_place);
+        [[maybe_unused]] Runs gated;
+        if (GATED) {
+            gated = Runs::of<true>(sums, i + OUT_RUNS, bias_place);
+        }
+        #pragma unroll
+        for (int value = 0; value < 8; value++) {
+            float &x = runs.values[value / 4][value % 4], slope;
+            float y = activate<ACTIVATION>(x, slope);
+            float up = GATED ? gated.values[value / 4][value % 4] : 1.0f;
+            if (SLOPES) {
+                sums[i + value / 4][value % 4] = y;
+                if (GATED) {
+                    sums[i + OUT_RUNS + value / 4][value % 4] = y * up;
+                }
+            }
+            x = SLOPES ? slope * up : y * up;
+        }
+        stage_runs(staged(out, i), runs);
+    }
+}
+
+// Sums from run `first` on, as wide as the result.
+__device__ __forceinline__ void stage_sums(const Sums& sums, int first, u32 out) {
+    #pragma unroll
+    for (int i = 0; i < OUT_COLUMNS / 8; i += 2) {
+        stage_runs(staged(out, i), Runs::of<false>(sums, first + i, 0));
+    }
+}
+#else
+// Into shared memory, where the residual or slopes may be already. BIASED and ADDS are decided ahead of the loop: a branch at each store took three times as
+// long as the stores.
+template <bool BIASED, bool ADDS>
+__device__ __forceinline__ void stage_out(const Sums& sums, u32 out, u32 bias_place, const Drop& drop) {
+    #pragma unroll
+    for (int i = 0; i < OUT_COLUMNS / 8; i += 2) {
+        u32 place = staged(out, i);
+        Runs runs = Runs::of<BIASED>(sums, i, bias_place);
         if (DROPOUT) {
             drop.apply(runs, i);
         }
         if (ADDS) {
+            u32 matrices[4];
             matrices_load(matrices, place);
             #pragma unroll
             for (int matrix = 0; matrix < 4; matrix++) {
-                float2 more = unpack(matrices[matrix]);
-                runs.values[matrix / 2][matrix % 2 * 2] += more.x;
-                runs.values[matrix / 2][matrix % 2 * 2 + 1] += more.y;
+                float2 other = unpack(matrices[matrix]);
+                float &x = runs.values[matrix / 2][matrix % 2 * 2], &y = runs.values[matrix / 2][matrix % 2 * 2 + 1];
+                x = SLOPES ? x * other.x : x + other.x;
+                y = SLOPES ? y * other.y : y + other.y;
             }
         }
-        if (!ALONE && ACTIVATION) {
-            #pragma unroll
-            for (int value = 0; value < 8; value++) {
-                runs.values[value / 4][value % 4] = activate<ACTIVATION>(runs.values[value / 4][value % 4]);
-            }
-        }
-        if (!ALONE && GATED) {
-            Runs gated = Runs::of<BIASED>(sums, i + OUT_RUNS, bias_place);
-            #pragma unroll
-            for (int value = 0; value < 8; value++) {
-                runs.values[value / 4][value % 4] *= gated.values[value / 4][value % 4];
-            }
-        }
-        #pragma unroll
-        for (int matrix = 0; matrix < 4; matrix++) {
-            matrices[matrix] = pack(runs.values[matrix / 2][matrix % 2 * 2], runs.values[matrix / 2][matrix % 2 * 2 + 1]);
-        }
-        matrices_store(place, matrices);
+        stage_runs(place, runs);
     }
 }
 
-// All of it, with what there is to add.
+// All of it, with what there is to add or to multiply by.
 template <bool BIASED>
 __device__ __forceinline__ void stage_all(const Sums& sums, const Info& info, u32 out, u32 bias_place, const Drop& drop) {
-    if (!ACTIVATION && info.adds) {
-        stage_out<false, BIASED, !ACTIVATION>(sums, out, bias_place, 0, drop);
+    if (info.adds) {
+        stage_out<BIASED, true>(sums, out, bias_place, drop);
     } else {
-        stage_out<false, BIASED, false>(sums, out, bias_place, 0, drop);
+        stage_out<BIASED, false>(sums, out, bias_place, drop);
     }
 }
+#endif
 
 // What a warpgroup has put into shared memory, to memory.
 __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int column, int barrier) {
@@ -415,7 +512,8 @@ __device__ __forceinline__ void send(const TensorMap& map, u32 out, int row, int
 }
 #endif
 
-// A warpgroup: multiplies the stages and writes the result. Behind an activation `residual_map` is where the product goes.
+// A warpgroup: multiplies the stages and writes the result. `residual_map` is what there is to add, or the slopes: those to multiply by, or, behind an
+// activation, where these go.
 __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map, const Buffers& buffers, const Info& info,
                         const Shared& shared, int consumer) {
     u32 rank = cluster_rank();
@@ -435,15 +533,21 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
     for (; more; advance()) {
         int row = work.row + static_cast<int>(rank) * BLOCK_ROWS + consumer * 64;
         bool has_end = work.end == schedule.stages;
-        if (!OUT_F32 && info.adds && has_end && thread == 0) {
-            // Comes while the stages are multiplied.
+        [[maybe_unused]] auto bring = [&](int column) {
             tma_store_wait_read();
             barrier_expect(shared.residual(consumer), OUT_BYTES);
             for (int block = 0; block < COLUMNS / 64; block++) {
-                tma_load(out + block * OUT_BLOCK, *residual_map, work.column + block * 64, row, shared.residual(consumer));
+                tma_load(out + block * OUT_BLOCK, *residual_map, column + block * 64, row, shared.residual(consumer));
+            }
+        };
+        if (!OUT_F32 && info.adds && has_end && thread == 0) {
+            // Comes while the stages are multiplied.
+            bring(work.column);
+            for (int block = 0; SLOPES > 1 && block < COLUMNS / 64; block++) {
+                tma_prefetch(*residual_map, work.column + static_cast<int>(info.n) + block * 64, row);
             }
         }
-        if (!OUT_F32 && info.bias && has_end) {
+        if (!OUT_F32 && (ACTIVATION || info.bias) && has_end) {
             bring_bias(buffers, info, shared.bias(consumer), work.column);
         }
         Sums sums;
@@ -530,24 +634,35 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             store<false>(sums, buffers, info, row, work.column);
         }
 #else
-        if (info.adds) {
+        // What was staged before is read.
+        auto reuse = [&] {
+            if (thread == 0) {
+                tma_store_wait_read();
+            }
+            named_barrier(barrier, WARPGROUP);
+        };
+#if ACTIVATION
+        reuse();
+        stage_activation(sums, out, shared.bias(consumer));
+        #pragma unroll
+        for (int half = 0; half < SLOPES; half++) {
+            send(*residual_map, out, row, work.column + half * static_cast<int>(info.n), barrier);
+            reuse();
+            // Behind the slopes of gates come those of what they gate, and the result.
+            stage_sums(sums, half < SLOPES - 1 || !GATED ? 0 : OUT_COLUMNS / 8, out);
+        }
+        send(*out_map, out, row, work.column, barrier);
+#else
+        auto await_residual = [&] {
             barrier_wait(shared.residual(consumer), residual_parity);
             residual_parity ^= 1;
-        } else if (thread == 0) {
-            tma_store_wait_read();
-        }
-        named_barrier(barrier, WARPGROUP);
+        };
         Drop drop(info.dropout, row, work.column);
-        if (ACTIVATION && info.saves_product) {
-            #pragma unroll
-            for (int half = 0; half <= GATED; half++) {
-                stage_out<true, false, false>(sums, out, 0, half, drop);
-                send(*residual_map, out, row, work.column + half * static_cast<int>(info.n), barrier);
-                if (thread == 0) {
-                    tma_store_wait_read();
-                }
-                named_barrier(barrier, WARPGROUP);
-            }
+        if (info.adds) {
+            await_residual();
+            named_barrier(barrier, WARPGROUP);
+        } else {
+            reuse();
         }
         if (info.bias) {
             stage_all<true>(sums, info, out, shared.bias(consumer), drop);
@@ -555,6 +670,16 @@ __device__ void consume(const TensorMap* out_map, const TensorMap* residual_map,
             stage_all<false>(sums, info, out, 0, drop);
         }
         send(*out_map, out, row, work.column, barrier);
+        if (SLOPES > 1) {
+            int column = work.column + static_cast<int>(info.n);
+            if (thread == 0) {
+                bring(column);
+            }
+            await_residual();
+            stage_out<false, true>(sums, out, 0, drop);
+            send(*out_map, out, row, column, barrier);
+        }
+#endif
 #endif
     }
     if (!OUT_F32 && thread == 0) {
@@ -568,7 +693,7 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(shared.full(stage), 1);
-            barrier_init(shared.empty(stage), BLOCKS * CONSUMERS);
+            barrier_init(shared.empty(stage), BLOCKS * CONSUMERS + SUMMING_WARPS);
         }
         for (int consumer = 0; consumer < CONSUMERS; consumer++) {
             barrier_init(shared.residual(consumer), 1);
@@ -578,12 +703,18 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
     cluster_sync();
     int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
-        registers_lower<40>();
+        registers_lower<ROW_SUMS ? 72 : 40>();
+        [[maybe_unused]] int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             produce(a_map, b_map, info, shared);
         }
+#if ROW_SUMS
+        if (warp > 0 && warp <= SUMMING_WARPS) {
+            sum_rows(buffers, info, shared, warp - 1);
+        }
+#endif
     } else {
-        registers_raise<232>();
+        registers_raise<ROW_SUMS ? 216 : 232>();
         consume(out_map, residual_map, buffers, info, shared, warpgroup - 1);
     }
     // The other block may still write to this one's memory.
@@ -593,8 +724,8 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
 #if OUT_F32
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     gemm_hopper(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const void*, const void*,
-                float* out, float* partial, u32* ready, const __grid_constant__ Info info) {
-    gemm(a_map, b_map, nullptr, nullptr, Buffers{out, nullptr, partial, ready}, info);
+                float* out, float* row_sums, float* partial, u32* ready, const __grid_constant__ Info info) {
+    gemm(a_map, b_map, nullptr, nullptr, Buffers{out, nullptr, row_sums, partial, ready}, info);
 }
 #else
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
@@ -602,6 +733,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, const void*,
                 const void*, void*, const void*, const void* bias, float* partial, u32* ready,
                 const __grid_constant__ Info info) {
-    gemm(a_map, b_map, &out_map, &residual_map, Buffers{nullptr, bias, partial, ready}, info);
+    gemm(a_map, b_map, &out_map, &residual_map, Buffers{nullptr, bias, nullptr, partial, ready}, info);
 }
 #endif

@@ -20,6 +20,7 @@ use self::split::split;
 use self::tiles::{Tiles, WIDEST, tiles};
 use super::cubecl::gemm_tensor_cores::Added;
 use super::cubecl::layout::{k_major, transposed};
+use crate::cubecl::reduce::sum_over_rows;
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 use crate::ops::activation::{Activation, ActivationKind};
@@ -92,14 +93,39 @@ struct GemmHopper {
     b_major_n: bool,
     /// Whether the result is f32.
     out_f32: bool,
+    /// Whether the rows of `a` are added up, too.
+    row_sums: bool,
     /// The nonlinearity of the result in the source, 0 for none.
     activation: usize,
     /// Whether that gates: of a tile's columns half are gates.
     gated: bool,
     dropout: bool,
+    /// Matrices of slopes: that a nonlinearity leaves, or by which the result is multiplied.
+    slopes: usize,
 }
 
 impl GemmHopper {
+    /// A product with nothing behind it, of matrices with K contiguous.
+    fn plain(numbers: Numbers, columns: usize) -> Self {
+        Self {
+            numbers,
+            columns,
+            a_major_m: false,
+            b_major_n: false,
+            out_f32: false,
+            row_sums: false,
+            activation: 0,
+            gated: false,
+            dropout: false,
+            slopes: 0,
+        }
+    }
+
+    /// A product of f32.
+    fn of_f32(numbers: Numbers, columns: usize) -> Self {
+        Self { out_f32: true, ..Self::plain(numbers, columns) }
+    }
+
     /// Columns of the result that a tile has.
     fn out_columns(&self) -> usize {
         self.columns / (1 + usize::from(self.gated))
@@ -131,7 +157,8 @@ impl CudaKernel for GemmHopper {
     }
 
     fn source(&self) -> String {
-        let Self { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout } = *self;
+        let Self { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes } =
+            *self;
         let stages = self.stages();
         let defined = [
             ("TF32", matches!(numbers, Numbers::Tf32 | Numbers::SplitF32).into()),
@@ -141,9 +168,11 @@ impl CudaKernel for GemmHopper {
             ("A_MAJOR_M", a_major_m.into()),
             ("B_MAJOR_N", b_major_n.into()),
             ("OUT_F32", out_f32.into()),
+            ("ROW_SUMS", row_sums.into()),
             ("ACTIVATION", activation),
             ("GATED", gated.into()),
             ("DROPOUT", dropout.into()),
+            ("SLOPES", slopes),
         ];
         let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
         format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("gemm.cu"))
@@ -165,27 +194,33 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 }
 
 fn training_kernels() -> impl Iterator<Item = impl CudaKernel> {
-    let variants = [
-        (false, false, false, 0, false, false),
-        (false, false, false, 0, false, true),
-        (false, false, false, 1, false, false),
-        (false, false, false, 3, true, false),
-        (false, true, false, 0, false, false),
-        (true, true, true, 0, false, false),
-    ];
-    let kernel = move |columns| {
-        let fits = move |(.., gated, dropout): &(bool, bool, bool, usize, bool, bool)| fits(columns, *gated, *dropout);
-        variants.into_iter().filter(fits).map(move |(a_major_m, b_major_n, out_f32, activation, gated, dropout)| {
-            let numbers = Numbers::Bf16;
-            GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout }
-        })
+    let bf16 = |columns| {
+        let plain = GemmHopper::plain(Numbers::Bf16, columns);
+        let (gelu, swiglu) =
+            (GemmHopper { activation: 1, ..plain }, GemmHopper { activation: 3, gated: true, ..plain });
+        let backward = GemmHopper { b_major_n: true, ..plain };
+        let of_weight = GemmHopper { a_major_m: true, out_f32: true, ..backward };
+        let all = [
+            plain,
+            GemmHopper { dropout: true, ..plain },
+            gelu,
+            GemmHopper { slopes: 1, ..gelu },
+            swiglu,
+            GemmHopper { slopes: 2, ..swiglu },
+            backward,
+            GemmHopper { slopes: 1, ..backward },
+            GemmHopper { slopes: 2, ..backward },
+            of_weight,
+            GemmHopper { row_sums: true, ..of_weight },
+        ];
+        all.into_iter().filter(|kernel| fits(kernel.columns, kernel.gated, kernel.dropout))
     };
     let of_f32 = |columns| {
         let numbers = [Numbers::Tf32, Numbers::SplitF32].into_iter().filter(move |numbers| fits_f32(columns, *numbers));
         numbers.map(move |numbers| GemmHopper::of_f32(numbers, columns))
     };
     let widths = [128, 192, WIDEST];
-    widths.into_iter().flat_map(kernel).chain(widths.into_iter().flat_map(of_f32))
+    widths.into_iter().flat_map(bf16).chain(widths.into_iter().flat_map(of_f32))
 }
 
 /// Whether there are tiles of so many columns: the halves of a gate's are written in blocks of 64 columns, and for dropout the widest ones have no
@@ -202,26 +237,37 @@ fn fits_f32(columns: usize, numbers: Numbers) -> bool {
 /// What follows a product in the same launch.
 #[derive(Clone)]
 enum Epilogue<R: CubeRuntime> {
-    /// The f32 sums that are there already are added to.
-    Sum,
+    /// f32: whether what is there already is added to, and where the sums of the rows of `a` over each stage go, f32 `[stages, m]`.
+    Sums(bool, Option<CubeTensor<R>>),
     /// Dropout, and a residual `[m, n]` to add, if they are there.
     Residual(Option<Dropout>, Option<CubeTensor<R>>),
-    /// A nonlinearity by its number in the source, whether it gates, and where the product itself goes, `[m, columns of b]`.
+    /// A nonlinearity by its number in the source, whether it gates, and where its slopes go, `[m, columns of b]`.
     Activation(usize, bool, Option<CubeTensor<R>>),
+    /// Slopes to multiply by, `[m, n]`, or two of these side by side.
+    Slopes(CubeTensor<R>),
 }
 
 impl<R: CubeRuntime> Epilogue<R> {
     fn activation(&self) -> (usize, bool) {
         match self {
-            Self::Sum | Self::Residual(..) => (0, false),
             Self::Activation(kind, gated, _) => (*kind, *gated),
+            _ => (0, false),
         }
     }
 
     fn dropout(&self) -> Option<Dropout> {
         match self {
             Self::Residual(dropout, _) => *dropout,
-            Self::Sum | Self::Activation(..) => None,
+            _ => None,
+        }
+    }
+
+    /// Matrices of slopes, where `b` has `n` columns.
+    fn slopes(&self, n: usize) -> usize {
+        match self {
+            Self::Activation(_, gated, slopes) if slopes.is_some() => 1 + usize::from(*gated),
+            Self::Slopes(slopes) => slopes.meta.shape()[1] / n,
+            _ => 0,
         }
     }
 }
@@ -242,7 +288,10 @@ pub(super) fn hopper_product<R: CubeRuntime>(
     if [a.dtype, b.dtype] == [DType::F32; 2] {
         return if nothing { f32_product(a, b, None) } else { None };
     }
-    let epilogue = Epilogue::Residual(added.dropout, added.residual.clone());
+    let epilogue = match dtype {
+        DType::F32 => Epilogue::Sums(false, None),
+        _ => Epilogue::Residual(added.dropout, added.residual.clone()),
+    };
     let (kernel, whole_rounds) = plan(a, b, added.bias.as_ref(), dtype, &epilogue)?;
     let out = empty(a, [a.meta.shape()[0], b.meta.shape()[1]], dtype);
     kernel.launch(a, b, added.bias.clone(), epilogue, whole_rounds, &out);
@@ -256,23 +305,52 @@ pub(super) fn hopper_product_into<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
 ) -> bool {
-    let shape = [a.meta.shape()[0], b.meta.shape()[1]];
-    let fits = sum.dtype == DType::F32 && sum.meta.shape().as_slice() == shape && sum.is_contiguous();
-    // Two numbers are read and written at once.
-    let begin = sum.handle.offset_start.unwrap_or(0);
-    if !fits || !begin.is_multiple_of(8) || !sum.can_mut() {
+    if !takes_sums(sum, [a.meta.shape()[0], b.meta.shape()[1]]) {
         return false;
     }
     if [a.dtype, b.dtype] == [DType::F32; 2] {
         return f32_product(a, b, Some(sum)).is_some();
     }
-    match plan(a, b, None, DType::F32, &Epilogue::Sum) {
+    let epilogue = Epilogue::Sums(true, None);
+    match plan(a, b, None, DType::F32, &epilogue) {
         Some((kernel, whole_rounds)) => {
-            kernel.launch(a, b, None, Epilogue::Sum, whole_rounds, sum);
+            kernel.launch(a, b, None, epilogue, whole_rounds, sum);
             true
         }
         None => false,
     }
+}
+
+/// `a * b` in f32, added to `sum` in its place where there is one, and the sums of the rows of `a`, f32 `[m]`, where `a` is of 16 bits and lies with M
+/// contiguous: the launch leaves those over each stage, which one more adds up. None for the reasons that [`hopper_product_into`] has.
+pub(super) fn hopper_product_and_row_sums<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    sum: Option<&mut CubeTensor<R>>,
+) -> Option<[CubeTensor<R>; 2]> {
+    let shape = [a.meta.shape()[0], b.meta.shape()[1]];
+    let adds = sum.is_some();
+    let sum = match sum {
+        Some(sum) => Some(takes_sums(sum, shape).then_some(sum.clone())?),
+        None => None,
+    };
+    let [m, k, n] = [shape[0], a.meta.shape()[1], shape[1]];
+    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+        return None;
+    }
+    let row_sums = empty(a, [k.div_ceil(DEPTH), m], DType::F32);
+    let epilogue = Epilogue::Sums(adds, Some(row_sums.clone()));
+    let (kernel, whole_rounds) = plan(a, b, None, DType::F32, &epilogue)?;
+    let out = sum.unwrap_or_else(|| empty(a, shape, DType::F32));
+    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    Some([out, sum_over_rows(row_sums)])
+}
+
+/// Whether a product is added to these in their place.
+fn takes_sums<R: CubeRuntime>(sum: &mut CubeTensor<R>, shape: [usize; 2]) -> bool {
+    let fits = sum.dtype == DType::F32 && sum.meta.shape().as_slice() == shape && sum.is_contiguous();
+    // Two numbers are read and written at once.
+    fits && sum.handle.offset_start.unwrap_or(0).is_multiple_of(8) && sum.can_mut()
 }
 
 /// `a * b` for f32 `a` `[m, k]` and `b` `[k, n]` under any strides, f32 `[m, n]`; added to `sum` in its place, where there is one, which has no gaps,
@@ -294,7 +372,7 @@ fn f32_product<R: CubeRuntime>(
     }
     let clusters = (multiprocessors(a) / BLOCKS) as usize;
     let depth = DEPTH * numbers.stages(k);
-    let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, |columns| fits_f32(columns, numbers))?;
+    let Tiles { columns, whole_rounds } = tiles([m, n, depth], clusters, false, |columns| fits_f32(columns, numbers))?;
     let kernel = GemmHopper::of_f32(numbers, columns);
     if !works(a, kernel) {
         return None;
@@ -303,10 +381,8 @@ fn f32_product<R: CubeRuntime>(
         Numbers::SplitF32 => split(in_runs_of_k(x)),
         _ => in_runs_of_k(x),
     });
-    let (out, epilogue) = match sum {
-        Some(sum) => (sum.clone(), Epilogue::Sum),
-        None => (empty(&a, [m, n], DType::F32), Epilogue::Residual(None, None)),
-    };
+    let epilogue = Epilogue::Sums(sum.is_some(), None);
+    let out = sum.cloned().unwrap_or_else(|| empty(&a, [m, n], DType::F32));
     kernel.launch(&a, &transposed(b), None, epilogue, whole_rounds, &out);
     Some(out)
 }
@@ -318,7 +394,7 @@ fn in_runs_of_k<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     x
 }
 
-/// `activation(a * b + bias)` in the dtype of `a`, and `a * b` where it is to be saved; otherwise as [`hopper_product`].
+/// `activation(a * b + bias)` in the dtype of `a`, and its slopes where they are to be saved; otherwise as [`hopper_product`].
 pub(super) fn hopper_activate<R: CubeRuntime>(
     a: &CubeTensor<R>,
     b: &CubeTensor<R>,
@@ -327,12 +403,33 @@ pub(super) fn hopper_activate<R: CubeRuntime>(
     saves: bool,
 ) -> Option<(CubeTensor<R>, Option<CubeTensor<R>>)> {
     let (kind, gated) = numbered(activation)?;
-    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &Epilogue::Activation(kind, gated, None))?;
-    let [m, n] = [a.meta.shape()[0], b.meta.shape()[1]];
+    let [m, k, n] = [a.meta.shape()[0], a.meta.shape()[1], b.meta.shape()[1]];
+    if Numbers::half(a.dtype).is_none() || !route::takes_hopper(a, a.dtype, [m, n, k]) {
+        return None;
+    }
+    let slopes = saves.then(|| empty(a, [m, n], a.dtype));
+    let epilogue = Epilogue::Activation(kind, gated, slopes.clone());
+    let (kernel, whole_rounds) = plan(a, b, bias, a.dtype, &epilogue)?;
     let out = empty(a, [m, activation.output_width(n)], a.dtype);
-    let saved = saves.then(|| empty(a, [m, n], a.dtype));
-    kernel.launch(a, b, bias.cloned(), Epilogue::Activation(kind, gated, saved.clone()), whole_rounds, &out);
-    Some((out, saved))
+    kernel.launch(a, b, bias.cloned(), epilogue, whole_rounds, &out);
+    Some((out, slopes))
+}
+
+/// `(a * b) * slopes` in their dtype, for slopes `[m, n]`, or `[m, 2 n]` of a gated activation, by both halves of which the product is
+/// multiplied; otherwise as [`hopper_product`].
+pub(super) fn hopper_product_by_slopes<R: CubeRuntime>(
+    a: &CubeTensor<R>,
+    b: &CubeTensor<R>,
+    slopes: &CubeTensor<R>,
+) -> Option<CubeTensor<R>> {
+    if slopes.dtype != a.dtype || tma_axis(slopes, 1) != Some(1) {
+        return None;
+    }
+    let epilogue = Epilogue::Slopes(slopes.clone());
+    let (kernel, whole_rounds) = plan(a, b, None, a.dtype, &epilogue)?;
+    let out = empty(a, [a.meta.shape()[0], slopes.meta.shape()[1]], a.dtype);
+    kernel.launch(a, b, None, epilogue, whole_rounds, &out);
+    Some(out)
 }
 
 /// An activation's number in the sources, and whether it gates; none if they lack it.
@@ -368,35 +465,27 @@ fn plan<R: CubeRuntime>(
     if !stores || !adds || gated && b_axis == 1 {
         return None;
     }
-    let dropout = epilogue.dropout().is_some();
-    // Of a gate all tiles are whole.
+    let (dropout, slopes) = (epilogue.dropout().is_some(), epilogue.slopes(n));
+    let row_sums = matches!(epilogue, Epilogue::Sums(_, Some(_)));
+    if row_sums && a_axis != 0 {
+        return None;
+    }
+    // Of what has two halves all tiles are whole.
+    let halves = gated || slopes == 2;
     // Columns of a tile that drops have one high half.
     let one_half = |columns: usize| n <= 1 << 17 || (1usize << 17).is_multiple_of(columns);
     let allowed = |columns: usize| {
-        fits(columns, gated, dropout) && (!gated || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
+        fits(columns, gated, dropout) && (!halves || n.is_multiple_of(columns)) && (!dropout || one_half(columns))
     };
-    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, allowed)?;
+    let Tiles { columns, whole_rounds } = tiles([m, n, k], (multiprocessors(a) / BLOCKS) as usize, row_sums, allowed)?;
     let numbers = Numbers::half(a.dtype)?;
     let (a_major_m, b_major_n) = (a_axis == 0, b_axis == 1);
-    let kernel = GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, activation, gated, dropout };
+    let kernel =
+        GemmHopper { numbers, columns, a_major_m, b_major_n, out_f32, row_sums, activation, gated, dropout, slopes };
     works(a, kernel).then_some((kernel, whole_rounds))
 }
 
 impl GemmHopper {
-    /// A product of f32 alone.
-    fn of_f32(numbers: Numbers, columns: usize) -> Self {
-        Self {
-            numbers,
-            columns,
-            a_major_m: false,
-            b_major_n: false,
-            out_f32: true,
-            activation: 0,
-            gated: false,
-            dropout: false,
-        }
-    }
-
     fn launch<R: CubeRuntime>(
         self,
         a: &CubeTensor<R>,
@@ -406,7 +495,10 @@ impl GemmHopper {
         whole_rounds: usize,
         out: &CubeTensor<R>,
     ) {
-        let [m, mut k, n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
+        let [m, mut k, mut n] = [a.meta.shape()[0], a.meta.shape()[1], out.meta.shape()[1]];
+        if self.activation == 0 {
+            n /= self.slopes.max(1);
+        }
         if self.numbers == Numbers::SplitF32 {
             k /= 2;
         }
@@ -417,13 +509,15 @@ impl GemmHopper {
         let bias = bias.map(contiguous);
         let bias_kind = bias.as_ref().map_or(0, |bias| if bias.dtype == DType::F32 { 1 } else { 2 });
         let dropout = epilogue.dropout();
-        let (adds, saves, other) = match epilogue {
-            Epilogue::Sum => (true, false, None),
-            Epilogue::Residual(_, residual) => (residual.is_some(), false, residual),
-            Epilogue::Activation(.., saved) => (false, saved.is_some(), saved),
+        // What else is read or written, as large as the result or as the sums of rows.
+        let (adds, other) = match epilogue {
+            Epilogue::Sums(adds, row_sums) => (adds, row_sums),
+            Epilogue::Residual(_, residual) => (residual.is_some(), residual),
+            Epilogue::Activation(.., slopes) => (false, slopes),
+            Epilogue::Slopes(slopes) => (true, Some(slopes)),
         };
         let arguments = match self.out_f32 {
-            true => arguments.pointer(out),
+            true => arguments.pointer(out).pointer(other.as_ref().unwrap_or(out)),
             false => {
                 let arguments = arguments.map(out, 1, ROWS).map(other.as_ref().unwrap_or(out), 1, ROWS);
                 arguments.pointer(bias.as_ref().unwrap_or(out))
@@ -435,11 +529,11 @@ impl GemmHopper {
             false => [out.clone(), out.clone()],
         };
         let arguments = arguments.pointer(&partial).pointer(&ready);
-        let words = [m, n, k, whole_rounds, bias_kind, adds.into(), saves.into()];
+        let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
         let arguments = words.into_iter().fold(arguments, Arguments::word).dropout(dropout);
         // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are read and written in pairs below m and n, where n is even and
-        // `out` has no gaps and begins at a pair, and the bias is read below the columns of `b`, of which `plan` found it to have as many; each consumer of each block has a place of its
-        // own for what it leaves of a tile.
+        // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
+        // as many; each consumer of each block has a place of its own for what it leaves of a tile.
         unsafe { cuda::launch(a, self, clusters * BLOCKS, arguments) };
     }
 }
@@ -487,12 +581,16 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: GemmHopper) -> bool {
         let a = matrix([BLOCKS as usize * CONSUMERS * ROWS, DEPTH], kernel.a_major_m);
         let b = matrix([DEPTH, kernel.columns], !kernel.b_major_n);
         let dtype = if kernel.out_f32 { DType::F32 } else { x.dtype };
-        let out = empty(x, [a.meta.shape()[0], kernel.out_columns()], dtype);
-        let epilogue = if kernel.activation == 0 {
-            Epilogue::Residual(None, None)
-        } else {
-            Epilogue::Activation(kernel.activation, kernel.gated, None)
+        let GemmHopper { activation, gated, .. } = kernel;
+        let rows = a.meta.shape()[0];
+        let slopes = (kernel.slopes > 0).then(|| empty(x, [rows, kernel.slopes * kernel.out_columns()], dtype));
+        let (epilogue, halves) = match slopes {
+            _ if kernel.out_f32 => (Epilogue::Sums(false, kernel.row_sums.then(|| empty(x, [1, rows], DType::F32))), 1),
+            slopes if activation > 0 => (Epilogue::Activation(activation, gated, slopes), 1),
+            Some(slopes) => (Epilogue::Slopes(slopes), kernel.slopes),
+            None => (Epilogue::Residual(None, None), 1),
         };
+        let out = empty(x, [rows, halves * kernel.out_columns()], dtype);
         kernel.launch(&a, &b, None, epilogue, 1, &out);
     })
 }

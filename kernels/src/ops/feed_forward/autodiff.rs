@@ -1,0 +1,133 @@
+//! Feed-forward layers in the graph; a norm before them is a node of its own. A bias that is not there stands as an untracked tensor.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::Tensor;
+
+use super::{
+    FeedForwardBackward, FeedForwardForward, FeedForwardLayer, FeedForwardOps, feed_forward_backward,
+    feed_forward_forward,
+};
+use crate::autodiff::{inner, take_sum};
+use crate::checked::Checked;
+use crate::ops::dropout::Dropout;
+use crate::ops::linear::{Saved, float_weight};
+use crate::ops::norm::norm_rows;
+use crate::ops::weight::Weight;
+use crate::recorder::{self, Call};
+use crate::tensor::{float, primitive};
+
+/// Parents `[x, up, up_bias, down, down_bias, residual]`; without a norm `x` is the residual.
+#[derive(Debug)]
+struct FeedForwardNode(recorder::Part);
+
+#[derive(Clone, Debug)]
+struct State<B: FeedForwardOps> {
+    x: Tensor<B, 2>,
+    saved: Saved<B>,
+    hidden: Tensor<B, 2>,
+    layer: FeedForwardLayer<B>,
+    dropout: Option<Dropout>,
+}
+
+impl<B: FeedForwardOps> State<B> {
+    /// Four products: two weights' gradients, and two gradients of what they are multiplied with. The gradient before the activation is written, and read
+    /// twice; sums are read, too.
+    fn call(&self, sums: &[Option<Tensor<B, 2>>; 2]) -> Call {
+        let FeedForwardLayer { up, down, .. } = &self.layer;
+        let ([rows, d_model], [width, _], [_, d_ff]) = (self.x.dims(), up.dims(), down.dims());
+        let bytes = self.x.dtype().size();
+        let tables: usize = [up, down]
+            .iter()
+            .zip(sums)
+            .map(|(weight, sum)| weight.dims().iter().product::<usize>() * if sum.is_some() { 8 } else { 4 })
+            .sum();
+        let moved = rows * (2 * d_model + 3 * width) * bytes + tables;
+        let [x, saved, hidden] = [&self.x, self.saved.tensor(), &self.hidden].map(recorder::operand);
+        let call = Call::reads([x, saved, hidden, up.operand(), down.operand()]).and(moved as u64);
+        call.computes(4 * (rows * d_model * (width + d_ff)) as u64)
+    }
+}
+
+impl<B: FeedForwardOps> Backward<B, 6> for FeedForwardNode {
+    type State = State<B>;
+
+    fn backward(self, ops: Ops<Self::State, 6>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let grad = grads.consume::<B>(&ops.node);
+        let sums = [1, 3].map(|parent| take_sum(&ops, parent, &ops.state.x, grads));
+        let _part = self.0.enter();
+        let _op = recorder::op("feed_forward backward", || ops.state.call(&sums));
+        let State { x, saved, hidden, layer, dropout } = ops.state;
+        let nodes = ops.parents.map(|parent| parent.map(|node| node.id));
+        if let Some(node) = nodes[5] {
+            grads.register::<B>(node, grad.clone());
+        }
+        let grad = float(grad);
+        let operands = FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums };
+        let gradients = feed_forward_backward::<B>(Checked::new(operands));
+        for (node, gradient) in
+            [nodes[0], nodes[1], nodes[3]].into_iter().zip([gradients.x, gradients.up, gradients.down])
+        {
+            if let Some(node) = node {
+                grads.register::<B>(node, primitive(gradient));
+            }
+        }
+        for (node, gradient) in [nodes[2], nodes[4]].into_iter().zip([gradients.up_bias, gradients.down_bias]) {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node, primitive(gradient));
+            }
+        }
+    }
+}
+
+impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C> {
+    fn feed_forward(operands: Checked<FeedForwardForward<Self>>) -> Tensor<Self, 2> {
+        let FeedForwardForward { x, norm, residual, layer, dropout } = operands.into_inner();
+        let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
+        let x = match norm {
+            Some(norm) => norm_rows(x, norm),
+            None => x,
+        };
+        let (up, down) = (float_weight(up, &x), float_weight(down, &x));
+        let input = inner(&x);
+        // In the dtype of the input, cast once for the forward and the backward pass.
+        let [up_matrix, down_matrix] = [&up, &down].map(|weight| inner(weight).cast(x.dtype()));
+        let shift = |bias: &Option<Tensor<Self, 1>>| bias.as_ref().map(inner);
+        let layer = FeedForwardLayer {
+            up: Weight::Float(up_matrix),
+            up_bias: shift(&up_bias),
+            activation,
+            down: Weight::Float(down_matrix),
+            down_bias: shift(&down_bias),
+        };
+        let forward = feed_forward_forward::<B>(Checked::new(FeedForwardForward {
+            x: input.clone(),
+            norm: None,
+            residual: inner(&residual),
+            layer: layer.clone(),
+            dropout,
+        }));
+        let untracked = || primitive(Tensor::<Self, 2>::from_inner(input.clone())).node;
+        let of_bias = |bias: Option<Tensor<Self, 1>>| bias.map_or_else(untracked, |bias| primitive(bias).node);
+        let nodes = [
+            primitive(x).node,
+            primitive(up).node,
+            of_bias(up_bias),
+            primitive(down).node,
+            of_bias(down_bias),
+            primitive(residual).node,
+        ];
+        let output = primitive(forward.output);
+        let part = recorder::Part::current();
+        float(match FeedForwardNode(part).prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(node) => {
+                let (saved, hidden) = (forward.saved, forward.hidden);
+                node.finish(State { x: input, saved, hidden, layer, dropout }, output)
+            }
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
+    }
+}

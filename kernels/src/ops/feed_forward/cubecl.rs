@@ -1,0 +1,48 @@
+//! Feed-forward layers in CubeCL: the gradient in one product with the slopes of the activation, where a GEMM does both.
+
+use burn_cubecl::element::BoolElement;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
+
+use super::{FeedForwardBackward, FeedForwardGradients, FeedForwardLayer, FeedForwardOps};
+use crate::checked::Checked;
+use crate::ops::dropout::dropout_rows;
+use crate::ops::linear::cubecl::gemm::{product, product_by_slopes};
+use crate::ops::linear::cubecl::{activation_gradient, parameter_gradients};
+use crate::ops::linear::{Saved, float_weight};
+use crate::tensor::{float, primitive};
+
+impl<R, F, I, BT> FeedForwardOps for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn feed_forward_backward(operands: Checked<FeedForwardBackward<Self>>) -> FeedForwardGradients<Self> {
+        let FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums } = operands.into_inner();
+        let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
+        let [up, down] = [up, down].map(|weight| primitive(float_weight(weight, &x)));
+        let [up_sum, down_sum] = sums;
+        let dtype = x.dtype();
+
+        let grad = primitive(dropout_rows(grad, dropout));
+        let (d_down, down_bias) = parameter_gradients(grad.clone(), primitive(hidden), down_sum, down_bias.is_some());
+
+        let has_bias = up_bias.is_some();
+        let fused = match &saved {
+            Saved::Slopes(slopes) => product_by_slopes(&grad, &down, &primitive(slopes.clone())),
+            Saved::Product(_) => None,
+        };
+        // What is saved is not needed any more behind this.
+        let grad = match fused {
+            Some(fused) => {
+                drop((saved, grad));
+                fused
+            }
+            None => activation_gradient(product(grad, down, dtype, dtype), saved, up_bias, activation),
+        };
+        let (d_up, up_bias) = parameter_gradients(grad.clone(), primitive(x), up_sum, has_bias);
+        let x = float(product(grad, up, dtype, dtype));
+        FeedForwardGradients { x, up: d_up, up_bias, down: d_down, down_bias }
+    }
+}

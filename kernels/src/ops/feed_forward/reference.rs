@@ -1,0 +1,66 @@
+//! Feed-forward layers from projections.
+
+use burn::tensor::Tensor;
+
+use super::{
+    FeedForwardBackward, FeedForwardForward, FeedForwardGradients, FeedForwardLayer, FeedForwardOps, FeedForwardOutput,
+};
+use crate::checked::Checked;
+use crate::ops::linear::{
+    LinearBackward, LinearForward, LinearGradients, float_weight, linear_backward, linear_forward, linear_rows,
+};
+
+/// Body of [`feed_forward`](crate::feed_forward()) where no gradient is wanted.
+pub fn feed_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) -> Tensor<B, 2> {
+    let FeedForwardForward { x, norm, residual, layer, dropout } = operands;
+    let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
+    let hidden =
+        linear_rows(LinearForward { norm, activation: Some(activation), ..LinearForward::new(x, up, up_bias) });
+    linear_rows(LinearForward { dropout, residual: Some(residual), ..LinearForward::new(hidden, down, down_bias) })
+}
+
+/// Reference forward of [`feed_forward`](crate::feed_forward()), which keeps what the backward pass needs.
+pub fn feed_forward_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) -> FeedForwardOutput<B> {
+    let FeedForwardForward { x, norm, residual, layer, dropout } = operands;
+    let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
+    let inner = linear_forward(Checked::new(LinearForward {
+        norm,
+        activation: Some(activation),
+        keeps: true,
+        ..LinearForward::new(x, up, up_bias)
+    }));
+    let outer = linear_forward(Checked::new(LinearForward {
+        dropout,
+        residual: Some(residual),
+        keeps: true,
+        ..LinearForward::new(inner.output.clone(), down, down_bias)
+    }));
+    let saved = inner.saved.expect("a projection that keeps saves what the gradient of its activation needs");
+    FeedForwardOutput { output: outer.output, saved, hidden: inner.output }
+}
+
+/// Reference backward of [`feed_forward`](crate::feed_forward()).
+pub fn feed_forward_backward<B: FeedForwardOps>(operands: FeedForwardBackward<B>) -> FeedForwardGradients<B> {
+    let FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums: [up_sum, down_sum] } = operands;
+    let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
+    let (up, down) = (float_weight(up, &x), float_weight(down, &x));
+    let LinearGradients { x: grad, weight: down, bias: down_bias } = linear_backward(Checked::new(LinearBackward {
+        grad,
+        x: hidden,
+        weight: down,
+        bias: down_bias,
+        activation: None,
+        dropout,
+        sum: down_sum,
+    }));
+    let LinearGradients { x, weight: up, bias: up_bias } = linear_backward(Checked::new(LinearBackward {
+        grad,
+        x,
+        weight: up,
+        bias: up_bias,
+        activation: Some((activation, saved)),
+        dropout: None,
+        sum: up_sum,
+    }));
+    FeedForwardGradients { x, up, up_bias, down, down_bias }
+}
