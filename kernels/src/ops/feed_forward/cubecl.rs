@@ -22,7 +22,7 @@ where
         let FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums } = operands.into_inner();
         let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
         let [up, down] = [up, down].map(|weight| primitive(float_weight(weight, &x)));
-        let [up_sum, down_sum] = sums;
+        let [up_sum, down_sum] = sums.map(|sum| sum.map(primitive));
         let dtype = x.dtype();
 
         let grad = primitive(dropout_rows(grad, dropout));
@@ -42,7 +42,12 @@ where
             None => activation_gradient(product(grad, down, dtype, dtype), saved, up_bias, activation),
         };
         let (d_up, up_bias) = parameter_gradients(grad.clone(), primitive(x), up_sum, has_bias);
-        let x = float(product(grad, up, dtype, dtype));
-        FeedForwardGradients { x, up: d_up, up_bias, down: d_down, down_bias }
+        FeedForwardGradients {
+            x: float(product(grad, up, dtype, dtype)),
+            up: float(d_up),
+            up_bias: up_bias.map(float),
+            down: float(d_down),
+            down_bias: down_bias.map(float),
+        }
     }
 }

@@ -89,8 +89,9 @@ where
         }
         let [x, weight] = [x, weight].map(primitive);
         let dtype = x.dtype;
-        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum, has_bias);
-        LinearGradients { x: float(product(grad, weight, dtype, dtype)), weight: d_weight, bias }
+        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum.map(primitive), has_bias);
+        let d_x = product(grad, weight, dtype, dtype);
+        LinearGradients { x: float(d_x), weight: float(d_weight), bias: bias.map(float) }
     }
 }
 
@@ -114,29 +115,22 @@ where
 }
 
 /// The gradients of a weight, f32 and added to `sum`, and of a bias, from that of the outputs `[rows, d_output]` and the inputs `[rows, d_input]`.
-#[expect(clippy::type_complexity, reason = "a matrix and a row")]
-pub(crate) fn parameter_gradients<R, F, I, BT>(
+pub(crate) fn parameter_gradients<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
-    sum: Option<Tensor<CubeBackend<R, F, I, BT>, 2>>,
+    sum: Option<CubeTensor<R>>,
     has_bias: bool,
-) -> (Tensor<CubeBackend<R, F, I, BT>, 2>, Option<Tensor<CubeBackend<R, F, I, BT>, 1>>)
-where
-    R: CubeRuntime,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
-{
-    let (dtype, sum, columns) = (x.dtype, sum.map(primitive), transposed(grad));
+) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
+    let (dtype, columns) = (x.dtype, transposed(grad));
     if has_bias {
         let [weight, bias] = product_and_row_sums(sum, columns, x, dtype);
-        return (float(weight), Some(float(bias)));
+        return (weight, Some(bias));
     }
     let weight = match sum {
         Some(sum) => product_into(sum, columns, x, dtype),
         None => product(columns, x, dtype, DType::F32),
     };
-    (float(weight), None)
+    (weight, None)
 }
 
 /// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where another kernel is for it.
