@@ -55,7 +55,7 @@ impl Rehearsal {
         let kept = self.kept.as_ref().is_some_and(|kept| kept.get(&hash).is_some());
         if self.seen.insert(hash) && !kept {
             // Somebody compiles as long as this rehearses.
-            let _ = self.sources.send(kernel.source());
+            let _ = self.sources.send(super::source(kernel));
         }
     }
 }

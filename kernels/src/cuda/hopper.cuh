@@ -12,6 +12,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int WARPGROUP = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
 // A row of a tile in shared memory: 64 elements of 16 bits, its 16-byte chunks in the order of the 128-byte swizzle.
 constexpr int ROW_BYTES = 128;
@@ -77,6 +78,21 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrivals of a warp, when all of its threads have read what they release, or written what they give: one, as 32 take their time; racecheck does not
+// know that __syncwarp orders the others before it, and is given 32.
+#ifdef RACECHECK
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrive(u32 barrier) {
+    __syncwarp();
+    if (WARP_ARRIVALS == 32 || threadIdx.x % 32 == 0) {
+        barrier_arrive(barrier);
+    }
 }
 
 // Arrives at the same barrier of the cluster's block `rank`. That orders what this thread read before with what TMA writes
@@ -378,6 +394,42 @@ __device__ __forceinline__ float widen(unsigned short half) {
     float value;
     asm("cvt.f32." HALF " %0, %1;" : "=f"(value) : "h"(half));
     return value;
+}
+
+// The same of four registers.
+__device__ __forceinline__ void unpack(float (&values)[8], uint4 pairs) {
+    float2 two[4] = {unpack(pairs.x), unpack(pairs.y), unpack(pairs.z), unpack(pairs.w)};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        values[2 * i] = two[i].x, values[2 * i + 1] = two[i].y;
+    }
+}
+
+__device__ __forceinline__ uint4 pack(const float (&values)[8]) {
+    return make_uint4(pack(values[0], values[1]), pack(values[2], values[3]), pack(values[4], values[5]), pack(values[6], values[7]));
+}
+
+// Over the lanes of a warp.
+__device__ __forceinline__ float sum_lanes(float v) {
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+}
+
+__device__ __forceinline__ float largest_lane(float v) {
+    #pragma unroll
+    for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+    return v;
+}
+
+__device__ __forceinline__ float shared_float(u32 address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void shared_store(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 // 16 bytes of shared memory.

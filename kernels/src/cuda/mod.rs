@@ -32,6 +32,8 @@ use crate::random::RandomKey;
 
 /// What kernels for Hopper share: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = include_str!("hopper.cuh");
+/// Bytes of shared memory that a block may have there.
+pub(crate) const HOPPER_SHARED_BYTES: usize = 227 << 10;
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 
@@ -70,7 +72,13 @@ pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     let debug = format!("{kernel:?}");
     let values = debug.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty());
     let name = [kernel.entry()].into_iter().chain(values.skip(1)).collect::<Vec<_>>().join("-");
-    (name, kernel.source())
+    (name, source(&kernel))
+}
+
+/// The kernel's source as it is compiled.
+fn source(kernel: &impl CudaKernel) -> String {
+    let racecheck = if for_racecheck() { "#define RACECHECK\n" } else { "" };
+    racecheck.to_string() + &kernel.source()
 }
 
 /// A kernel as CubeCL compiles it.
@@ -82,7 +90,7 @@ impl<K: CudaKernel> KernelMetadata for Task<K> {
     }
 
     fn id(&self) -> KernelId {
-        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(self.0.threads())).info(self.0.clone())
+        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(self.0.threads())).info((self.0.clone(), for_racecheck()))
     }
 
     fn address_type(&self) -> StorageType {
@@ -119,7 +127,7 @@ impl<K: CudaKernel> CubeTask<CudaCompiler> for Task<K> {
         Ok(CompiledKernel {
             entrypoint_name: self.0.entry().into(),
             debug_name: Some(self.0.entry()),
-            source: self.0.source(),
+            source: source(&self.0),
             repr: Some(repr),
             cube_dim,
             debug_info: None,
@@ -219,9 +227,9 @@ pub(crate) fn marks<R: CubeRuntime>(like: &CubeTensor<R>, count: usize) -> CubeT
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), [count].into(), handle, DType::U32)
 }
 
-/// Whether kernels are compiled for compute-sanitizer's racecheck, by `FIRECLAY_RACECHECK=1`: at an mbarrier it takes each thread's own arrival for what orders its
-/// accesses, and not one lane's behind `__syncwarp`.
-pub(crate) fn every_lane_arrives() -> bool {
+/// Whether kernels are compiled for compute-sanitizer's racecheck, by `FIRECLAY_RACECHECK=1`. At an mbarrier it takes each thread's own arrival for what orders its
+/// accesses, and not one lane's behind `__syncwarp`; and it ends with an error of its own where blocks read each other's shared memory.
+pub(crate) fn for_racecheck() -> bool {
     static ASKED: LazyLock<bool> = LazyLock::new(|| std::env::var_os("FIRECLAY_RACECHECK").is_some_and(|it| it == "1"));
     *ASKED
 }

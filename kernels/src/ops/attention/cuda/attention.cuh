@@ -18,7 +18,6 @@ constexpr int CONSUMERS = 2;
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
 // Rows of the tile that a block keeps.
 constexpr int KEPT = 64 * CONSUMERS;
-constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Info {
     u64 batch, heads, kv_heads, queries, keys;
@@ -223,15 +222,5 @@ __device__ __forceinline__ void write_rows(const float (&sums)[HEAD_DIM / 8][4],
     }
 }
 
-// Arrivals of a warp at a barrier, when all of its threads have read what they release, or written what they give: one, as 32 take their time; racecheck
-// does not know that __syncwarp orders the others before it, and is given 32 (EVERY_LANE_ARRIVES).
-constexpr int ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;
-// Those of all consumers.
-constexpr int RELEASES = CONSUMERS * WARPGROUP / 32 * ARRIVALS;
-
-__device__ __forceinline__ void release(u32 barrier) {
-    __syncwarp();
-    if (EVERY_LANE_ARRIVES || threadIdx.x % 32 == 0) {
-        barrier_arrive(barrier);
-    }
-}
+// Arrivals of all consumers' warps.
+constexpr int RELEASES = CONSUMERS * WARPGROUP / 32 * WARP_ARRIVALS;

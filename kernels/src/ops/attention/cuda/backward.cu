@@ -208,7 +208,7 @@ __device__ __forceinline__ void each_step(const Info& info, const Shared& shared
             return;
         }
         Keys keys = kept_keys(info, shared, ticket);
-        release(shared.kept_empty());
+        warp_arrive(shared.kept_empty());
         Range range = keys.seeing(info);
         int row_head = keys.batch * static_cast<int>(info.heads) + keys.head * group, block = range.begin;
         #pragma unroll 1
@@ -237,8 +237,8 @@ __device__ void produce_statistics(const float2* statistics, const Info& info, c
             if (query < queries) {
                 of_row = statistics[row];
             }
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + 4 * i), "f"(of_row.x * LOG2_E) : "memory");
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + DELTA + 4 * i), "f"(of_row.y) : "memory");
+            shared_store(place + 4 * i, of_row.x * LOG2_E);
+            shared_store(place + DELTA + 4 * i, of_row.y);
         }
         if (DROPOUT) {
             #pragma unroll 1
@@ -247,7 +247,7 @@ __device__ void produce_statistics(const float2* statistics, const Info& info, c
                 store_int(place + NUMBER + 4 * i, random_row(info.dropout, row, keys.tile * KEPT));
             }
         }
-        release(shared.full(stage));
+        warp_arrive(shared.full(stage));
     });
 }
 
@@ -563,7 +563,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             // What the step before began is done.
             wgmma_wait<1>();
             if (last.some()) {
-                release(shared.empty(stage == 0 ? STAGES - 1 : stage - 1));
+                warp_arrive(shared.empty(stage == 0 ? STAGES - 1 : stage - 1));
             }
             Destination destination;
             if (before_last.some()) {
@@ -591,7 +591,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
                 }
             }
             if (before_last.some()) {
-                release(shared.added(steps - 2));
+                warp_arrive(shared.added(steps - 2));
             }
             if (!spans(queries_of_row(0), queries_of_row(63), block * QUERIES, QUERIES) || MASK == DOCUMENTS && latest > key) {
                 mask_sums<QUERIES>(scores, 0.0f, block * QUERIES, queries_of_row);
@@ -646,7 +646,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             pack_sums<QUERIES>(d_packed, d_scores);
             u32 place = shared.d_scores(to.stage) + rows;
             stage_scores(d_packed, place);
-            release(shared.d_scores_full(to.stage));
+            warp_arrive(shared.d_scores_full(to.stage));
             multiply_d_key(d_key, d_packed, place, shared.q(stage), consumer);
             wgmma_commit();
             before_last = last, last = {head << 16 | block};
@@ -660,7 +660,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
         // What is left of the last two steps.
         wgmma_wait<0>();
         if (last.some()) {
-            release(shared.empty(at.stage == 0 ? STAGES - 1 : at.stage - 1));
+            warp_arrive(shared.empty(at.stage == 0 ? STAGES - 1 : at.stage - 1));
         }
         auto pass = [&](Pending pending, int step) {
             Destination destination = pending.queries(keys).destination(d_query, d_q_map, sums, info, shared, consumer, step);
@@ -668,7 +668,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
             for (int i = 0; i < OWN_COLUMNS / 8; i++) {
                 destination.pass(i, d_query[i]);
             }
-            release(shared.added(step));
+            warp_arrive(shared.added(step));
         };
         if (before_last.some()) {
             pass(before_last, steps - 2);
@@ -680,7 +680,7 @@ __device__ void consume(const TensorMap& d_q_map, const TensorMap& d_k_map, cons
         multiply_d_query(d_query, shared, from.stage, consumer);
         wgmma_commit();
         wgmma_wait<0>();
-        release(shared.kept_empty());
+        warp_arrive(shared.kept_empty());
         if (last.some()) {
             from.advance();
             pass(last, steps - 1);
@@ -709,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared;
     if (threadIdx.x == 0) {
         barrier_init(shared.kept_full(), 1);
-        barrier_init(shared.kept_empty(), RELEASES + 3 * ARRIVALS);
+        barrier_init(shared.kept_empty(), RELEASES + 3 * WARP_ARRIVALS);
         for (int buffer = 0; buffer < BUFFERS; buffer++) {
             barrier_init(shared.d_scores_full(buffer), RELEASES);
         }
@@ -719,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared.told(step), 1);
         }
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(shared.full(stage), 1 + ARRIVALS);
+            barrier_init(shared.full(stage), 1 + WARP_ARRIVALS);
             barrier_init(shared.empty(stage), RELEASES);
         }
         barrier_init_fence();

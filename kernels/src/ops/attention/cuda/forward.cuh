@@ -141,11 +141,11 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
         rows.clear_unseen(shared.v(v.stage), tile, block, 1 + consumer);
     };
     auto release_keys = [&] {
-        release(shared.k_empty(k.stage));
+        warp_arrive(shared.k_empty(k.stage));
         k.advance();
     };
     auto release_values = [&] {
-        release(shared.v_empty(v.stage));
+        warp_arrive(shared.v_empty(v.stage));
         v.advance();
     };
     typename Rows::Tile tile;
@@ -226,7 +226,7 @@ __device__ void consume(const TensorMap& out_map, const Rows& rows, const Shared
             release_values();
             pack_sums<KEYS>(probabilities, scores);
         }
-        release(shared.q_empty(q.stage));
+        warp_arrive(shared.q_empty(q.stage));
         q.advance();
         typename Rows::Tile done = tile;
         auto divide = [&] {

@@ -14,13 +14,11 @@ pub(crate) use self::paged::PagedHopper;
 use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 
 /// Rows of the tile that a block keeps, and of a consumer's part of it.
 const KEPT: usize = 128;
 const ROWS: usize = 64;
-/// Bytes of shared memory of a block.
-const SHARED_BYTES: usize = 227 << 10;
 /// More than there are tokens, and still below 2^31 when added to one's place.
 const MOST_WINDOW: usize = 1 << 30;
 /// Backward, a tile of queries and its head are told by 16 and 15 bits.
@@ -56,12 +54,11 @@ struct AttentionHopper {
     head_dim: usize,
     mask: Mask,
     dropout: bool,
-    every_lane_arrives: bool,
 }
 
 impl AttentionHopper {
     fn new(pass: Pass, half: &'static str, head_dim: usize, mask: Mask, dropout: bool) -> Self {
-        Self { pass, half, head_dim, mask, dropout, every_lane_arrives: cuda::every_lane_arrives() }
+        Self { pass, half, head_dim, mask, dropout }
     }
 
     /// Over pages.
@@ -76,7 +73,6 @@ impl AttentionHopper {
             ("HEAD_DIM", head_dim),
             ("MASK", mask as usize),
             ("DROPOUT", dropout.into()),
-            ("EVERY_LANE_ARRIVES", self.every_lane_arrives.into()),
             ("STAGES", self.stages()),
             ("SHARED", self.shared_bytes()),
         ];
@@ -119,7 +115,7 @@ impl AttentionHopper {
     /// As many stages as there is room for, but backward no more than four: with eight, narrow heads take 1.4 times as long.
     fn stages(&self) -> usize {
         let most = if self.pass == Pass::Backward { 4 } else { 8 };
-        ((SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(most)
+        ((HOPPER_SHARED_BYTES - self.other_bytes()) / self.stage_bytes()).min(most)
     }
 }
 

@@ -9,7 +9,7 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
 use super::{Kept, angles, halves, integers, kept, launch_tried, matrix, packed};
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::activation::ActivationKind;
 use crate::ops::cached_attention::{CachedTokens, Held};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
@@ -36,8 +36,6 @@ const LOAD: usize = 16;
 const MOST_SPLITS: usize = 16;
 /// Keys that a window sees, at the most: as many as there can be.
 const MOST_WINDOW: usize = 1 << 30;
-/// Bytes of shared memory, of which the source needs the last 16 itself.
-const SHARED_BYTES: usize = 227 << 10;
 
 /// All that the kernel is compiled for, but for the rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -151,7 +149,8 @@ impl Shape {
         let Self { d_model, n_heads, head_dim, d_ff, gated, .. } = *self;
         let of_layer = d_model * (self.qkv_rows() + n_heads * head_dim + d_ff * if gated { 3 } else { 2 });
         let most = if of_layer <= FEW_PARAMETERS { 8 } else { 4 };
-        let fits = |rows: &usize| *rows <= most && self.shared_bytes(*rows) + 16 <= SHARED_BYTES;
+        // The source needs the last 16 bytes itself.
+        let fits = |rows: &usize| *rows <= most && self.shared_bytes(*rows) + 16 <= HOPPER_SHARED_BYTES;
         ROWS.into_iter().rfind(fits).ok_or_else(|| Declined::new("the model is too wide for shared memory"))
     }
 }
@@ -222,7 +221,7 @@ impl CudaKernel for DecodeStepAnyShape {
     }
 
     fn shared_bytes(&self) -> usize {
-        SHARED_BYTES
+        HOPPER_SHARED_BYTES
     }
 
     fn tried() -> &'static Tried<Self> {

@@ -206,11 +206,6 @@ struct HeadRows {
     }
     __device__ __forceinline__ int stages() const { return (count + HEAD_ROWS - 1) / HEAD_ROWS; }
 };
-__device__ __forceinline__ float sum_lanes(float v) {
-    #pragma unroll
-    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-    return v;
-}
 // ---- which keys a block attends to
 
 struct Share {

@@ -4,7 +4,7 @@
 use std::sync::Mutex;
 
 use super::any_shape;
-use crate::cuda::{self, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::head_sample::draw_source;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
@@ -123,7 +123,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn shared_bytes(&self) -> usize {
-        227 << 10
+        HOPPER_SHARED_BYTES
     }
 
     fn tried() -> &'static Tried<Self> {
@@ -169,7 +169,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn shared_bytes(&self) -> usize {
-        227 << 10
+        HOPPER_SHARED_BYTES
     }
 
     fn tried() -> &'static Tried<Self> {
@@ -226,7 +226,7 @@ impl CudaKernel for DecodeStepLargeBatch {
     }
 
     fn shared_bytes(&self) -> usize {
-        227 << 10
+        HOPPER_SHARED_BYTES
     }
 
     fn tried() -> &'static Tried<Self> {

@@ -295,10 +295,7 @@ __device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared&
                     }
                 }
             }
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(shared.empty(at.stage));
-            }
+            warp_arrive(shared.empty(at.stage));
             at.advance();
             if (adds) {
                 float* to = buffers.row_sums + static_cast<u64>(step) * info.m + row;
@@ -693,7 +690,7 @@ __device__ __forceinline__ void gemm(const TensorMap& a_map, const TensorMap& b_
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(shared.full(stage), 1);
-            barrier_init(shared.empty(stage), BLOCKS * CONSUMERS + SUMMING_WARPS);
+            barrier_init(shared.empty(stage), BLOCKS * CONSUMERS + SUMMING_WARPS * WARP_ARRIVALS);
         }
         for (int consumer = 0; consumer < CONSUMERS; consumer++) {
             barrier_init(shared.residual(consumer), 1);

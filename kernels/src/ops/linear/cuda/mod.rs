@@ -22,7 +22,7 @@ use super::cubecl::gemm_tensor_cores::Added;
 use super::cubecl::layout::{k_major, transposed};
 use crate::cubecl::reduce::sum_over_rows;
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::route;
@@ -36,8 +36,6 @@ const ROWS: usize = 64;
 /// Of K in a stage, 128 bytes: of 16 bits, and of f32.
 const DEPTH: usize = 64;
 const F32_DEPTH: usize = DEPTH / 2;
-/// Bytes of shared memory of a block.
-const SHARED_BYTES: usize = 227 << 10;
 
 /// The numbers that are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -143,7 +141,7 @@ impl GemmHopper {
 
     /// As many stages as there is room for.
     fn stages(&self) -> usize {
-        (SHARED_BYTES - self.other_bytes()) / self.stage_bytes()
+        (HOPPER_SHARED_BYTES - self.other_bytes()) / self.stage_bytes()
     }
 }
 
