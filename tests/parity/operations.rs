@@ -228,23 +228,35 @@ backend_test!(norms_of_half_precision_rows_are_close_to_the_reference::<B>(devic
         if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
             continue;
         }
-        // The scale stays f32, as in training.
-        for (rows, columns) in [(3, 40), (63, 65), (128, 128), (700, 384)] {
+        // Weights stay f32, as in training. Many rows have a kernel of their own on some devices.
+        for (rows, columns) in [(3, 40), (63, 65), (128, 128), (700, 384), (1100, 264), (1057, 768), (2200, 1280), (1200, 65)] {
             let x = random::<B, 2>(1, [rows, columns], &device).cast(dtype).cast(DType::F32);
-            let gamma = random::<B, 2>(2, [1, columns], &device);
-            for layer in [false, true] {
-                let norm_of = |gamma: &Tensor<Autodiff<B>, 2>| match layer {
-                    true => Norm::layer(vector(gamma), None, 1e-5),
-                    false => Norm::rms(vector(gamma), 1e-6),
+            let [gamma, beta] = [2, 3].map(|seed| random::<B, 2>(seed, [1, columns], &device));
+            for (layer, shifted, around) in [
+                (false, false, true),
+                (false, false, false),
+                (true, false, true),
+                (true, true, true),
+                (true, true, false),
+            ] {
+                let norm_of = |i: &[Tensor<Autodiff<B>, 2>]| match layer {
+                    true => Norm::layer(vector(&i[1]), shifted.then(|| vector(&i[2])), 1e-5),
+                    false => Norm::rms(vector(&i[1]), 1e-6),
                 };
-                let (output, gradients) = with_gradients(&[x.clone(), gamma.clone()], DType::F32, |i| {
+                let mut inputs = vec![x.clone(), gamma.clone()];
+                inputs.extend(shifted.then(|| beta.clone()));
+                let (output, gradients) = with_gradients(&inputs, DType::F32, |i| {
                     let x = i[0].clone().cast(dtype);
-                    (norm(x.clone(), &norm_of(&i[1])) + x).cast(DType::F32)
+                    let normed = norm(x.clone(), &norm_of(i));
+                    if around { normed + x } else { normed }.cast(DType::F32)
                 });
-                let (wanted, wanted_gradients) = with_gradients(&[x.clone(), gamma.clone()], DType::F32, |i| {
-                    plain::norm(i[0].clone(), &norm_of(&i[1])) + i[0].clone()
+                let (wanted, wanted_gradients) = with_gradients(&inputs, DType::F32, |i| {
+                    let normed = plain::norm(i[0].clone(), &norm_of(i));
+                    if around { normed + i[0].clone() } else { normed }
                 });
-                let what = format!("{dtype:?} norm {rows}x{columns}, layer {layer}");
+                let what = format!(
+                    "{dtype:?} norm {rows}x{columns}, layer {layer}, shifted {shifted}, with what goes around it {around}"
+                );
                 assert_close(&what, &output, &wanted, 1e-2);
                 for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
                     assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 2e-2);
@@ -867,6 +879,51 @@ backend_test!(head_loss_in_half_precision_has_the_gradients_of_the_reference_wha
         assert_close(&what, &loss, &wanted, 1e-2);
         for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
             assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, 3e-2);
+        }
+    }
+});
+
+backend_test!(head_loss_of_a_large_vocabulary_in_half_precision_is_close_to_the_reference::<B>(device) {
+    for dtype in [DType::BF16, DType::F16] {
+        if !<B as burn::tensor::backend::Backend>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        // No whole vectors, whole vectors, whole tiles; and one that is too large for a row to be held.
+        for [rows, d_model, vocabulary] in [[70, 24, 24_577], [300, 64, 50_257], [129, 40, 50_264], [257, 64, 50_304], [40, 24, 70_001]] {
+            if !is_worth_it::<B>(&device, &[rows, d_model, vocabulary]) {
+                continue;
+            }
+            let rounded = |x: Tensor<B, 2>| x.cast(dtype).cast(DType::F32);
+            let hidden = rounded(random::<B, 2>(1, [rows, d_model], &device));
+            let weight = rounded(random::<B, 2>(2, [vocabulary, d_model], &device));
+            // Some do not count, one is the last token, and the others are among the first ones.
+            const FIRST: usize = 151;
+            let target = |at: usize| match at % 5 {
+                3 => -100,
+                _ if at == 1 => vocabulary as i32 - 1,
+                _ => (at * 37 % FIRST) as i32,
+            };
+            let targets: Vec<i32> = (0..rows).map(target).collect();
+            let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
+            let inputs = [hidden, weight];
+            for (smoothing, chunk) in [(0.0, 1000), (0.9, 1000), (0.0, 33)] {
+                // Large, so that gradients do not vanish in f16.
+                let options = HeadLossOptions::new().with_label_smoothing(smoothing).with_weight(1e3);
+                let (wanted, wanted_gradients) = with_gradients(&inputs, DType::F32, |i| {
+                    plain::head_loss(i[0].clone(), i[1].clone(), targets.clone(), options)
+                });
+                let (loss, gradients) = with_gradients(&inputs, DType::F32, |i| {
+                    head_loss(i[0].clone().cast(dtype), i[1].clone(), targets.clone(), options.with_chunk(chunk))
+                });
+                let what = format!("{dtype:?} head_loss {rows}x{d_model}x{vocabulary}, smoothing {smoothing}, chunk {chunk}");
+                assert_close(&what, &loss, &wanted, 1e-2);
+                assert_close(&format!("{what}, gradient of hidden"), &gradients[0], &wanted_gradients[0], 3e-2);
+                assert_close(&format!("{what}, gradient of the weight"), &gradients[1], &wanted_gradients[1], 3e-2);
+                // What is not a target has far smaller gradients.
+                let others = |x: &Tensor<B, 2>| x.clone().narrow(0, FIRST, vocabulary - FIRST - 1);
+                let [gradient, wanted] = [&gradients[1], &wanted_gradients[1]].map(others);
+                assert_close(&format!("{what}, gradient of the other tokens' weight"), &gradient, &wanted, 3e-2);
+            }
         }
     }
 });

@@ -150,12 +150,29 @@ fn norm_backward<R: CubeRuntime>(
     let (x, stride) = rows(x);
     let (grad, grad_stride) = rows(grad);
     let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
-    let adds = residual.is_some();
-    let (residual, residual_stride) = residual.map_or_else(|| (grad.clone(), grad_stride), rows);
-    let d_x = empty(&x, [n_rows, columns], x.dtype);
+    let residual = residual.map(rows);
     let gamma = contiguous(norm.gamma);
     let inverse = contiguous(inverse);
-    let mean = mean.map_or_else(|| inverse.clone(), contiguous);
+    let mean = mean.map(contiguous);
+    #[cfg(feature = "cuda")]
+    {
+        let rows = super::cuda::NormedRows {
+            x: (&x, stride),
+            grad: (&grad, grad_stride),
+            residual: residual.as_ref().map(|(residual, stride)| (residual, *stride)),
+            mean: mean.as_ref(),
+            inverse: &inverse,
+            gamma: &gamma,
+            shifted: norm.beta.is_some(),
+        };
+        if let Some((d_x, partial)) = super::cuda::norm_backward(&rows) {
+            return summed(d_x, partial, gamma.dtype, norm.beta.is_some());
+        }
+    }
+    let adds = residual.is_some();
+    let (residual, residual_stride) = residual.unwrap_or_else(|| (grad.clone(), grad_stride));
+    let d_x = empty(&x, [n_rows, columns], x.dtype);
+    let mean = mean.unwrap_or_else(|| inverse.clone());
     let strides = [columns, stride, grad_stride, residual_stride];
     let vector = row_vector(&[&x, &grad, &residual, &d_x, &gamma], &strides);
     let parts = 1 + usize::from(norm.beta.is_some());
@@ -206,8 +223,14 @@ fn norm_backward<R: CubeRuntime>(
         partial.meta.remove(0);
         return (d_x, partial, None);
     }
-    let d_gamma = empty(&x, [columns], gamma.dtype);
-    let d_beta = norm.beta.map(|_| empty(&x, [columns], gamma.dtype));
+    summed(d_x, partial, gamma.dtype, norm.beta.is_some())
+}
+
+/// The gradient of the rows with those of scale and, if shifted, shift, of `dtype`, which are the sums of `partial` over its rows.
+fn summed<R: CubeRuntime>(d_x: CubeTensor<R>, partial: CubeTensor<R>, dtype: DType, shifted: bool) -> Gradients<R> {
+    let columns = d_x.meta.shape()[1];
+    let d_gamma = empty(&d_x, [columns], dtype);
+    let d_beta = shifted.then(|| empty(&d_x, [columns], dtype));
     sum_over_row_pairs(partial, &d_gamma, d_beta.as_ref().unwrap_or(&d_gamma));
     (d_x, d_gamma, d_beta)
 }

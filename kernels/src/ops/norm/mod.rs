@@ -5,7 +5,12 @@ mod autodiff;
 pub(crate) mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod reference;
+
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::hopper_sources;
 
 use burn::tensor::DType;
 use burn::tensor::Tensor;

@@ -82,8 +82,10 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
         let hidden = if size == n_rows { hidden.clone() } else { hidden.clone().narrow(0, start, size) };
         let input = primitive(hidden);
         let logits = product(input.clone(), transposed(head.clone()), dtype, dtype);
+        let share = share.as_ref();
+        let smoothing = options.label_smoothing;
         let d_logits =
-            loss_of_rows(logits, vocabulary, &targets, share.as_ref(), &nats, start, options.label_smoothing);
+            loss_of_rows(logits, TargetRows { targets: &targets, nats: &nats, share, start, vocabulary, smoothing });
         if gradients {
             d_hidden.push(float(product(d_logits.clone(), head.clone(), dtype, dtype)));
             let d_logits = transposed(d_logits);
@@ -115,24 +117,41 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
 }
 
-/// The losses of the rows of `logits`, of which the first `vocabulary` columns count, into `nats`; the rows belong to the
-/// targets from `start` on. With `share`, one over the number of targets that count, also their gradient in the place of
-/// `logits`. The other columns have to be zeros, and stay so.
-fn loss_of_rows<R: CubeRuntime>(
-    logits: CubeTensor<R>,
-    vocabulary: usize,
-    targets: &CubeTensor<R>,
-    share: Option<&CubeTensor<R>>,
-    nats: &CubeTensor<R>,
-    start: usize,
-    smoothing: f64,
-) -> CubeTensor<R> {
+/// What rows of logits are for: their targets and losses are those from `start` on.
+pub(super) struct TargetRows<'a, R: CubeRuntime> {
+    /// `[rows]`, integers.
+    pub(super) targets: &'a CubeTensor<R>,
+    /// `[rows]`, f32: where losses go.
+    pub(super) nats: &'a CubeTensor<R>,
+    /// One over the number of targets that count, `[1]`, f32, where gradients are wanted.
+    pub(super) share: Option<&'a CubeTensor<R>>,
+    pub(super) start: usize,
+    pub(super) vocabulary: usize,
+    pub(super) smoothing: f64,
+}
+
+impl<R: CubeRuntime> TargetRows<'_, R> {
+    /// What the loss takes off for the target's logit, and for each.
+    pub(super) fn weights(&self) -> [f32; 2] {
+        [(1.0 - self.smoothing) as f32, (self.smoothing / self.vocabulary as f64) as f32]
+    }
+}
+
+/// Writes the losses of the rows of `logits`, of which the first `vocabulary` columns count. Where gradients are wanted, those come in the place of `logits`.
+/// The other columns have to be zeros, and stay so.
+fn loss_of_rows<R: CubeRuntime>(logits: CubeTensor<R>, of: TargetRows<R>) -> CubeTensor<R> {
+    let TargetRows { targets, nats, share, start, vocabulary, smoothing } = of;
     let (mut logits, mut stride) = rows(logits);
     let [n_rows, padded] = [logits.meta.shape()[0], logits.meta.shape()[1]];
     if share.is_some() && !logits.can_mut() {
         logits = logits.copy();
         (logits, stride) = rows(logits);
     }
+    #[cfg(feature = "cuda")]
+    if super::cuda::loss_of_rows(&logits, stride, &of) {
+        return logits;
+    }
+    let [target_weight, weight] = of.weights();
     let vector = row_vector(&[&logits], &[padded, stride]);
     let passes = Passes::new(&logits, vocabulary, vector);
     // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width, one target and one
@@ -152,8 +171,8 @@ fn loss_of_rows<R: CubeRuntime>(
             vocabulary.div_ceil(vector) as u32,
             vocabulary as u32,
             (stride / vector) as u32,
-            (1.0 - smoothing) as f32,
-            (smoothing / vocabulary as f64) as f32,
+            target_weight,
+            weight,
             passes,
             smoothing > 0.0,
             share.is_some(),

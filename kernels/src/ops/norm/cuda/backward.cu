@@ -1,0 +1,168 @@
+// The gradients of layer norms and RMS norms.
+//
+//   x, grad (and residual)  [rows, COLUMNS]   a warp has a row at a time, and brings the row STAGES further into shared memory: no warp waits for another
+//   d_x        inverse (grad gamma - mean(grad gamma) - normed mean(grad gamma normed)) (+ residual), in layer norms alone with the first mean
+//   partial    [blocks, 1 or 2, COLUMNS]: the sums of grad normed and, if SHIFTED, of grad; over a warp's rows in registers, over its warps at the end
+//
+// Compiled with: HALF, COLUMNS (a multiple of 8), WARPS, STAGES, LAYER, SHIFTED, ADDS (a residual) and GAMMA_F32 (gamma is f32; else of 16 bits).
+
+constexpr int THREADS = 32 * WARPS;
+// Vectors of eight in a row, and those of a lane.
+constexpr int VECTORS = COLUMNS / 8;
+constexpr int EACH = (VECTORS + 31) / 32;
+constexpr int MATRIX_BYTES = COLUMNS * 2;
+constexpr int STAGE_BYTES = (ADDS ? 3 : 2) * MATRIX_BYTES;
+constexpr int KINDS = SHIFTED ? 2 : 1;
+
+#if GAMMA_F32
+using Gamma = float;
+#else
+using Gamma = unsigned short;
+#endif
+
+__device__ __forceinline__ float widen(float x) { return x; }
+
+struct Info {
+    // Distances of rows are in elements.
+    u64 rows, x_stride, grad_stride, residual_stride;
+};
+
+struct Shared {
+    u32 base;
+
+    __device__ u32 stage(int warp, int stage) const { return base + (warp * STAGES + stage) * STAGE_BYTES; }
+    __device__ u32 gamma() const { return stage(WARPS, 0); }
+    __device__ u32 full(int warp, int stage) const { return gamma() + COLUMNS * 4 + (warp * STAGES + stage) * 8; }
+    // In the place of the stages.
+    __device__ u32 sums(int warp, int kind) const { return base + (warp * KINDS + kind) * COLUMNS * 4; }
+};
+
+__device__ __forceinline__ void load(float (&values)[8], u32 address) {
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint4 bits = shared_load(address + 16 * half);
+        values[4 * half] = __uint_as_float(bits.x), values[4 * half + 1] = __uint_as_float(bits.y);
+        values[4 * half + 2] = __uint_as_float(bits.z), values[4 * half + 3] = __uint_as_float(bits.w);
+    }
+}
+
+__device__ __forceinline__ void store(u32 address, const float (&values)[8]) {
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float* from = values + 4 * half;
+        uint4 bits = {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])};
+        shared_store(address + 16 * half, bits);
+    }
+}
+
+// Calls `of(i, v)` for each vector v of a row that this lane has.
+template <class F>
+__device__ __forceinline__ void each_vector(F of) {
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int v = i * 32 + threadIdx.x % 32;
+        if (VECTORS % 32 == 0 || v < VECTORS) {
+            of(i, v);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    norm_backward_hopper(const unsigned short* x, const unsigned short* grad, const unsigned short* residual, const float* mean,
+                         const float* inverse, const Gamma* gamma, unsigned short* d_x, float* partial,
+                         const __grid_constant__ Info info) {
+    Shared shared{shared_base()};
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int rows = static_cast<int>(info.rows), row = blockIdx.x * WARPS + warp, step = gridDim.x * WARPS;
+    auto bring = [&](int row, int stage) {
+        if (lane == 0 && row < rows) {
+            u32 full = shared.full(warp, stage), place = shared.stage(warp, stage);
+            barrier_expect(full, STAGE_BYTES);
+            bulk_load(place, x + row * info.x_stride, MATRIX_BYTES, full);
+            bulk_load(place + MATRIX_BYTES, grad + row * info.grad_stride, MATRIX_BYTES, full);
+            if (ADDS) {
+                bulk_load(place + 2 * MATRIX_BYTES, residual + row * info.residual_stride, MATRIX_BYTES, full);
+            }
+        }
+    };
+    if (lane == 0) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(shared.full(warp, stage), 1);
+        }
+        barrier_init_fence();
+    }
+    for (int stage = 0; stage < STAGES; stage++) {
+        bring(row + stage * step, stage);
+    }
+    for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+        shared_store(shared.gamma() + column * 4, widen(gamma[column]));
+    }
+    float d_gamma[EACH][8] = {}, d_beta[EACH][8] = {};
+    float scale = 0.0f, centre = 0.0f;
+    if (row < rows) {
+        scale = inverse[row];
+        centre = LAYER ? mean[row] : 0.0f;
+    }
+    __syncthreads();
+    Ring<STAGES> at;
+    for (; row < rows; row += step) {
+        int next = min(row + step, rows - 1);
+        float next_scale = inverse[next], next_centre = LAYER ? mean[next] : 0.0f;
+        barrier_wait(shared.full(warp, at.stage), at.parity);
+        u32 place = shared.stage(warp, at.stage);
+        float along = 0.0f, across = 0.0f, shift = -centre * scale;
+        each_vector([&](int, int v) {
+            float xs[8], grads[8], gammas[8];
+            unpack(xs, shared_load(place + v * 16));
+            unpack(grads, shared_load(place + MATRIX_BYTES + v * 16));
+            load(gammas, shared.gamma() + v * 32);
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float normed = fmaf(xs[k], scale, shift), scaled = grads[k] * gammas[k];
+                along = fmaf(scaled, normed, along);
+                across += LAYER ? scaled : 0.0f;
+            }
+        });
+        along = sum_lanes(along) * (-scale / COLUMNS);
+        across = LAYER ? sum_lanes(across) * (-scale / COLUMNS) : 0.0f;
+        each_vector([&](int i, int v) {
+            float xs[8], grads[8], gammas[8], values[8] = {};
+            unpack(xs, shared_load(place + v * 16));
+            unpack(grads, shared_load(place + MATRIX_BYTES + v * 16));
+            load(gammas, shared.gamma() + v * 32);
+            if (ADDS) {
+                unpack(values, shared_load(place + 2 * MATRIX_BYTES + v * 16));
+            }
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float normed = fmaf(xs[k], scale, shift), scaled = grads[k] * gammas[k];
+                values[k] += fmaf(scaled, scale, fmaf(normed, along, across));
+                d_gamma[i][k] = fmaf(grads[k], normed, d_gamma[i][k]);
+                d_beta[i][k] += SHIFTED ? grads[k] : 0.0f;
+            }
+            reinterpret_cast<uint4*>(d_x + static_cast<u64>(row) * COLUMNS)[v] = pack(values);
+        });
+        // All lanes have read the row.
+        __syncwarp();
+        bring(row + STAGES * step, at.stage);
+        at.advance();
+        scale = next_scale, centre = next_centre;
+    }
+    // No warp has rows in shared memory any more.
+    __syncthreads();
+    each_vector([&](int i, int v) {
+        store(shared.sums(warp, 0) + v * 32, d_gamma[i]);
+        if (SHIFTED) {
+            store(shared.sums(warp, 1) + v * 32, d_beta[i]);
+        }
+    });
+    __syncthreads();
+    for (int column = threadIdx.x; column < KINDS * COLUMNS; column += THREADS) {
+        float sum = 0.0f;
+        #pragma unroll
+        for (int of = 0; of < WARPS; of++) {
+            sum += shared_float(shared.sums(of, 0) + column * 4);
+        }
+        partial[static_cast<u64>(blockIdx.x) * KINDS * COLUMNS + column] = sum;
+    }
+}
