@@ -42,7 +42,7 @@ impl<B: Backend> From<Int8Weight<B>> for Weight<B> {
 
 impl<B: WeightOps> Weight<B> {
     /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
-    /// gradient is the parameter's, f32, as long as only operations of this crate read it. [`optimizer_step`](crate::optimizer_step)
+    /// gradient is the parameter's, f32, as long as only operations of this crate read it: Burn adds gradients of several dtypes as if they were of one. [`optimizer_step`](crate::optimizer_step)
     /// refreshes copies.
     ///
     /// # Panics
