@@ -5,6 +5,8 @@
 //! sum_chained_kernel    a cube: CHAINS tokens; follows each chain, sorts it, adds its rows
 //! ```
 //!
+//! A cube's tokens are far apart: a tokenizer gives those that are frequent, whose chains are long, numbers close to each other.
+//!
 //! A chain's order depends on which unit came first; sorted, the sum does not. The rows of a chain too long to keep are looked for
 //! among all.
 
@@ -109,8 +111,9 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
 ) {
     let lanes = comptime!(UNITS / across);
     let blocks = sizes.columns.div_ceil(across);
-    let first_token = CUBE_POS as u32 / blocks * CHAINS;
-    if first_token >= sizes.vocabulary {
+    let groups = sizes.vocabulary.div_ceil(CHAINS);
+    let group = CUBE_POS as u32 / blocks;
+    if group >= groups {
         terminate!();
     }
     let column = CUBE_POS as u32 % blocks * across + UNIT_POS % across;
@@ -122,7 +125,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     let mut chains = SharedMemory::<u32>::new(comptime!((CHAINS * CHAINED) as usize));
     let mut lengths = SharedMemory::<u32>::new(CHAINS as usize);
     if UNIT_POS < CHAINS {
-        let token = first_token + UNIT_POS;
+        let token = group + UNIT_POS * groups;
         let mut length = 0u32;
         if token < sizes.vocabulary {
             length = in_order(first[token as usize], next, &mut chains, UNIT_POS * CHAINED);
@@ -153,7 +156,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
     #[unroll]
     for i in 0..each {
         let at = lane + comptime!(i as u32 * lanes);
-        let token = first_token + at;
+        let token = group + at * groups;
         if at < CHAINS && token < sizes.vocabulary && writes {
             let length = lengths[at as usize];
             if length <= CHAINED {
@@ -177,7 +180,7 @@ fn sum_chained_kernel<F: Float, O: Float, I: Int, N: Size>(
 
     let mut found = SharedMemory::<u32>::new(SEARCHED as usize);
     for at in 0..CHAINS {
-        let token = first_token + at;
+        let token = group + at * groups;
         if lengths[at as usize] > CHAINED {
             let mut sum = Vector::<f32, N>::new(0.0);
             for start in range_stepped(0u32, sizes.rows, SEARCHED) {
