@@ -39,22 +39,15 @@ pub(crate) fn take_gradient<B: Backend, S, const N: usize, const D: usize>(
     grads.remove::<B>(&tracked).map(float)
 }
 
-/// Takes out what the gradient of a parameter comes to so far, as [`take_gradient`] does, where that is f32, as the gradients of
-/// parameters are that this crate's operations make. One of another dtype stays, and Burn adds to it.
+/// Takes out what the gradient of a parameter comes to so far, as [`take_gradient`] does, in f32, as the gradients of parameters are that this crate's
+/// operations make. What Burn's operations add behind it has to be f32, too.
 pub(crate) fn take_sum<B: Backend, S, const N: usize, const D: usize>(
     ops: &Ops<S, N>,
     parent: usize,
     like: &Tensor<B, D>,
     grads: &mut Gradients,
 ) -> Option<Tensor<B, D>> {
-    let sum = take_gradient(ops, parent, like, grads)?;
-    if sum.dtype() == DType::F32 {
-        return Some(sum);
-    }
-    if let Some(node) = &ops.parents[parent] {
-        grads.register::<B>(node.id, primitive(sum));
-    }
-    None
+    take_gradient(ops, parent, like, grads).map(|sum| sum.cast(DType::F32))
 }
 
 /// A number that depends on a tensor, whose gradient is known. A pass that begins at it goes on from the gradients of an earlier one.

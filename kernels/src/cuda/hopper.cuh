@@ -396,7 +396,7 @@ __device__ __forceinline__ float widen(unsigned short half) {
     return value;
 }
 
-// The same of four registers.
+// Eight values from and to four registers.
 __device__ __forceinline__ void unpack(float (&values)[8], uint4 pairs) {
     float2 two[4] = {unpack(pairs.x), unpack(pairs.y), unpack(pairs.z), unpack(pairs.w)};
     #pragma unroll
@@ -409,7 +409,7 @@ __device__ __forceinline__ uint4 pack(const float (&values)[8]) {
     return make_uint4(pack(values[0], values[1]), pack(values[2], values[3]), pack(values[4], values[5]), pack(values[6], values[7]));
 }
 
-// Over the lanes of a warp.
+// The sum over a warp's lanes, and the largest; every lane has it.
 __device__ __forceinline__ float sum_lanes(float v) {
     #pragma unroll
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);

@@ -6,6 +6,8 @@
 //! backward       row sums of grad * gamma * normed x and, for a layer norm, of grad * gamma, one exchange each -> d_x;
 //!                a cube adds up d_gamma and d_beta of its rows in registers, `sum_over_row_pairs` adds up the cubes
 //! ```
+//!
+//! On Hopper the backward pass over many rows of 16 bits has a kernel of its own (`cuda/backward.cu`).
 
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;

@@ -21,6 +21,8 @@ use crate::cubecl::{array, empty, grid};
 
 /// Tokens that a cube follows the chains of.
 const CHAINS: u32 = 4;
+/// Units side by side in a row, at the most: the others share out the rows of a long chain.
+const ACROSS: usize = 64;
 /// Rows of a chain that it keeps; those of a longer one it looks for among all rows.
 const CHAINED: u32 = 64;
 /// Rows that it looks through at a time, [`LOADS`] a unit.
@@ -54,7 +56,7 @@ pub(super) fn sum_chained<R: CubeRuntime>(
         );
     }
     let columns = d_model / vector;
-    let across = columns.next_power_of_two().min(UNITS as usize);
+    let across = columns.next_power_of_two().min(ACROSS);
     // SAFETY: a cube writes rows of its own tokens only, in its own columns; chains hold numbers of rows.
     unsafe {
         sum_chained_kernel::launch_unchecked(

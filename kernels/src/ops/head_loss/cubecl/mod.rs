@@ -1,5 +1,5 @@
 //! The head's loss in CubeCL: one pass over the logits of a chunk of rows gives their losses and turns them into their
-//! own gradient in place.
+//! own gradient in place. On Hopper 16-bit logits of large vocabularies have a pass of their own (`cuda/row_pass.cu`).
 
 mod row_pass;
 mod scale;
@@ -117,7 +117,7 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
 }
 
-/// What rows of logits are for: their targets and losses are those from `start` on.
+/// Targets, losses and options of a chunk of logits, whose rows are those from `start` on.
 pub(super) struct TargetRows<'a, R: CubeRuntime> {
     /// `[rows]`, integers.
     pub(super) targets: &'a CubeTensor<R>,

@@ -1,19 +1,19 @@
 // The loss of each row of logits, and their gradient in their place.
 //
-//   logits of a row    | warp 0 | warp 1 | .. | warp 31 |      a block has a row at a time; each warp brings its own part of the row STAGES further
-//                                                              into shared memory, and goes over it three times:
+//   logits of a row    | warp 0 | warp 1 | .. | warp 31 |      a block has a row at a time; each warp prefetches its own part of the row STAGES turns
+//                                                              ahead into shared memory, and goes over it three times:
 //   1  the largest of the part
-//   2  the sum of e^(x - largest)                              then all parts' are put together, at the only barrier of the block
+//   2  the sum of e^(x - largest); with label smoothing, once more for that of x. Then all parts' are put together, at the only barrier of the block
 //   3  share (e^(x - largest) / sum - weight), less the target's weight, over the logits
 //
-// Compiled with: HALF, VOCABULARY (logits of a row that count), STAGES, TARGET (the type of targets).
+// Compiled with: HALF, VOCABULARY (logits of a row that count), STAGES, WARPS, KINDS (numbers of a part), TARGET (the type of targets).
 
-constexpr int WARPS = 32;
 constexpr int THREADS = 32 * WARPS;
 // Vectors of eight in a row, and in a warp's part of it; logits of the last vector.
 constexpr int VECTORS = (VOCABULARY + 7) / 8;
 constexpr int PART = (VECTORS + WARPS - 1) / WARPS;
 constexpr int IN_LAST = VOCABULARY - 8 * (VECTORS - 1);
+static_assert(WARPS == 32 && VECTORS > PART * (WARPS - 1), "each lane has the numbers of a warp, and each warp a part");
 // Two of minus infinity.
 constexpr u32 LEAST = HALF[0] == 'b' ? 0xff80ff80 : 0xfc00fc00;
 
@@ -26,7 +26,7 @@ struct Info {
 };
 
 // What the parts of a row come to.
-enum Kind { LARGEST, SUM, ALL, TARGET_LOGIT, KINDS };
+enum Kind { LARGEST, WEIGHT_SUM, LOGIT_SUM, TARGET_LOGIT };
 
 struct Shared {
     u32 base;
@@ -66,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Shared shared{shared_base()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // This warp's part of a row, in vectors.
-    int begin = min(warp * PART, VECTORS), count = min(PART, VECTORS - begin);
+    int begin = warp * PART, count = min(PART, VECTORS - begin);
     float target_weight = __uint_as_float(static_cast<u32>(info.target_weight)), weight = __uint_as_float(static_cast<u32>(info.weight));
     auto bring = [&](u64 row, int stage) {
-        if (lane == 0 && count > 0 && row < info.rows) {
+        if (lane == 0 && row < info.rows) {
             u32 full = shared.full(stage, warp);
             barrier_expect(full, count * 16);
             bulk_load(shared.part(stage, warp), logits + row * info.stride + begin * 8, count * 16, full);
@@ -94,9 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Where the target is in this warp's part, if it is, and whether in a vector of this lane's.
         int target_at = counts ? static_cast<int>(target) - begin * 8 : -1;
         bool has_target = target_at >= 0 && target_at < count * 8 && target_at / 8 % 32 == lane;
-        if (count > 0) {
-            barrier_wait(shared.full(at.stage, warp), at.parity);
-        }
+        barrier_wait(shared.full(at.stage, warp), at.parity);
         u32 part = shared.part(at.stage, warp);
         int last = IN_LAST < 8 && begin + count == VECTORS ? count - 1 : -1;
         if (last >= 0 && last % 32 == lane) {
@@ -112,9 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             uint4 x = shared_load(part + v * 16);
             most = larger(most, larger(larger(x.x, x.y), larger(x.z, x.w)));
         }
-        float2 two = unpack(most);
-        float largest = largest_lane(fmaxf(two.x, two.y));
-        // A part without logits has a sum of 0.
+        float2 most_of_pairs = unpack(most);
+        float largest = largest_lane(fmaxf(most_of_pairs.x, most_of_pairs.y));
+        // A part of logits that are all minus infinity has a sum of 0.
         float from = largest == -INFINITE ? 0.0f : largest * LOG2_E;
         float sums[4] = {};
         #pragma unroll 4
@@ -126,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 sums[i] += weight_of(x[2 * i], from) + weight_of(x[2 * i + 1], from);
             }
         }
-        float sum = sum_lanes(sums[0] + sums[1] + (sums[2] + sums[3])), all = 0.0f;
+        float sum = sum_lanes(sums[0] + sums[1] + (sums[2] + sums[3])), logit_sum = 0.0f;
         if (weight != 0.0f) {
             for (int v = lane; v < count; v += 32) {
                 float x[8];
@@ -135,36 +133,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     cut(pairs, 0);
                 }
                 unpack(x, pairs);
-                all += x[0] + x[1] + (x[2] + x[3]) + (x[4] + x[5] + (x[6] + x[7]));
+                logit_sum += x[0] + x[1] + (x[2] + x[3]) + (x[4] + x[5] + (x[6] + x[7]));
             }
-            all = sum_lanes(all);
+            logit_sum = sum_lanes(logit_sum);
         }
         if (lane == 0) {
             shared_store(shared.of_part(turn, LARGEST, warp), largest);
-            shared_store(shared.of_part(turn, SUM, warp), sum);
-            shared_store(shared.of_part(turn, ALL, warp), all);
+            shared_store(shared.of_part(turn, WEIGHT_SUM, warp), sum);
+            shared_store(shared.of_part(turn, LOGIT_SUM, warp), logit_sum);
         }
-        float target_logit = 0.0f;
         if (has_target) {
             unsigned short half;
             asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(part + target_at * 2) : "memory");
-            target_logit = widen(half);
-            shared_store(shared.of_part(turn, TARGET_LOGIT, 0), target_logit);
+            shared_store(shared.of_part(turn, TARGET_LOGIT, 0), widen(half));
         }
         __syncthreads();
         float of_part = shared_float(shared.of_part(turn, LARGEST, lane));
         largest = largest_lane(of_part);
         from = largest * LOG2_E;
-        sum = sum_lanes(shared_float(shared.of_part(turn, SUM, lane)) * weight_of(of_part, from));
+        sum = sum_lanes(shared_float(shared.of_part(turn, WEIGHT_SUM, lane)) * weight_of(of_part, from));
         if (warp == 0) {
-            all = sum_lanes(shared_float(shared.of_part(turn, ALL, lane)));
+            logit_sum = sum_lanes(shared_float(shared.of_part(turn, LOGIT_SUM, lane)));
             if (lane == 0) {
                 float of_target = counts ? shared_float(shared.of_part(turn, TARGET_LOGIT, 0)) : 0.0f;
-                nats[info.first + row] = counts ? largest + logf(sum) - target_weight * of_target - weight * all : 0.0f;
+                nats[info.first + row] = counts ? largest + logf(sum) - target_weight * of_target - weight * logit_sum : 0.0f;
             }
         }
         if (info.gradients) {
-            float share = counts ? share_of_counted : 0.0f, scale = share / sum, less = weight * share;
+            float share = counts ? share_of_counted : 0.0f, scale = share / sum, of_each = weight * share;
             unsigned short* out = logits + row * info.stride + begin * 8;
             #pragma unroll 2
             for (int v = lane; v < count; v += 32) {
@@ -172,17 +168,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 unpack(x, shared_load(part + v * 16));
                 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    x[i] = fmaf(weight_of(x[i], from), scale, -less);
+                    x[i] = fmaf(weight_of(x[i], from), scale, -of_each);
+                }
+                if (has_target && v == target_at / 8) {
+                    #pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        x[i] -= i == target_at % 8 ? target_weight * share : 0.0f;
+                    }
                 }
                 uint4 packed = pack(x);
                 if (v == last) {
                     cut(packed, 0);
                 }
                 reinterpret_cast<uint4*>(out)[v] = packed;
-            }
-            if (has_target) {
-                float value = fmaf(weight_of(target_logit, from), scale, -less) - target_weight * share;
-                out[target_at] = static_cast<unsigned short>(pack(value, 0.0f));
             }
         }
         // All lanes have read the part.

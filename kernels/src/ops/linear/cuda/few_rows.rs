@@ -212,13 +212,11 @@ fn kernel<R: CubeRuntime>(
     let wide = gated || n.div_ceil(COLUMNS) >= 2 * processors || many && 2 * narrow > processors;
     let mut kernel =
         GemmFewRows { half, tokens, warpgroups: 1 + usize::from(wide), split: 1, out_f32, activation, gated, norm };
-    // Sums of many rows cost more than a longer run of K.
-    let most = if cuda::for_racecheck() {
-        1
-    } else if tokens == 128 {
-        4
-    } else {
-        8
+    // Sums of many rows cost more than a longer run of K. Racecheck fails where blocks read each other's shared memory.
+    let most = match tokens {
+        _ if cuda::for_racecheck() => 1,
+        128 => 4,
+        _ => 8,
     };
     let tiles = kernel.tiles([m, if gated { n / 2 } else { n }]);
     let each = if wide && many { 1.0 } else { BLOCKS_EACH };

@@ -1,7 +1,7 @@
 // The gradients of layer norms and RMS norms.
 //
-//   x, grad (and residual)  [rows, COLUMNS]   a warp has a row at a time, and brings the row STAGES further into shared memory: no warp waits for another
-//   d_x        inverse (grad gamma - mean(grad gamma) - normed mean(grad gamma normed)) (+ residual), in layer norms alone with the first mean
+//   x, grad (and residual)  [rows, COLUMNS]   a warp has a row at a time, and prefetches the row STAGES turns ahead into shared memory: no warp waits for another
+//   d_x        inverse (scaled - mean(scaled) - normed mean(scaled normed)) (+ residual), where scaled = grad gamma; in layer norms alone with the first mean
 //   partial    [blocks, 1 or 2, COLUMNS]: the sums of grad normed and, if SHIFTED, of grad; over a warp's rows in registers, over its warps at the end
 //
 // Compiled with: HALF, COLUMNS (a multiple of 8), WARPS, STAGES, LAYER, SHIFTED, ADDS (a residual) and GAMMA_F32 (gamma is f32; else of 16 bits).
@@ -39,19 +39,19 @@ struct Shared {
 
 __device__ __forceinline__ void load(float (&values)[8], u32 address) {
     #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        uint4 bits = shared_load(address + 16 * half);
-        values[4 * half] = __uint_as_float(bits.x), values[4 * half + 1] = __uint_as_float(bits.y);
-        values[4 * half + 2] = __uint_as_float(bits.z), values[4 * half + 3] = __uint_as_float(bits.w);
+    for (int four = 0; four < 2; four++) {
+        uint4 bits = shared_load(address + 16 * four);
+        values[4 * four] = __uint_as_float(bits.x), values[4 * four + 1] = __uint_as_float(bits.y);
+        values[4 * four + 2] = __uint_as_float(bits.z), values[4 * four + 3] = __uint_as_float(bits.w);
     }
 }
 
 __device__ __forceinline__ void store(u32 address, const float (&values)[8]) {
     #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float* from = values + 4 * half;
+    for (int four = 0; four < 2; four++) {
+        const float* from = values + 4 * four;
         uint4 bits = {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])};
-        shared_store(address + 16 * half, bits);
+        shared_store(address + 16 * four, bits);
     }
 }
 
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float next_scale = inverse[next], next_centre = LAYER ? mean[next] : 0.0f;
         barrier_wait(shared.full(warp, at.stage), at.parity);
         u32 place = shared.stage(warp, at.stage);
-        float along = 0.0f, across = 0.0f, shift = -centre * scale;
+        float scaled_normed = 0.0f, scaled_alone = 0.0f, shift = -centre * scale;
         each_vector([&](int, int v) {
             float xs[8], grads[8], gammas[8];
             unpack(xs, shared_load(place + v * 16));
@@ -119,12 +119,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             #pragma unroll
             for (int k = 0; k < 8; k++) {
                 float normed = fmaf(xs[k], scale, shift), scaled = grads[k] * gammas[k];
-                along = fmaf(scaled, normed, along);
-                across += LAYER ? scaled : 0.0f;
+                scaled_normed = fmaf(scaled, normed, scaled_normed);
+                scaled_alone += LAYER ? scaled : 0.0f;
             }
         });
-        along = sum_lanes(along) * (-scale / COLUMNS);
-        across = LAYER ? sum_lanes(across) * (-scale / COLUMNS) : 0.0f;
+        // Means times -inverse: what d_x has of normed, and what it has besides.
+        float of_normed = sum_lanes(scaled_normed) * (-scale / COLUMNS);
+        float besides = LAYER ? sum_lanes(scaled_alone) * (-scale / COLUMNS) : 0.0f;
         each_vector([&](int i, int v) {
             float xs[8], grads[8], gammas[8], values[8] = {};
             unpack(xs, shared_load(place + v * 16));
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             #pragma unroll
             for (int k = 0; k < 8; k++) {
                 float normed = fmaf(xs[k], scale, shift), scaled = grads[k] * gammas[k];
-                values[k] += fmaf(scaled, scale, fmaf(normed, along, across));
+                values[k] += fmaf(scaled, scale, fmaf(normed, of_normed, besides));
                 d_gamma[i][k] = fmaf(grads[k], normed, d_gamma[i][k]);
                 d_beta[i][k] += SHIFTED ? grads[k] : 0.0f;
             }
@@ -160,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int column = threadIdx.x; column < KINDS * COLUMNS; column += THREADS) {
         float sum = 0.0f;
         #pragma unroll
-        for (int of = 0; of < WARPS; of++) {
-            sum += shared_float(shared.sums(of, 0) + column * 4);
+        for (int other = 0; other < WARPS; other++) {
+            sum += shared_float(shared.sums(other, 0) + column * 4);
         }
         partial[static_cast<u64>(blockIdx.x) * KINDS * COLUMNS + column] = sum;
     }

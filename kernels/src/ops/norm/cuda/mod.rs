@@ -7,14 +7,16 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::cubecl::{empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
 
 /// Warps of a block, which have a row each at a time.
 const WARPS: usize = 8;
-/// Rows that a warp has in shared memory at the most.
-const MOST_STAGES: usize = 3;
-/// A lane has a row's sums for both weights in registers, which would be too many for wider ones.
-const MOST_COLUMNS: usize = 1280;
+/// Rows that a warp has in shared memory.
+const STAGES: usize = 3;
+/// A lane has a row's sums for both weights in registers, which would be too many for wider ones; of narrower ones not every lane has a part.
+const COLUMNS: std::ops::RangeInclusive<usize> = 256..=1280;
+/// The source counts rows in 32 bits, and a few further.
+const MOST_ROWS: usize = 1 << 30;
 
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,15 +36,6 @@ struct NormBackwardHopper {
 impl NormBackwardHopper {
     fn stage_bytes(&self) -> usize {
         (2 + usize::from(self.adds)) * self.columns * 2
-    }
-
-    /// Gamma, and a barrier for each stage.
-    fn other_bytes(&self) -> usize {
-        self.columns * 4 + WARPS * MOST_STAGES * 8
-    }
-
-    fn stages(&self) -> usize {
-        ((HOPPER_SHARED_BYTES - self.other_bytes()) / (WARPS * self.stage_bytes())).min(MOST_STAGES)
     }
 
     /// The weights' gradients.
@@ -65,7 +58,7 @@ impl CudaKernel for NormBackwardHopper {
         let defined = [
             ("COLUMNS", columns),
             ("WARPS", WARPS),
-            ("STAGES", self.stages()),
+            ("STAGES", STAGES),
             ("LAYER", layer.into()),
             ("SHIFTED", shifted.into()),
             ("ADDS", adds.into()),
@@ -76,7 +69,8 @@ impl CudaKernel for NormBackwardHopper {
     }
 
     fn shared_bytes(&self) -> usize {
-        WARPS * self.stages() * self.stage_bytes() + self.other_bytes()
+        // Rows, gamma, and a barrier for each row.
+        WARPS * STAGES * (self.stage_bytes() + 8) + self.columns * 4
     }
 
     fn tried() -> &'static Tried<Self> {
@@ -95,11 +89,11 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
         adds,
         gamma_f32: true,
     };
-    let kernels = [(768, true, true), (768, true, false), (MOST_COLUMNS, true, true), (1024, false, true)];
+    let kernels = [(768, true, true), (768, true, false), (*COLUMNS.end(), true, true), (1024, false, true)];
     kernels.into_iter().map(move |(columns, layer, adds)| cuda::named(kernel(columns, layer, adds)))
 }
 
-/// Rows and what is known of them: `x`, `grad` and `residual` `[rows, columns]` of one dtype, rows apart by so many elements; `inverse` and, of layer norms,
+/// The operands of a norm's backward pass: `x`, `grad` and `residual` `[rows, columns]` of one dtype, each with the distance of its rows in elements; `inverse` and, of layer norms,
 /// `mean` `[rows, 1]`, f32; and gamma `[columns]`.
 pub(super) struct NormedRows<'a, R: CubeRuntime> {
     pub(super) x: (&'a CubeTensor<R>, usize),
@@ -113,43 +107,47 @@ pub(super) struct NormedRows<'a, R: CubeRuntime> {
 }
 
 /// The gradient of `x`, and parts of those of the weights, `[blocks, columns]` or `[blocks, 2 columns]`, f32, which are yet to be added up. None where
-/// the device is no Hopper GPU, rows are too few or too wide, or are not whole vectors of 16 bytes: the caller has another kernel.
+/// the device is no Hopper GPU, [no kernel](NormBackwardHopper::for_rows) is for the operands or it does not run, or not every warp would have a row: the caller has another kernel.
 pub(super) fn norm_backward<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<(CubeTensor<R>, CubeTensor<R>)> {
-    let NormedRows { x: (x, _), residual, mean, gamma, shifted, .. } = rows;
-    let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
-    let half = cuda::half_name(x.dtype.into())?;
-    let gamma_f32 = gamma.dtype == DType::F32;
-    let fits = n_rows >= multiprocessors(x) as usize * WARPS
-        && columns <= MOST_COLUMNS
-        && (gamma_f32 || gamma.dtype == x.dtype)
-        && rows.matrices().all(|(x, stride)| {
-            let begin = x.handle.offset_start.unwrap_or(0);
-            stride.is_multiple_of(8) && begin.is_multiple_of(16)
-        });
-    if !fits || !columns.is_multiple_of(8) || !cuda::on_hopper(x) {
-        return None;
-    }
-    let (layer, adds) = (mean.is_some(), residual.is_some());
-    let kernel = NormBackwardHopper { half, columns, layer, shifted: *shifted, adds, gamma_f32 };
-    works(x, kernel, gamma.dtype).then(|| kernel.launch(rows, multiprocessors(x) as usize))
-}
-
-impl<'a, R: CubeRuntime> NormedRows<'a, R> {
-    fn matrices(&self) -> impl Iterator<Item = (&'a CubeTensor<R>, usize)> {
-        [self.x, self.grad].into_iter().chain(self.residual)
-    }
+    let (x, _) = rows.x;
+    let kernel = NormBackwardHopper::for_rows(rows)?;
+    let blocks = multiprocessors(x) as usize;
+    let worth = x.meta.shape()[0] >= blocks * WARPS && cuda::on_hopper(x);
+    (worth && works(x, kernel)).then(|| kernel.launch(rows, blocks))
 }
 
 impl NormBackwardHopper {
-    fn launch<R: CubeRuntime>(self, rows: &NormedRows<R>, blocks: usize) -> (CubeTensor<R>, CubeTensor<R>) {
-        let NormedRows { x: (x, stride), grad, residual, mean, inverse, gamma, .. } = *rows;
+    /// The kernel for these operands: 16-bit rows that are whole vectors of 16 bytes and not too narrow or wide, and gamma in f32 or their dtype.
+    fn for_rows<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<Self> {
+        let NormedRows { x: (x, _), grad, residual, mean, inverse, gamma, shifted } = *rows;
         let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
+        let half = cuda::half_name(x.dtype.into())?;
+        let gamma_f32 = gamma.dtype == DType::F32;
+        let matrix = |(other, stride): (&CubeTensor<R>, usize)| {
+            other.dtype == x.dtype
+                && other.meta.shape() == x.meta.shape()
+                && stride.is_multiple_of(8)
+                && other.handle.offset_start.unwrap_or(0).is_multiple_of(16)
+        };
         let each_row =
             |x: &CubeTensor<R>| x.dtype == DType::F32 && x.meta.num_elements() == n_rows && x.is_contiguous();
-        let same = rows.matrices().all(|(other, _)| other.dtype == x.dtype && other.meta.shape() == x.meta.shape());
-        assert!(same, "norm backward: a gradient and a residual are {n_rows} rows of {columns}, as the input is");
-        assert!(each_row(inverse) && mean.is_none_or(each_row), "norm backward: a number for each of {n_rows} rows");
-        assert!(gamma.meta.num_elements() == columns && gamma.is_contiguous(), "norm backward: a scale of {columns}");
+        let fits = n_rows < MOST_ROWS
+            && COLUMNS.contains(&columns)
+            && columns.is_multiple_of(8)
+            && [rows.x, grad].into_iter().chain(residual).all(matrix)
+            && each_row(inverse)
+            && mean.is_none_or(each_row)
+            && (gamma_f32 || gamma.dtype == x.dtype)
+            && gamma.meta.num_elements() == columns
+            && gamma.is_contiguous();
+        let (layer, adds) = (mean.is_some(), residual.is_some());
+        fits.then_some(Self { half, columns, layer, shifted, adds, gamma_f32 })
+    }
+
+    fn launch<R: CubeRuntime>(self, rows: &NormedRows<R>, blocks: usize) -> (CubeTensor<R>, CubeTensor<R>) {
+        assert_eq!(Self::for_rows(rows), Some(self), "norm backward: the kernel is for other operands");
+        let NormedRows { x: (x, stride), grad, residual, mean, inverse, gamma, .. } = *rows;
+        let [n_rows, columns] = [x.meta.shape()[0], x.meta.shape()[1]];
         let d_x = empty(x, [n_rows, columns], x.dtype);
         let partial = empty(x, [blocks, self.parts() * columns], DType::F32);
         let residual = residual.unwrap_or(grad);
@@ -157,19 +155,20 @@ impl NormBackwardHopper {
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let words = [n_rows, stride, grad.1, residual.1];
         let arguments = words.into_iter().fold(arguments, Arguments::word);
-        // SAFETY: a warp reads rows below `n_rows` of matrices that have so many, and their mean and inverse, and writes its own rows of `d_x`; a block
-        // writes its own row of `partial`. Rows are whole vectors that begin at multiples of 16 bytes, as the caller sees to.
+        // SAFETY: the operands are those that the kernel is for. A warp reads rows below `n_rows` of matrices that have so many, whole vectors at multiples of 16 bytes,
+        // and their mean and inverse, and writes its own rows of `d_x`; a block writes its own row of `partial`.
         unsafe { cuda::launch(x, self, blocks as u32, arguments) };
         (d_x, partial)
     }
 }
 
 /// Whether the kernel runs on the device of `x`: it is tried on a row for each warp of a block.
-fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackwardHopper, gamma: DType) -> bool {
+fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackwardHopper) -> bool {
     cuda::works(x, &kernel, "gradients of norms take the portable kernel", || {
         let columns = kernel.columns;
         let matrix = empty(x, [WARPS, columns], x.dtype);
-        let (inverse, gamma) = (empty(x, [WARPS, 1], DType::F32), empty(x, [columns], gamma));
+        let inverse = empty(x, [WARPS, 1], DType::F32);
+        let gamma = empty(x, [columns], if kernel.gamma_f32 { DType::F32 } else { x.dtype });
         let rows = NormedRows {
             x: (&matrix, columns),
             grad: (&matrix, columns),
@@ -186,18 +185,18 @@ fn works<R: CubeRuntime>(x: &CubeTensor<R>, kernel: NormBackwardHopper, gamma: D
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::HOPPER_SHARED_BYTES;
 
     #[test]
     fn rows_and_sums_fit_into_shared_memory() {
-        for columns in (8..=MOST_COLUMNS).step_by(8) {
+        for columns in COLUMNS.step_by(8) {
             for shifted in [false, true] {
                 for adds in [false, true] {
                     let kernel =
                         NormBackwardHopper { half: "bf16", columns, layer: true, shifted, adds, gamma_f32: true };
-                    assert!(kernel.stages() >= 2, "{kernel:?}: {} stages", kernel.stages());
                     assert!(kernel.shared_bytes() <= HOPPER_SHARED_BYTES, "{kernel:?}: {}", kernel.shared_bytes());
                     let sums = WARPS * kernel.parts() * columns * 4;
-                    assert!(sums <= WARPS * kernel.stages() * kernel.stage_bytes(), "{kernel:?}: {sums} bytes of sums");
+                    assert!(sums <= WARPS * STAGES * kernel.stage_bytes(), "{kernel:?}: {sums} bytes of sums");
                 }
             }
         }
