@@ -3,6 +3,7 @@
 
 mod row_pass;
 mod scale;
+pub(super) mod target_rows;
 
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -12,6 +13,7 @@ use cubecl::prelude::*;
 
 use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use self::scale::{add_scaled, scaled};
+use self::target_rows::TargetRows;
 use super::{HeadLossBackward, HeadLossForward, HeadLossOps, HeadLossOutput};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
@@ -115,26 +117,6 @@ fn default_chunk<R: CubeRuntime>(targets: &CubeTensor<R>, n_rows: usize, bytes: 
     let limit = LOGITS[usize::from(!own_memory)].min(targets.client.properties().memory.max_page_size) as usize;
     let chunks = n_rows.div_ceil((limit / bytes).max(1)).max(1);
     n_rows.div_ceil(chunks).next_multiple_of(ROWS).min((limit / bytes).max(1))
-}
-
-/// Targets, losses and options of a chunk of logits, whose rows are those from `start` on.
-pub(super) struct TargetRows<'a, R: CubeRuntime> {
-    /// `[rows]`, integers.
-    pub(super) targets: &'a CubeTensor<R>,
-    /// `[rows]`, f32: where losses go.
-    pub(super) nats: &'a CubeTensor<R>,
-    /// One over the number of targets that count, `[1]`, f32, where gradients are wanted.
-    pub(super) share: Option<&'a CubeTensor<R>>,
-    pub(super) start: usize,
-    pub(super) vocabulary: usize,
-    pub(super) smoothing: f64,
-}
-
-impl<R: CubeRuntime> TargetRows<'_, R> {
-    /// What the loss takes off for the target's logit, and for each.
-    pub(super) fn weights(&self) -> [f32; 2] {
-        [(1.0 - self.smoothing) as f32, (self.smoothing / self.vocabulary as f64) as f32]
-    }
 }
 
 /// Writes the losses of the rows of `logits`, of which the first `vocabulary` columns count. Where gradients are wanted, those come in the place of `logits`.
