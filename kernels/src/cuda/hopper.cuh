@@ -409,6 +409,8 @@ __device__ __forceinline__ uint4 pack(const float (&values)[8]) {
     return make_uint4(pack(values[0], values[1]), pack(values[2], values[3]), pack(values[4], values[5]), pack(values[6], values[7]));
 }
 
+// ---- Lanes of a warp, and shared memory
+
 // The sum over a warp's lanes, and the largest; every lane has it.
 __device__ __forceinline__ float sum_lanes(float v) {
     #pragma unroll

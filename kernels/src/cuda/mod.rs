@@ -76,6 +76,11 @@ pub(crate) fn named(kernel: impl CudaKernel) -> (String, String) {
     (name, source(&kernel))
 }
 
+/// What a source is compiled with, as its first lines.
+pub(crate) fn defines<const N: usize>(values: [(&str, usize); N]) -> String {
+    values.map(|(name, value)| format!("#define {name} {value}\n")).concat()
+}
+
 /// The kernel's source as it is compiled.
 fn source(kernel: &impl CudaKernel) -> String {
     let racecheck = if for_racecheck() { "#define RACECHECK\n" } else { "" };

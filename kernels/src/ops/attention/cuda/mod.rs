@@ -76,7 +76,7 @@ impl AttentionHopper {
             ("STAGES", self.stages()),
             ("SHARED", self.shared_bytes()),
         ];
-        let defined = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("attention.cuh"))
     }
 

@@ -214,7 +214,7 @@ impl CudaKernel for DecodeStepAnyShape {
             ("SHARED", shape.shared_bytes(self.rows)),
             ("WAIT_SECONDS", shape.wait_seconds as usize),
         ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(shape.epsilon);
         let body = [include_str!("watch.cuh"), include_str!("any_shape.cu")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n{body}")

@@ -76,7 +76,7 @@ impl Sizes {
             ("DRAWS", (rows <= DRAWN_ROWS).into()),
             ("WAIT_SECONDS", wait_seconds as usize),
         ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(epsilon);
         let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("paged_attention.cuh"));
         let body = body.replace("#include \"draw_rows.cuh\"\n", &Self::draw_rows());

@@ -58,7 +58,7 @@ impl CudaKernel for HeadLossHopper {
         let Self { half, vocabulary, target } = self;
         let stages = self.stages();
         let defined = [("VOCABULARY", *vocabulary), ("STAGES", stages), ("WARPS", WARPS), ("KINDS", KINDS)];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         let half = format!("#define HALF \"{half}\"\n#define TARGET {target}\n");
         format!("{half}{defined}{HOPPER}{}", include_str!("row_pass.cu"))
     }

@@ -53,7 +53,7 @@ impl CudaKernel for DrawHopper {
     fn source(&self) -> String {
         let Self { shares, vector } = *self;
         let defined = [("SHARES", shares), ("VECTOR", vector), ("SHARED", self.shared_bytes())];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         // Nothing of it depends on a 16-bit dtype.
         let draw = draw_source(0, shares * THREADS);
         format!("#define HALF \"bf16\"\n{defined}{HOPPER}{draw}{}", include_str!("draw.cu"))

@@ -116,7 +116,7 @@ impl CudaKernel for GemmFewRows {
             ("GATED", gated.into()),
             ("NORM", norm.into()),
         ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm_few_rows.cu"))
     }
 

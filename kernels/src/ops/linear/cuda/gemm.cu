@@ -287,10 +287,11 @@ __device__ void sum_rows(const Buffers& buffers, const Info& info, const Shared&
                     }
                     #pragma unroll
                     for (int i = 0; i < 8; i++) {
-                        float2 pairs[4] = {unpack(rows[i].x), unpack(rows[i].y), unpack(rows[i].z), unpack(rows[i].w)};
+                        float values[8];
+                        unpack(values, rows[i]);
                         #pragma unroll
                         for (int of_m = 0; of_m < 8; of_m++) {
-                            sums[of_m] += of_m % 2 ? pairs[of_m / 2].y : pairs[of_m / 2].x;
+                            sums[of_m] += values[of_m];
                         }
                     }
                 }
@@ -322,7 +323,7 @@ __device__ __forceinline__ void bring_bias(const Buffers& buffers, const Info& i
             bias = info.bias == 1 ? static_cast<const float*>(buffers.bias)[at]
                                   : widen(static_cast<const unsigned short*>(buffers.bias)[at]);
         }
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + 4 * i), "f"(bias) : "memory");
+        shared_store(place + 4 * i, bias);
     }
 }
 

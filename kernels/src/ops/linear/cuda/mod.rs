@@ -172,7 +172,7 @@ impl CudaKernel for GemmHopper {
             ("DROPOUT", dropout.into()),
             ("SLOPES", slopes),
         ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("gemm.cu"))
     }
 

@@ -64,7 +64,7 @@ impl CudaKernel for NormBackwardHopper {
             ("ADDS", adds.into()),
             ("GAMMA_F32", gamma_f32.into()),
         ];
-        let defined: String = defined.map(|(name, value)| format!("#define {name} {value}\n")).concat();
+        let defined = cuda::defines(defined);
         format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("backward.cu"))
     }
 
