@@ -113,13 +113,19 @@ impl Pages {
         let mut before = None;
         for (page, tokens) in pages.iter().zip(tokens.chunks_exact(self.page_tokens)) {
             let prefix = Prefix { before, tokens: tokens.into() };
-            let page = *self.by_prefix.entry(prefix.clone()).or_insert(*page);
-            let held = &mut self.pages[page as usize];
-            if held.known.is_none() {
-                self.numbers += 1;
-                held.known = Some((self.numbers, prefix));
-            }
-            before = held.known.as_ref().map(|(number, _)| *number);
+            let known = match self.by_prefix.get(&prefix) {
+                Some(known) => *known,
+                None => {
+                    // A page has one prefix. Its own may have become another: where the page before it was another row's,
+                    // which is gone.
+                    self.forget(*page);
+                    self.numbers += 1;
+                    self.by_prefix.insert(prefix.clone(), *page);
+                    self.pages[*page as usize].known = Some((self.numbers, prefix));
+                    *page
+                }
+            };
+            before = self.pages[known as usize].known.as_ref().map(|(number, _)| *number);
         }
     }
 
@@ -167,9 +173,30 @@ mod tests {
     }
 
     #[test]
+    fn a_page_that_follows_another_rows_page_has_one_prefix_when_that_page_is_gone() {
+        let mut pages = Pages::new(4, 1);
+        let take =
+            |pages: &mut Pages, count: usize| (0..count).map(|_| pages.take().expect("a page")).collect::<Vec<u32>>();
+        // Two rows read the same tokens at the same time; the page of the first one is known.
+        let (first, second) = (take(&mut pages, 1), take(&mut pages, 2));
+        pages.make_known(&first, &[1]);
+        pages.make_known(&second, &[1, 2]);
+        pages.let_go(&first);
+        // The pages that are left are needed, and the first row's is forgotten.
+        let others = take(&mut pages, 2);
+        pages.make_known(&second, &[1, 2]);
+        pages.let_go(&second);
+        assert_eq!(take(&mut pages, 2).len(), 2);
+        assert!(pages.shared(&[1, 2, 3]).is_empty(), "pages that were taken hold other tokens");
+        assert_eq!(pages.left(), 0);
+        pages.let_go(&others);
+        assert_eq!(pages.left(), 2);
+    }
+
+    #[test]
     fn a_hundred_thousand_rows_that_come_and_go_leave_nothing_behind() {
         let mut pages = Pages::new(64, 4);
-        let mut rows: Vec<Vec<u32>> = Vec::new();
+        let mut rows: Vec<(Vec<u32>, Vec<u32>)> = Vec::new();
         let mut state = 1u64;
         let mut next = |below: u64| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -184,15 +211,23 @@ mod tests {
                     None => break,
                 }
             }
-            pages.make_known(&row, &tokens);
-            rows.push(row);
+            // What a row has is known in part, and later, when others have come and gone, the whole of it.
+            pages.make_known(&row, &tokens[..tokens.len().min(next(40) as usize)]);
+            rows.push((row, tokens));
             if rows.len() > 6 {
                 let at = next(7) as usize;
-                let row = rows.swap_remove(at);
+                let (row, tokens) = rows.swap_remove(at);
+                pages.make_known(&row, &tokens);
                 pages.let_go(&row);
             }
+            let owned = rows.iter().flat_map(|(row, _)| row);
+            assert!(owned.clone().all(|page| !pages.free.contains(page)), "a page that a row has is not free");
+            for (page, held) in pages.pages.iter().enumerate() {
+                let owners = owned.clone().filter(|owned| **owned as usize == page).count();
+                assert_eq!(owners, held.rows as usize, "page {page} counts the rows that have it");
+            }
         }
-        rows.iter().for_each(|row| pages.let_go(row));
+        rows.iter().for_each(|(row, _)| pages.let_go(row));
         assert_eq!(pages.left(), 64);
         assert_eq!(pages.idle.len(), pages.by_prefix.len());
         assert!(pages.pages.iter().all(|page| page.rows == 0));
