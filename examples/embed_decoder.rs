@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use burn::backend::NdArray;
 use fireclay::Failure;
-use fireclay::generation::{GenerationOptions, Generator};
+use fireclay::inference::generation::{GenerationOptions, Generator};
 use fireclay::precision::Precision;
 
 fn main() -> Result<(), Failure> {

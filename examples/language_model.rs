@@ -6,10 +6,11 @@ use std::path::Path;
 
 use burn::backend::NdArray;
 use fireclay::Failure;
-use fireclay::generation::{GenerationOptions, Generator};
+use fireclay::inference::generation::{GenerationOptions, Generator};
 use fireclay::plots::{Curve, curves};
 use fireclay::precision::Precision;
-use fireclay::training::{Recipe, Trainer, read_steps};
+use fireclay::recipe::Recipe;
+use fireclay::training::{Trainer, read_steps};
 
 type B = NdArray;
 

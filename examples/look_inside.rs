@@ -10,11 +10,12 @@ use burn::backend::NdArray;
 use burn::tensor::{Int, Tensor};
 use fireclay::Failure;
 use fireclay::download::{model_folder, show_fetching};
-use fireclay::language_model::LanguageModel;
+use fireclay::inference::language_model::LanguageModel;
 use fireclay::plots::{attention_map, attention_maps, heat_map, logit_lens};
 use fireclay::precision::Precision;
+use fireclay::recipe::Recipe;
 use fireclay::tasks::{Language, Task};
-use fireclay::training::{Recipe, Trainer};
+use fireclay::training::Trainer;
 use fireclay_datasets::{Corpus, TextCorpus, Tokenizer, TokenizerKind};
 use fireclay_kernels::RandomKey;
 

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use fireclay::Failure;
-use fireclay::generation::Generator;
-use fireclay::generation::scheduler::{Request, Scheduler, SchedulerOptions};
+use fireclay::inference::generation::Generator;
+use fireclay::inference::generation::scheduler::{Request, Scheduler, SchedulerOptions};
 use fireclay::precision::Precision;
 use fireclay_kernels::Sampling;
 

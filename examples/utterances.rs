@@ -6,10 +6,11 @@ use std::path::Path;
 
 use burn::backend::NdArray;
 use fireclay::Failure;
+use fireclay::inference::prediction::Predictor;
 use fireclay::plots::confusion_matrix;
 use fireclay::precision::Precision;
-use fireclay::prediction::Predictor;
-use fireclay::training::{Recipe, Trainer};
+use fireclay::recipe::Recipe;
+use fireclay::training::Trainer;
 
 type B = NdArray;
 

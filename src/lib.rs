@@ -6,7 +6,8 @@
 //!
 //! ```
 //! use burn::backend::NdArray;
-//! use fireclay::training::{Recipe, Trainer};
+//! use fireclay::recipe::Recipe;
+//! use fireclay::training::Trainer;
 //!
 //! let recipe = Recipe::shipped("stories")?.with("d_model", "16")?.with("n_layers", "1")?.with("batch_size", "2")?;
 //! let mut trainer = Trainer::<NdArray>::new(&recipe, recipe.task()?, Default::default())?;
@@ -21,20 +22,17 @@ struct Readme;
 
 pub mod backend;
 pub mod bench;
-pub mod chat;
+pub mod ceilings;
 mod device_read;
 pub mod download;
-pub mod embedding;
-pub mod evaluation;
 mod failure;
-pub mod generation;
-pub mod language_model;
+pub mod inference;
 pub mod plots;
 pub mod precision;
-pub mod prediction;
 mod process_memory;
 pub mod profiling;
 pub mod progress;
+pub mod recipe;
 pub mod run_folder;
 pub mod runs;
 #[cfg(feature = "serve")]

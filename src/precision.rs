@@ -1,7 +1,7 @@
 //! The dtypes that models run in.
 
 use burn::tensor::{DType, FloatDType};
-use fireclay_kernels::{Backend, F32Products, use_f32_products};
+use fireclay_kernels::{Backend, F32Products};
 use fireclay_model::MatrixDtype;
 use serde::{Deserialize, Serialize};
 
@@ -56,16 +56,19 @@ impl Precision {
         if self == Self::Int8 { MatrixDtype::Int8 } else { dtype.into() }
     }
 
-    /// The dtype of activations on `device`. How products of f32 are computed is set for the whole process: the last model that is opened decides.
+    /// How products of f32 are computed.
+    pub fn f32_products(self) -> F32Products {
+        if self == Self::Tf32 { F32Products::Tf32 } else { F32Products::Exact }
+    }
+
+    /// The dtype of activations on `device`.
     ///
     /// # Errors
     /// If the device lacks it.
     pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
-        let tf32 = self == Self::Tf32 && B::name(device).contains("cuda");
-        use_f32_products(if tf32 { F32Products::Tf32 } else { F32Products::Exact });
         let dtype = match self {
             Self::F32 => return Ok(FloatDType::F32),
-            Self::Tf32 if tf32 => return Ok(FloatDType::F32),
+            Self::Tf32 if B::name(device).contains("cuda") => return Ok(FloatDType::F32),
             Self::Tf32 => return Err(self.lacking::<B>(device)),
             Self::Bf16 => FloatDType::BF16,
             Self::F16 => FloatDType::F16,

@@ -13,8 +13,8 @@ use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
+use crate::recipe::schema::DataRecipe;
 use crate::run_folder::write_atomic;
-use crate::training::recipe::schema::DataRecipe;
 
 /// The tokens of the text in `path`, by `tokenizer`: those that were prepared, if it is a folder of them, else those in the cache,
 /// which are made where they are not there.

@@ -9,6 +9,8 @@ use std::ops::Deref;
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, DType, Int, Tensor};
 
+use crate::products::F32Products;
+
 /// Operands that know what has to hold of them.
 pub trait Operands {
     /// Panics, with the operation's name, where the operands do not fit together.
@@ -28,7 +30,10 @@ pub trait Operands {
 /// Checked::new(NormForward { x, norm: Norm::rms(gamma, 1e-6) }); // norm: gamma [9] does not fit x [2, 8]
 /// ```
 #[derive(Clone, Debug)]
-pub struct Checked<T>(T);
+pub struct Checked<T> {
+    operands: T,
+    products: F32Products,
+}
 
 impl<T: Operands> Checked<T> {
     /// The operands, if they fit.
@@ -38,14 +43,19 @@ impl<T: Operands> Checked<T> {
     #[track_caller]
     pub fn new(operands: T) -> Self {
         operands.check();
-        Self(operands)
+        Self { operands, products: F32Products::current() }
     }
 }
 
 impl<T> Checked<T> {
     /// The operands, to be taken apart.
     pub fn into_inner(self) -> T {
-        self.0
+        self.operands
+    }
+
+    /// How their products of f32 are computed.
+    pub fn products(&self) -> F32Products {
+        self.products
     }
 }
 
@@ -53,7 +63,7 @@ impl<T> Deref for Checked<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.0
+        &self.operands
     }
 }
 

@@ -36,18 +36,19 @@ mod cubecl;
 mod cuda;
 pub mod devices;
 mod masked;
+mod mutation;
 mod ops;
 mod packed_heads;
+mod products;
 mod random;
 pub mod recorder;
+mod rehearsal;
 mod selection;
 mod tensor;
 
 pub use autodiff::{backward, backward_from};
 pub use backend::Backend;
 pub use compile_ahead::compile_ahead;
-#[cfg(feature = "cuda")]
-pub use cuda::cuda_sources;
 pub use ops::activation::{Activation, ActivationKind, activate};
 pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
@@ -64,6 +65,8 @@ pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_l
 pub use ops::head_sample::{
     Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
 };
+#[cfg(feature = "cuda")]
+pub use ops::kernels::cuda_sources;
 pub use ops::linear::{LinearGradients, LinearOutput, Saved, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
@@ -72,8 +75,9 @@ pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
+pub use products::{F32Products, F32ProductsScope};
 pub use random::RandomKey;
-pub use selection::{F32Products, Kernels, f32_products, use_f32_products, use_kernels, use_wait_seconds};
+pub use selection::{Kernels, use_kernels, use_wait_seconds};
 
 /// The traits of the operations, one a group, which a backend implements.
 pub mod traits {

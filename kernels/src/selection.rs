@@ -1,5 +1,5 @@
-//! What is chosen for the whole process: which bodies run, the fused kernels or the references everywhere; how products of f32 are computed; and how long kernels
-//! wait.
+//! What is chosen for the whole process: which bodies run, the fused kernels or the references everywhere; and how long
+//! kernels wait.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -18,36 +18,6 @@ static REFERENCE: AtomicBool = AtomicBool::new(false);
 /// the other's backward.
 pub fn use_kernels(kernels: Kernels) {
     REFERENCE.store(kernels == Kernels::Reference, Ordering::Relaxed);
-}
-
-/// How products of f32 matrices are computed on tensor cores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum F32Products {
-    /// As accurately as by f32 units: on Hopper large ones are three products in TF32 each, of numbers that are split into two (Ootomo and Yokota, 2022,
-    /// "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance"). There infinities may
-    /// give what is no number, where f32 units would give infinities.
-    Exact,
-    /// In TF32, which has 11 of the 24 bits, where the device has it: relative errors of 1e-3, in about a third of the time.
-    Tf32,
-}
-
-static TF32: AtomicBool = AtomicBool::new(false);
-
-/// Chooses how products of f32 are computed by fused kernels, for the whole process. They are exact unless this says otherwise; Burn's own, of which
-/// the references are made, may be in TF32 on CUDA.
-pub fn use_f32_products(products: F32Products) {
-    TF32.store(products == F32Products::Tf32, Ordering::Relaxed);
-}
-
-/// What [`use_f32_products`] chose.
-pub fn f32_products() -> F32Products {
-    if TF32.load(Ordering::Relaxed) { F32Products::Tf32 } else { F32Products::Exact }
-}
-
-/// Whether products of f32 may be in TF32.
-#[cfg(feature = "cubecl")]
-pub(crate) fn takes_tf32() -> bool {
-    f32_products() == F32Products::Tf32
 }
 
 static WAIT_SECONDS: AtomicU32 = AtomicU32::new(1);
@@ -74,18 +44,20 @@ pub(crate) fn reference_only() -> bool {
     REFERENCE.load(Ordering::Relaxed)
 }
 
-/// Calls the backend's body of an operation, or the reference's, which stands in the module `reference` under the same
-/// name, where [`use_kernels`] asked for it.
+/// Calls the backend's body of an operation, or the reference's, which is in the module `reference` under the same name,
+/// where [`use_kernels`] asked for it.
 macro_rules! dispatch {
     ($backend:ident: $ops:ident::$method:ident($operands:expr)) => {{
         let operands: $crate::checked::Checked<_> = $operands;
-        match $crate::selection::reference_only() {
+        let _products = operands.products().enter();
+        let result = match $crate::selection::reference_only() {
             true => {
                 $crate::recorder::asked_for_reference();
                 reference::$method::<$backend>(operands.into_inner())
             }
             false => <$backend as $ops>::$method(operands),
-        }
+        };
+        $crate::mutation::result(stringify!($method), result)
     }};
 }
 pub(crate) use dispatch;

@@ -108,6 +108,7 @@ impl<B: Backend> Transformer<Autodiff<B>> {
         x: Tensor<Autodiff<B>, 2>,
         pass: &Pass<Autodiff<B>>,
     ) -> Tensor<Autodiff<B>, 2> {
+        let _products = self.f32_products().enter();
         layers.fold(x, |x, layer| self.blocks[layer].forward(x, pass, layer, None))
     }
 }

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, HeadLossOptions, head_loss, linear};
+use fireclay_kernels::{Backend, F32Products, HeadLossOptions, head_loss, linear};
 
 use crate::config::TransformerConfig;
 use crate::parameters::Initializer;
@@ -17,6 +17,8 @@ pub struct UtteranceHeads<B: Backend> {
     pub intent: Param<Tensor<B, 2>>,
     /// From every token, `[tags, d_model]`.
     pub tag: Param<Tensor<B, 2>>,
+    #[module(skip)]
+    pub(crate) f32_products: F32Products,
 }
 
 /// What a batch of utterances are to be predicted as. `IGNORED_TARGET` stands where nothing counts.
@@ -31,13 +33,13 @@ pub struct UtteranceTargets<B: Backend> {
 impl<B: Backend> UtteranceHeads<B> {
     pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
         let mut head = |rows: usize| init.matrix([rows, config.d_model], config.init_deviation);
-        Self { intent: head(config.intents), tag: head(config.tags) }
+        Self { intent: head(config.intents), tag: head(config.tags), f32_products: F32Products::Exact }
     }
 
     /// Logits `[batch_size, intents]` and `[batch_size, seq_length, tags]` of hidden states
     /// `[batch_size, seq_length, d_model]`.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> (Tensor<B, 2>, Tensor<B, 3>) {
-        let _in_heads = part("utterance_heads");
+        let (_in_heads, _products) = (part("utterance_heads"), self.f32_products.enter());
         let intents = linear(hidden.clone().narrow(1, 0, 1), self.intent.val(), None);
         (intents.squeeze_dim(1), linear(hidden, self.tag.val(), None))
     }
@@ -51,7 +53,7 @@ impl<B: Backend> UtteranceHeads<B> {
         (intent_weight, tag_weight): (f64, f64),
         options: HeadLossOptions,
     ) -> Tensor<B, 1> {
-        let _in_heads = part("utterance_heads");
+        let (_in_heads, _products) = (part("utterance_heads"), self.f32_products.enter());
         // Over all tokens, of which the first alone counts: a cut would be a copy forward and two backward.
         let weighted = |weight: f64| options.with_weight(weight * options.weight);
         let intents = head_loss(hidden.clone(), self.intent.val(), targets.intents, weighted(intent_weight));

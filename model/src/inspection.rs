@@ -40,6 +40,7 @@ impl<B: Backend> Transformer<B> {
         let context = self.config().context_length;
         assert!(seq_length <= context, "{seq_length} tokens exceed context_length {context}");
         let stream = |x: &Tensor<B, 2>| reshape(x.clone(), [batch_size, seq_length, self.config().d_model]);
+        let _products = self.f32_products().enter();
         let (mut x, pass) = self.begin(tokens, None);
         let mut inspection = Inspection { residual: vec![stream(&x)], attention: Vec::new() };
         for (layer, block) in self.blocks.iter().enumerate() {

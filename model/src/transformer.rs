@@ -9,12 +9,13 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, StepsAhead, TokenCounts,
-    Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm, reshape,
+    F32Products, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, StepsAhead,
+    TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm,
+    reshape,
 };
 
 use crate::block::Block;
-use crate::cache::{Cache, RowId};
+use crate::cache::{Cache, RowId, Weights};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
 use crate::matrix::Matrix;
@@ -48,6 +49,11 @@ pub struct Transformer<B: Backend> {
     rotary_sin: Option<Tensor<B, 2>>,
     #[module(skip)]
     activations: FloatDType,
+    #[module(skip)]
+    f32_products: F32Products,
+    /// New wherever this model's methods change what operations read.
+    #[module(skip)]
+    weights: Weights,
     #[module(skip)]
     int8_cache: bool,
     #[module(skip)]
@@ -160,6 +166,8 @@ impl TransformerConfig {
             rotary_cos: rotary.as_ref().map(|table| table.cos.clone()),
             rotary_sin: rotary.map(|table| table.sin),
             activations: FloatDType::F32,
+            f32_products: F32Products::Exact,
+            weights: Weights::new(),
             int8_cache: false,
             dropout_key: None,
         })
@@ -177,8 +185,25 @@ impl<B: Backend> Transformer<B> {
         if dtype != self.activations {
             self.take_copies();
         }
+        self.weights = Weights::new();
         self.activations = dtype;
         self
+    }
+
+    /// With products of f32 computed in this way, exactly unless this is called: by this model, and in the backward passes of
+    /// what it computes.
+    pub fn with_f32_products(mut self, products: F32Products) -> Self {
+        self.weights = Weights::new();
+        self.f32_products = products;
+        if let Some(heads) = &mut self.heads {
+            heads.f32_products = products;
+        }
+        self
+    }
+
+    /// How products of f32 are computed.
+    pub fn f32_products(&self) -> F32Products {
+        self.f32_products
     }
 
     /// With a new copy of every large matrix in the dtype of the activations, where that is not its own. Operations read the
@@ -186,6 +211,7 @@ impl<B: Backend> Transformer<B> {
     /// [`optimizer_step`](fireclay_kernels::optimizer_step) does between [`take_copies`](Self::take_copies) and
     /// [`put_copies`](Self::put_copies).
     pub fn with_copies(mut self) -> Self {
+        self.weights = Weights::new();
         let dtype = self.activations.into();
         self.matrices_mut().for_each(|(_, matrix)| matrix.make_copy(dtype));
         self
@@ -194,11 +220,13 @@ impl<B: Backend> Transformer<B> {
     /// Moves the copies out of the model, each by the parameter that it is of, and in its shape. Operations read the
     /// parameters again.
     pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
+        self.weights = Weights::new();
         self.matrices_mut().filter_map(|(_, matrix)| matrix.take_copy()).collect()
     }
 
     /// Gives the model the copies that were taken from it.
     pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 2>>) {
+        self.weights = Weights::new();
         for (_, matrix) in self.matrices_mut() {
             if let Some(copy) = copies.remove(&matrix.parameter.id) {
                 matrix.put_copy(copy);
@@ -228,6 +256,7 @@ impl<B: Backend> Transformer<B> {
     /// # Errors
     /// If the device fails.
     pub fn with_int8_matrices(mut self) -> Result<Self, ExecutionError> {
+        self.weights = Weights::new();
         for (_, matrix) in self.matrices_mut() {
             matrix.make_int8()?;
         }
@@ -246,6 +275,7 @@ impl<B: Backend> Transformer<B> {
     pub fn with_int8_cache(mut self) -> Self {
         let (columns, head_dim) = (CacheDType::INT8_COLUMNS, self.config.head_dim);
         assert!(head_dim.is_multiple_of(columns), "heads of {head_dim} elements, no multiple of {columns}, as bytes");
+        self.weights = Weights::new();
         self.int8_cache = true;
         self
     }
@@ -261,13 +291,13 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
-    /// this model, as long as none of its parameters is replaced.
+    /// this model with the weights that it has now, and for clones of it; a step with another panics.
     ///
     /// # Panics
     /// If the model looks ahead, as encoders do.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
         assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
-        let cache = Cache::new(&self.config, tokens, self.cache_dtype(), &self.positions.device());
+        let cache = Cache::new(&self.config, self.weights, tokens, self.cache_dtype(), &self.positions.device());
         cache.planned(|layers| DecodePlan::new(self.decode_model()?, layers))
     }
 
@@ -322,7 +352,10 @@ impl<B: Backend> Transformer<B> {
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
         let hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), cache);
         match hidden.predicted {
-            Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => (next, logits),
+            Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => {
+                assert_rows(rows, &next);
+                (next, logits)
+            }
             predicted => self.sample_logits(Hidden { predicted, ..hidden }, rows, counts, cache),
         }
     }
@@ -349,7 +382,10 @@ impl<B: Backend> Transformer<B> {
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
         let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), cache);
         match hidden.predicted {
-            Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => TokensAhead { tokens, last: next },
+            Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => {
+                assert_rows(rows, &next);
+                TokensAhead { tokens, last: next }
+            }
             predicted => {
                 let last = self.sample(Hidden { predicted, ..hidden }, rows, counts, cache);
                 TokensAhead { tokens: last.clone().reshape([1, decoding.len()]), last }
@@ -365,6 +401,7 @@ impl<B: Backend> Transformer<B> {
         (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
+        cache.assert_of(self.weights);
         if let Some((tokens, decoding)) = &decode
             && !prefill.is_empty()
             && cache.takes_whole_step(decoding.len())
@@ -495,6 +532,7 @@ impl<B: Backend> Transformer<B> {
     /// The residual stream `[batch_size * seq_length, d_model]` after the last block. The cache, where there is one, has
     /// the tokens then, but does not count them yet.
     fn residual_stream(&self, tokens: Tokens<B>, cache: Option<(CachedTokens<B>, &mut Cache<B>)>) -> Tensor<B, 2> {
+        let _products = self.f32_products.enter();
         let (at, mut cache) = cache.unzip();
         let (mut x, pass) = self.begin(tokens, at);
         for (layer, block) in self.blocks.iter().enumerate() {
@@ -579,6 +617,7 @@ impl<B: Backend> Transformer<B> {
     /// token `rows[i]`, or with the mean of all where there is none, or none that the model knows (Hewitt, 2021). Not for a model loaded as
     /// INT8.
     pub fn with_vocabulary(mut self, rows: &[Option<u32>]) -> Self {
+        self.weights = Weights::new();
         let old = self.config.vocab_size as u32;
         for matrix in std::iter::once(&mut self.embedding).chain(&mut self.head) {
             let (device, width) = (matrix.val().device(), matrix.val().dims()[1]);
@@ -616,14 +655,14 @@ impl<B: Backend> Transformer<B> {
 
     /// Logits `[batch_size, seq_length, vocab_size]` of hidden states.
     pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        let _in_head = part("head");
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
         linear(hidden, self.head_weight(), None)
     }
 
     /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
     /// `[batch_size, seq_length]`, without ever holding all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
-        let _in_head = part("head");
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
         head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
     }
 
@@ -639,12 +678,11 @@ impl<B: Backend> Transformer<B> {
         counts: Option<&mut TokenCounts<B>>,
         cache: &Cache<B>,
     ) -> Tensor<B, 1, Int> {
-        let _in_head = part("head");
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
         let Hidden { states, predicted } = hidden.into();
         match predicted {
             Some(predicted) if rows.are_greedy() && !predicted.drawn => {
-                let [states, rows] = [predicted.next.dims()[0], rows.count()];
-                assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
+                assert_rows(rows, &predicted.next);
                 predicted.next
             }
             Some(predicted) => draw(predicted.logits, rows, cache.last_positions(), counts),
@@ -663,11 +701,17 @@ impl<B: Backend> Transformer<B> {
         counts: Option<&mut TokenCounts<B>>,
         cache: &Cache<B>,
     ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
-        let _in_head = part("head");
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
         let Hidden { states, predicted } = hidden.into();
         match predicted {
             Some(Predicted { logits, .. }) => (draw(logits.clone(), rows, cache.last_positions(), counts), logits),
             None => head_sample_logits(states, self.head_weight(), rows, cache.last_positions(), counts),
         }
     }
+}
+
+/// Panics unless there is a row for each hidden state, of which `tokens` are predicted.
+fn assert_rows<B: Backend>(rows: &SampledRows<B>, tokens: &Tensor<B, 1, Int>) {
+    let ([states], rows) = (tokens.dims(), rows.count());
+    assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
 }

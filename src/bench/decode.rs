@@ -11,9 +11,9 @@ use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
+use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::precision::{CachePrecision, Precision};
-use crate::profiling::Ceilings;
 
 /// Tokens that are written before the clock starts, and those that it times, as the peer has them.
 const BEFORE: usize = 22;
@@ -43,7 +43,8 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> 
         let cpu = B::is_synchronous();
         let own = if cpu { "llama-15m" } else { "qwen3-0.6b" };
         let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };
-        let ceilings = Ceilings::measure::<B>(&self.options.device, self.options.peak, &device)?;
+        let ceilings =
+            Ceilings::measure::<B>(&self.options.device, self.options.peak, self.options.products(), &device)?;
         for name in sizes {
             let Drawn { model, bytes, dtype } = Drawn::<B>::new(&name, &self.options, &device)?;
             let config = model.config();
@@ -111,6 +112,7 @@ impl<B: Backend> Drawn<B> {
         };
         let mut cast = Cast { dtype, bytes: 0 };
         let model = config.init::<B>(1, device)?.map(&mut cast).with_activations(dtype);
+        let model = model.with_f32_products(options.products());
         // Of an embedding table of its own a step reads a row.
         let table = if config.tied_embeddings { 0 } else { config.vocab_size * config.d_model };
         let bytes = cast.bytes - table * model.embedding.val().dtype().size();

@@ -15,9 +15,9 @@ use fireclay_kernels::{
 
 use super::{BenchOptions, Measurement, seconds};
 use crate::backend::OnBackend;
+use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::profiling::Ceilings;
 
 /// Sizes that fill the device.
 struct Scale {
@@ -88,7 +88,9 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> 
         let half = !cpu && B::supports_dtype(&device, DType::BF16);
         let precision = self.options.precision.unwrap_or(if half { Precision::Bf16 } else { Precision::F32 });
         let dtype = DType::from(precision.activations::<B>(&device)?);
-        let ceilings = Ceilings::measure::<B>(&self.options.device, self.options.peak, &device)?;
+        let _products = precision.f32_products().enter();
+        let ceilings =
+            Ceilings::measure::<B>(&self.options.device, self.options.peak, precision.f32_products(), &device)?;
         let name = if precision == Precision::Tf32 { precision.name() } else { dtype.name() };
         let mut bench = Bench::<B, S> { device, dtype, name, ceilings, repeats: self.options.repeats, show: self.show };
         bench.rows(scale)?;

@@ -10,7 +10,7 @@ mod train;
 
 use std::time::Instant;
 
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, F32Products};
 use serde_json::{Value, json};
 
 pub use compare::{Comparison, Earlier, Ratio, compare, peer_ratios, read_lines, run_peer};
@@ -46,6 +46,13 @@ pub struct BenchOptions {
     pub peak: Option<f64>,
     /// Settings of the recipes that are trained, in place of their own, `KEY=VALUE`.
     pub settings: Vec<String>,
+}
+
+impl BenchOptions {
+    /// How products of f32 are computed.
+    fn products(&self) -> F32Products {
+        self.precision.map_or(F32Products::Exact, Precision::f32_products)
+    }
 }
 
 /// A case, measured several times.

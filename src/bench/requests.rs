@@ -10,8 +10,8 @@ use super::decode::{Drawn, LAST, TIMED, decode};
 use super::{BenchOptions, Measurement};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::generation::Generator;
-use crate::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
+use crate::inference::generation::Generator;
+use crate::inference::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
 
 /// Requests, and the tokens of their prompts and texts on a device of its own; on the CPU, a fraction of them.
 const REQUESTS: usize = 200;

@@ -4,7 +4,7 @@ use burn::tensor::FloatDType;
 use fireclay_model::TransformerConfig;
 
 use crate::failure::Failure;
-use crate::training::Recipe;
+use crate::recipe::Recipe;
 
 /// What `bench train` knows; the rest of a recipe's name is its own.
 pub const TRAINERS: [&str; 7] =

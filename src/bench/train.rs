@@ -6,10 +6,11 @@ use fireclay_kernels::Backend;
 use super::sizes::{TrainSize, trainer};
 use super::{BenchOptions, Measurement, seconds};
 use crate::backend::OnBackend;
+use crate::ceilings::Peaks;
 use crate::failure::Failure;
-use crate::profiling::Peaks;
+use crate::recipe::Recipe;
 use crate::tasks::{Batch, IntentSlot, Language, Task};
-use crate::training::{Recipe, Trainer};
+use crate::training::Trainer;
 
 /// Training of some sizes, each told to `show` as soon as it is measured.
 pub struct TrainBench<S> {
@@ -100,7 +101,8 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     let measured = Measurement::new(what, case.trim(), "tokens/s", values);
     let value = measured.value;
     let flops = trainer.model().config().training_flops(seq_length);
-    let peaks = options.peak.map(Peaks::given).or_else(|| Peaks::of(&options.device));
+    let peaks = options.peak.map(Peaks::given);
+    let peaks = peaks.or_else(|| Peaks::of(&options.device, trainer.model().f32_products()));
     let measured = match peaks {
         Some(peaks) => {
             measured.of(value * flops / peaks.for_dtype(trainer.model().activations().into()), "the matrix peak (MFU)")

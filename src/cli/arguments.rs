@@ -6,7 +6,7 @@ use clap::Args;
 use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::download::{dataset_folder, model_folder, show_fetching};
-use fireclay::generation::Generated;
+use fireclay::inference::generation::Generated;
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
 use serde_json::{Value, json};

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::chat::{ChatEvent, ChatRun, Lines};
-use fireclay::generation::{GenerationOptions, Interrupt};
+use fireclay::inference::chat::{ChatEvent, ChatRun, Lines};
+use fireclay::inference::generation::{GenerationOptions, Interrupt};
 use fireclay::stdout;
 use serde_json::json;
 

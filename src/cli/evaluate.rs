@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::evaluation::EvaluationRun;
+use fireclay::inference::evaluation::EvaluationRun;
 use fireclay::precision::Precision;
 use fireclay::stdout;
 use serde_json::json;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fireclay::Failure;
-use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun};
+use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun};
 use fireclay::stdout;
 use fireclay_datasets::read_text;
 use serde_json::json;

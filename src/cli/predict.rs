@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fireclay::Failure;
+use fireclay::inference::prediction::{Prediction, PredictionRun, Texts};
 use fireclay::precision::Precision;
-use fireclay::prediction::{Prediction, PredictionRun, Texts};
 use fireclay::stdout;
 use serde_json::{Value, json};
 

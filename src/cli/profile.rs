@@ -6,13 +6,13 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use fireclay::Failure;
 use fireclay::backend::BackendName;
-use fireclay::generation::GenerationOptions;
+use fireclay::inference::generation::GenerationOptions;
 use fireclay::precision::Precision;
 use fireclay::profiling::{
     Profile, ProfileGeneration, ProfileOptions, ProfilePrediction, ProfileTraining, VerdictKind, verdicts,
 };
+use fireclay::recipe::TaskName;
 use fireclay::stdout;
-use fireclay::tasks::TaskName;
 
 use super::arguments::{DrawArgs, DtypeArgs, RunArgs, fetched};
 use super::train::{recipe_from, with_settings};

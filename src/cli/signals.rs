@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use burn::train::Interrupter;
 use fireclay::Failure;
-use fireclay::generation::Interrupt;
+use fireclay::inference::generation::Interrupt;
 use fireclay::training::{has_terminal, leave_terminal};
 
 /// Exit code of a run that Ctrl-C ended, as shells have it.

@@ -8,12 +8,13 @@ use burn::train::Interrupter;
 use clap::{Args, ValueEnum};
 use fireclay::Failure;
 use fireclay::backend::BackendName;
-use fireclay::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
+use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::precision::{CachePrecision, Precision};
+use fireclay::recipe::TaskName;
+use fireclay::recipe::{EMBEDDED, Recipe};
 use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
-use fireclay::tasks::TaskName;
-use fireclay::training::{EMBEDDED, Outcome, Recipe, TrainingRun, View};
+use fireclay::training::{Outcome, TrainingRun, View};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 

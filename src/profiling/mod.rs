@@ -1,6 +1,5 @@
 //! Where the time of real work goes: a few warm steps are recorded, and turned into a table, verdicts, a trace, a page.
 
-pub(crate) mod ceilings;
 mod html;
 mod idle;
 mod rows;
@@ -14,12 +13,12 @@ use std::path::Path;
 use fireclay_kernels::recorder::{Memory, Report, Source};
 use serde_json::{Value, json};
 
-pub use ceilings::{Ceilings, Peaks};
 pub use idle::{Idle, idle};
 pub use rows::{Bound, Row};
 pub use run::{ProfileGeneration, ProfileOptions, ProfilePrediction, ProfileTraining};
 pub use verdicts::{Verdict, VerdictKind, verdicts};
 
+use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::run_folder::write_atomic;
 

@@ -9,11 +9,12 @@ use fireclay_kernels::recorder::{RecorderError, Recording, Report};
 use super::{Ceilings, Profile};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::generation::{GenerationOptions, Generator, Prepared};
+use crate::inference::generation::{GenerationOptions, Generator, Prepared};
+use crate::inference::prediction::Predictor;
 use crate::precision::{CachePrecision, Precision};
-use crate::prediction::Predictor;
 use crate::process_memory::process_memory;
-use crate::training::{Recipe, StepOutput, Trainer, read_steps};
+use crate::recipe::Recipe;
+use crate::training::{StepOutput, Trainer, read_steps};
 
 /// What all profiles need to know.
 #[derive(Clone, Debug)]
@@ -61,7 +62,7 @@ impl OnBackend for ProfileTraining {
             }
         }
         let name = format!("train {}, {}", recipe.name, recipe.training.precision.name());
-        finish::<B>(&options, (name, "step", options.count, seconds), report, note, &device)
+        finish::<B>(&options, (name, "step", options.count, seconds), recipe.training.precision, report, note, &device)
     }
 }
 
@@ -114,7 +115,7 @@ impl OnBackend for ProfileGeneration {
         let report = recording.stop().map_err(unrecorded)?;
         let rows = prompts.len();
         let name = format!("generate with {}, {}, batch {rows}", model.display(), precision.name());
-        finish::<B>(&options, (name, "token", options.count, seconds), report, note, &device)
+        finish::<B>(&options, (name, "token", options.count, seconds), precision, report, note, &device)
     }
 }
 
@@ -146,7 +147,7 @@ impl OnBackend for ProfilePrediction {
         predict(options.count)?;
         let report = recording.stop().map_err(unrecorded)?;
         let name = format!("predict with {}, {}, {} texts", model.display(), precision.name(), texts.len());
-        finish::<B>(&options, (name, "batch", options.count, seconds), report, note, &device)
+        finish::<B>(&options, (name, "batch", options.count, seconds), precision, report, note, &device)
     }
 }
 
@@ -175,11 +176,12 @@ fn start<B: Backend>(device: &B::Device) -> Result<(Recording, Option<String>), 
 fn finish<B: Backend>(
     options: &ProfileOptions,
     (name, unit, count, seconds): (String, &'static str, u64, f64),
+    precision: Precision,
     report: Report,
     note: Option<String>,
     device: &B::Device,
 ) -> Result<Profile, Failure> {
     let memory = B::memory(device).or_else(|| B::is_synchronous().then(process_memory).flatten());
-    let ceilings = Ceilings::measure::<B>(&options.device, options.peak, device)?;
+    let ceilings = Ceilings::measure::<B>(&options.device, options.peak, precision.f32_products(), device)?;
     Ok(Profile { name, unit, count, seconds, device: options.device.clone(), report, ceilings, memory, note })
 }

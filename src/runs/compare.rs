@@ -154,8 +154,8 @@ mod tests {
     use fireclay_model::TransformerConfig;
 
     use super::*;
-    use crate::training::recipe::Recipe;
-    use crate::training::run_record::RunRecord;
+    use crate::recipe::Recipe;
+    use crate::runs::record::RunRecord;
 
     fn run(folder: &Path, rate: &str, losses: [f64; 2]) -> Run {
         fs::create_dir_all(folder).expect("a folder");

@@ -2,6 +2,7 @@
 
 mod compare;
 mod page;
+pub mod record;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,9 @@ use serde_json::{Map, Value};
 use crate::failure::Failure;
 use crate::plots::Curve;
 use crate::run_folder::{DONE, METRICS, REPORT, checkpoints, is_locked, write_atomic};
-use crate::training::run_record::RunRecord;
 
 pub use compare::{Comparison, Difference};
+pub use record::RunRecord;
 
 /// A run in its folder.
 #[derive(Clone, Debug)]

@@ -12,8 +12,8 @@ use super::http::error::ApiError;
 use super::log::Record;
 use super::served::ServedWriter;
 use super::tools::{ToolCall, ToolCalls, ToolStyle};
-use crate::generation::Writer;
-use crate::generation::scheduler::{Finish, WrittenToken};
+use crate::inference::generation::Writer;
+use crate::inference::generation::scheduler::{Finish, WrittenToken};
 
 /// Why a text ended, in OpenAI's words.
 pub(super) type FinishReason = &'static str;

@@ -13,12 +13,14 @@ use tokio::sync::oneshot;
 use super::served::{Served, ServedEncoder, ServedWriter};
 use super::{Phase, Shared};
 use crate::backend::OnBackend;
-use crate::embedding::Embedder;
 use crate::failure::Failure;
-use crate::generation::Generator;
-use crate::generation::scheduler::{Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken};
+use crate::inference::embedding::Embedder;
+use crate::inference::generation::Generator;
+use crate::inference::generation::scheduler::{
+    Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken,
+};
+use crate::inference::prediction::{Prediction, Predictor};
 use crate::precision::{CachePrecision, Precision};
-use crate::prediction::{Prediction, Predictor};
 use crate::run_folder::LABELS;
 
 /// Time between two events of a text, at the least: what a reader does not notice, and clients keep up with.

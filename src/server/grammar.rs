@@ -8,7 +8,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
-use crate::generation::scheduler::TokenFilter;
+use crate::inference::generation::scheduler::TokenFilter;
 
 /// Makes grammars for a model's tokens.
 pub(super) struct Grammars {

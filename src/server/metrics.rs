@@ -9,7 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-use crate::generation::scheduler::Load;
+use crate::inference::generation::scheduler::Load;
 
 type Labels = [(&'static str, String); 2];
 

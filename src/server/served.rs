@@ -8,10 +8,10 @@ use fireclay_kernels::Backend;
 
 use super::grammar::Grammars;
 use super::tools::ToolStyle;
-use crate::chat::ChatTemplate;
-use crate::embedding::Embedder;
 use crate::failure::Failure;
-use crate::generation::Generator;
+use crate::inference::chat::ChatTemplate;
+use crate::inference::embedding::Embedder;
+use crate::inference::generation::Generator;
 
 /// A model that is served.
 pub(super) enum Served {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::chat::ChatTemplate;
+use crate::inference::chat::ChatTemplate;
 
 /// How a model spells a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use fireclay_model::{Tokens, Transformer};
 
 use super::counts::TargetCounts;
 use super::{intent_slot, language};
-use crate::training::recipe::schema::TrainingRecipe;
+use crate::recipe::schema::TrainingRecipe;
 
 /// Rows for a step, on the host.
 #[derive(Clone, Debug)]

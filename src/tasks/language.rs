@@ -11,11 +11,11 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::generation::{GenerationOptions, Generator};
+use crate::inference::generation::{GenerationOptions, Generator};
 use crate::progress::Watch;
+use crate::recipe::schema::{Recipe, TrainingRecipe};
 use crate::run_folder::{GENERATION, TOKENIZER, write_atomic};
 use crate::token_cache::tokens;
-use crate::training::recipe::schema::{Recipe, TrainingRecipe};
 
 /// A text, and how it is cut into tokens.
 pub struct Language {

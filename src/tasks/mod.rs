@@ -4,7 +4,7 @@ pub mod batch;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
-pub mod name;
+mod resolve;
 pub mod scores;
 pub mod validation;
 
@@ -17,13 +17,12 @@ use fireclay_model::{Transformer, TransformerConfig};
 pub use batch::Batch;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
-pub use name::{ModelSizes, TaskName};
 pub use scores::{ClassificationReport, Scores};
 pub use validation::{Judged, Validation};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
-use crate::training::recipe::schema::{Recipe, TrainingRecipe};
+use crate::recipe::{ModelSizes, Recipe, TaskName, TrainingRecipe};
 
 /// A kind of work, with its data.
 #[allow(clippy::large_enum_variant)] // A run has one of them.

@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
+use crate::recipe::schema::TrainingRecipe;
 use crate::tasks::{Batch, Task};
-use crate::training::recipe::schema::TrainingRecipe;
 
 /// Threads that make batches, and batches that each has ready.
 const THREADS: u64 = 2;

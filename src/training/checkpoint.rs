@@ -12,11 +12,11 @@ use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
+use crate::recipe::schema::Recipe;
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
 use crate::tasks::{Task, Validation};
 use crate::training::optimizer::Optimizer;
 use crate::training::origin::Origin;
-use crate::training::recipe::schema::Recipe;
 use crate::training::trainer::Trainer;
 
 /// The best validation so far.

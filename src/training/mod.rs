@@ -1,4 +1,4 @@
-//! Training: recipes, the optimizer, the loop, checkpoints, and how a run is shown.
+//! Training: the optimizer, the loop, checkpoints, and how a run is shown.
 
 mod batches;
 mod chart;
@@ -6,9 +6,6 @@ pub mod checkpoint;
 pub mod events;
 pub mod optimizer;
 pub mod origin;
-pub mod recipe;
-pub mod run_record;
-pub mod schedule;
 mod session;
 pub mod trainer;
 mod views;
@@ -22,18 +19,15 @@ use fireclay_datasets::Inputs;
 use fireclay_kernels::Backend;
 use serde_json::Value;
 
-pub use recipe::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};
-pub use run_record::RunRecord;
-pub use schedule::{Schedule, ScheduleKind};
 pub use trainer::{StepOutput, Trainer, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
 use crate::progress::show_preparing;
+use crate::recipe::{Recipe, TaskName};
 use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
-use crate::runs;
-use crate::tasks::TaskName;
+use crate::runs::{self, RunRecord};
 use crate::training::checkpoint::{Best, RunState};
 use crate::training::origin::Origin;
 use crate::training::session::Session;

@@ -6,8 +6,8 @@ use fireclay_datasets::Inputs;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
+use crate::recipe::schema::{EMBEDDED, Recipe};
 use crate::token_cache::inputs;
-use crate::training::recipe::schema::{EMBEDDED, Recipe};
 
 /// What a run learns from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

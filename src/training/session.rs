@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::process_memory::process_memory;
+use crate::recipe::schema::TrainingRecipe;
 use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
 use crate::tasks::validation::{Judged, Validation};
 use crate::training::checkpoint::{self, Best, RunState};
 use crate::training::events::{Event, MemoryUse, Sink, add_scores};
 use crate::training::origin::Origin;
-use crate::training::recipe::schema::TrainingRecipe;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
 use crate::training::watchdog::Watchdog;
 

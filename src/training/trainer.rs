@@ -14,11 +14,11 @@ use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
+use crate::recipe::schema::Recipe;
 use crate::tasks::counts::TargetCounts;
 use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
 use crate::training::batches::Batches;
 use crate::training::optimizer::{Optimizer, ParameterGradients};
-use crate::training::recipe::schema::Recipe;
 
 /// Everything that a training step changes, and what it reads.
 pub struct Trainer<B: Backend> {
@@ -96,12 +96,13 @@ impl<B: Backend> Trainer<B> {
     ) -> Result<Self, Failure> {
         let activations = recipe.training.precision.activations::<B>(&device)?;
         recipe.suits(model.config(), &task)?;
+        let products = recipe.training.precision.f32_products();
         let optimizer = Optimizer::new(&model);
         Ok(Self {
             recipe: recipe.clone(),
             task: Arc::new(task),
             batches: None,
-            model: model.with_activations(activations).with_copies(),
+            model: model.with_activations(activations).with_f32_products(products).with_copies(),
             optimizer,
             step: 0,
             device,
@@ -285,7 +286,8 @@ impl<B: Backend> Trainer<B> {
 
     /// The model without gradients.
     fn inference_model(&self) -> Transformer<B> {
-        self.model.valid().with_activations(self.model.activations())
+        let model = self.model.valid().with_activations(self.model.activations());
+        model.with_f32_products(self.model.f32_products())
     }
 
     /// How `model`, or the one in training where there is none, does on the test data, where the task has such.

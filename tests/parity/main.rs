@@ -1,13 +1,18 @@
 //! Each operation against its reference, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if unset).
 //!
-//! A backend that is not built in or not present fails the tests: nothing is skipped.
+//! A backend that is not built in or not present fails the tests. What a device lacks, such as a dtype, is a skip, which
+//! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
 
+mod added_gradients;
 mod compare;
-mod decoding;
-mod operations;
+mod harness;
+#[cfg(feature = "mutation")]
+mod mutation;
+mod ops;
 mod plain;
 mod recorder;
 mod refusals;
+mod skip;
 mod threads;
 
 use std::sync::{Mutex, PoisonError};
@@ -18,6 +23,10 @@ use fireclay_kernels::Backend;
 pub(crate) trait Claim {
     fn check<B: Backend>(device: B::Device);
 }
+
+/// Which of the two binaries that look at corrupted results this is.
+#[cfg(feature = "mutation")]
+pub(crate) const IS_THE_SUITE: bool = false;
 
 /// Set in a process whose threads shall have streams of their own.
 pub(crate) const OWN_STREAMS: &str = "FIRECLAY_TEST_OWN_STREAMS";

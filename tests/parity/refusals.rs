@@ -7,10 +7,10 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, HeadLossOptions, Int8Weight,
-    LayerCache, Norm, PackedHeads, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling, StepDraw,
-    StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, decode_step, dropout, embed, embed_add,
-    feed_forward, head_loss, head_sample, linear, linear_add, next_positions, norm, norm_gate_up, norm_linear,
-    optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    LayerCache, Norm, PackedHeads, Penalties, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
+    StepDraw, StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, compile_ahead, decode_step,
+    dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions, norm,
+    norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -306,20 +306,31 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["there are some"], || new(PackedHeads { n_heads: 8, n_kv_heads: 0, ..heads }, None));
     refused(op, &["a cache for each block"], || DecodePlan::new(model(heads, None), &[]));
     // Where there is a kernel.
-    if let Ok(plan) = new(heads, None) {
-        let at = |page: u32| CachedTokens::<B>::new(vec![CachedRow { pages: [page].into(), tokens: 1, keys: 4 }], None, &make.0);
-        refused(op, &["page 3", "cache of 3"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(3, heads), None, StepsAhead::one()));
-        refused(op, &["the plan was made with"], || decode_step(&plan, make.ints([1]), &at(3), &mut caches(4, heads), None, StepsAhead::one()));
+    let mut own = caches(3, heads);
+    if let Ok(plan) = DecodePlan::new(model(heads, None), &own) {
+        let row = |page: u32| CachedRow { pages: [page].into(), tokens: 1, keys: 4 };
+        let at = |pages: &[u32]| CachedTokens::<B>::new(pages.iter().copied().map(row).collect(), None, &make.0);
+        let mut step = |at: &CachedTokens<B>, draw: Option<StepDraw<'_, B>>, steps: usize| {
+            let ahead = StepsAhead { steps, ends: None };
+            decode_step(&plan, make.ints([at.rows().len()]), at, &mut own, draw, ahead)
+        };
+        refused(op, &["page 3", "cache of 3"], || step(&at(&[3]), None, 1));
+        refused(op, &["page 2", "listed twice"], || step(&at(&[2, 2]), None, 1));
         let two = SampledRows::<B>::new(&vec![Sampling::greedy().into(); 2], &make.0);
         let lined = SampledRows::<B>::new(&[SampledRow { sampling: Sampling::greedy(), line: Some(2) }], &make.0);
         for (named, rows) in [("rows", &two), ("line 2 of no texts", &lined)] {
-            let draw = StepDraw { rows, counts: None };
-            refused(op, &[named], || decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), Some(draw), StepsAhead::one()));
+            refused(op, &[named], || step(&at(&[2]), Some(StepDraw { rows, counts: None }), 1));
         }
         // More than there are positions behind it on its page.
-        let many = StepsAhead { steps: 62, ends: None };
-        refused(op, &["62 steps"], || decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), None, many));
-        decode_step(&plan, make.ints([1]), &at(2), &mut caches(3, heads), None, StepsAhead::one()).expect("what fits is taken");
+        refused(op, &["62 steps"], || step(&at(&[2]), None, 62));
+        compile_ahead::<B>(&make.0, || refused(op, &["not in `compile_ahead`"], || step(&at(&[2]), None, 1)));
+        step(&at(&[2]), None, 1).expect("what fits is taken");
+        // The kernel has the addresses of the plan's caches, and others of their sizes would stay as they are.
+        for mut others in [caches(3, heads), caches(4, heads)] {
+            refused(op, &["other caches than those that the plan was made with"], || {
+                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, StepsAhead::one())
+            });
+        }
     }
 });
 
@@ -359,6 +370,25 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
             refused(op, &["cache is"], || cached_attention(qkv(), heads, bare(), &here(), &mut cache));
         }
     }
+    // Pages that rows write into are theirs alone; full ones before these may be shared.
+    let step = |rows: &[CachedRow]| {
+        let tokens = rows.iter().map(|row| row.tokens).sum::<usize>();
+        cached_attention(make.float([tokens, 64]), heads, bare(), &at(rows), &mut new(4, 4, heads))
+    };
+    refused(op, &["page 1", "listed twice"], || step(&[row(&[0, 1], 1, 6), row(&[1], 1, 3)]));
+    refused(op, &["page 0", "listed twice"], || step(&[row(&[0, 0], 2, 6)]));
+    refused(op, &["page 0", "listed twice"], || step(&[row(&[0, 1], 3, 6), row(&[0, 2], 1, 6)]));
+    refused(op, &["page 2", "listed twice"], || step(&[row(&[0, 2], 1, 3), row(&[1, 2], 1, 6)]));
+    step(&[row(&[0, 1], 1, 6), row(&[0, 2], 2, 6), row(&[0, 1 + 2], 1, 5)]);
+    // What was found to be apart stays so as rows grow in their pages, and is looked at again where these are others.
+    let grown = at(&[row(&[0, 1], 1, 4), row(&[2], 1, 2)]);
+    let mut cache = new(4, 4, heads);
+    let mut next = |at: &CachedTokens<B>| cached_attention(make.float([2, 64]), heads, bare(), at, &mut cache);
+    next(&grown);
+    let grown = grown.next(vec![row(&[0, 1], 1, 5), row(&[2], 1, 3)]);
+    next(&grown);
+    refused(op, &["page 1", "listed twice"], || next(&grown.next(vec![row(&[0, 1], 1, 6), row(&[2, 1], 1, 4)])));
+    compile_ahead::<B>(&make.0, || refused(op, &["not in `compile_ahead`"], || step(&[row(&[0], 1, 1)])));
     refused(op, &["no rows"], || at(&[]));
     refused(op, &["0 new tokens of 3"], || at(&[row(&[0], 0, 3)]));
     refused(op, &["4 new tokens of 3"], || at(&[row(&[0], 4, 3)]));
@@ -397,8 +427,9 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         refused("head_sample", &["positions"], || {
             head_sample(make.float([rows, 8]), weight(), &sampled(rows), make.ints([rows - 1]), None)
         });
-        let lined = SampledRow { sampling: Sampling::greedy(), line: Some(2) };
-        let lined = SampledRows::<B>::new(&vec![lined; rows], &make.0);
+        let lined = |line| SampledRow { sampling: Sampling::greedy(), line };
+        let lined = [vec![lined(Some(2))], vec![lined(None); rows - 1]].concat();
+        let lined = SampledRows::<B>::new(&lined, &make.0);
         refused("head_sample", &["line 2 of no texts"], || drawn(weight(), lined.clone()));
         for (name, broken) in [("counts of the prompts", 0), ("counts of written tokens", 1), ("biases", 2)] {
             let line = |at: usize| make.float([3, if at == broken { 5 } else { 6 }]);
@@ -411,6 +442,24 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         refused("head_sample", &["line 2 of 2 texts"], || {
             head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut few))
         });
+    }
+    let rows = |rows: &[SampledRow]| SampledRows::<B>::new(rows, &make.0);
+    let lined = |line| SampledRow { sampling: Sampling::greedy(), line: Some(line) };
+    refused("head_sample", &["two rows have line 3"], || rows(&[lined(3), lined(0), lined(3)]));
+    let plain = Sampling::greedy().with_temperature(1.0);
+    let penalties = |penalties| plain.with_penalties(penalties);
+    for (named, sampling) in [
+        ("temperature of -1", plain.with_temperature(-1.0)),
+        ("temperature of NaN", plain.with_temperature(f64::NAN)),
+        ("temperature of 0.000", plain.with_temperature(1e-50)),
+        ("top-p of Some(0.0)", plain.with_top_p(Some(0.0))),
+        ("top-p of Some(1.5)", plain.with_top_p(Some(1.5))),
+        ("min-p of Some(2.0)", plain.with_min_p(Some(2.0))),
+        ("min-p of Some(NaN)", plain.with_min_p(Some(f64::NAN))),
+        ("repetition: 0.0", penalties(Penalties { repetition: 0.0, ..Penalties::default() })),
+        ("frequency: inf", penalties(Penalties { frequency: f64::INFINITY, ..Penalties::default() })),
+    ] {
+        refused("head_sample", &[named], || rows(&[sampling.into()]));
     }
     refused("head_sample", &["line 2 of 2"], || TokenCounts::<B>::new(2, 6, &make.0).begin(2, &[], &[], &[]));
     refused("head_sample", &["token 6", "6 tokens"], || TokenCounts::<B>::of_prompts(&[&[1, 6]], 6, &make.0));

@@ -2,10 +2,11 @@
 
 use burn::module::{AutodiffModule, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use fireclay::generation::{GenerationOptions, Generator};
+use fireclay::inference::generation::{GenerationOptions, Generator};
 use fireclay::precision::{CachePrecision, Precision};
+use fireclay::recipe::Recipe;
 use fireclay::tasks::Task;
-use fireclay::training::{Recipe, Trainer, read_steps};
+use fireclay::training::{Trainer, read_steps};
 use fireclay_datasets::{BatchKey, Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
@@ -50,6 +51,39 @@ fn greedy<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], steps: usize, 
     }
     written
 }
+
+/// Asserts that `call` panics with a message that has `part` in it.
+#[track_caller]
+fn refused<T>(part: &str, call: impl FnOnce() -> T) {
+    let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)) else { panic!("no panic: {part}") };
+    let text = panic.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default();
+    assert!(text.contains(part), "{text}");
+}
+
+backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B>(device) {
+    let init = |seed| TransformerConfig::qwen3(50, 64, 32, 2, 4, 16).init::<B>(seed, &device);
+    let (model, other) = (init(1)?, init(2)?);
+    let mut cache = model.cache(64);
+    let row = cache.add_row();
+    let mut read = |model: &Transformer<B>, row| model.prefill(&[(row, &[1, 2, 3])], &mut cache).states();
+    let own = read(&model, row);
+    assert_eq!(own.dims(), [1, 32]);
+    read(&model.clone(), row);
+    refused("a cache of another model", || read(&other, row));
+    refused("of other weights", || read(&model.clone().with_int8_matrices().expect("a device that works"), row));
+    let mut copies = model.clone();
+    copies.put_copies(Default::default());
+    refused("of other weights", || read(&copies, row));
+    // Rows of another cache, whose numbers are others.
+    let mut foreign = other.cache(64);
+    let stranger = foreign.add_row();
+    assert_ne!(stranger, row);
+    assert_eq!(cache.length(stranger), 0);
+    refused("a row of the cache", || cache.reserve(stranger, 1));
+    cache.remove_row(stranger);
+    assert_eq!(cache.length(row), 6, "the others are as they were");
+});
 
 backend_test!(greedy_tokens_are_those_of_transformers_in_a_batch_and_alone::<B>(device) {
     for name in FAMILIES {

@@ -46,7 +46,7 @@ backend_test!(cached_decode_equals_the_full_forward_token_by_token::<B>(device) 
             let hidden = model.prefill(&[of(0), of(1)], &mut cache).states();
             let ends = [0, 1].map(|row| &full[(20 * row + step[row].end - 1) * width..][..width]);
             let ends = Tensor::from_data(TensorData::new(ends.concat(), [2, width]), &device);
-            assert_close(&format!("{name}, {step:?}"), &hidden, &ends, 10.0 * tolerance::<B>(&device));
+            assert_close(&format!("{name}, {step:?}"), &hidden, &ends, tolerance::<B>(&device).times(10.0));
         }
         assert_eq!(rows.map(|row| cache.length(row)), [20, 13]);
     }

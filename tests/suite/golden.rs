@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::{Int, Tensor, TensorData};
+use fireclay::recipe::{Schedule, ScheduleKind};
 use fireclay::training::optimizer::{Optimizer, ParameterGradients};
-use fireclay::training::{Schedule, ScheduleKind};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AttentionMask, AttentionOptions, Backend, HeadLossOptions, Norm, RotaryTable,
     activate, attention, head_loss, norm, rotary,
@@ -16,7 +16,7 @@ use fireclay_model::{ModelFolder, Tokens, Transformer};
 use safetensors::tensor::{Dtype, SafeTensors};
 
 use crate::backend_test;
-use crate::compare::{relative_error, tolerance, values};
+use crate::compare::{Tolerance, difference, tolerance, values};
 
 pub(crate) fn folder(name: &str) -> PathBuf {
     // A test binary may run on another machine, from the project's root.
@@ -61,9 +61,15 @@ impl Golden {
     }
 
     #[track_caller]
-    fn assert<B: Backend, const D: usize>(&self, name: &str, tensor: &Tensor<B, D>, tolerance: f64) {
-        let error = relative_error(&values(tensor), self.values(name));
-        assert!(error <= tolerance, "{name}: relative error {error:.2e} above {tolerance:.0e}");
+    fn assert<B: Backend, const D: usize>(&self, name: &str, tensor: &Tensor<B, D>, tolerance: impl Into<Tolerance>) {
+        self.assert_values(name, &values(tensor), tolerance.into());
+    }
+
+    #[track_caller]
+    fn assert_values(&self, name: &str, ours: &[f32], tolerance: Tolerance) {
+        let (shape, wanted) = self.0.get(name).unwrap_or_else(|| panic!("no golden {name}"));
+        let difference = difference(ours, wanted, shape.last().copied().unwrap_or(1), tolerance);
+        assert!(difference.is_none(), "{name}: {}", difference.unwrap_or_default());
     }
 }
 
@@ -190,7 +196,6 @@ fn by_hub_name<B: Backend>(model: &Transformer<B>) -> HashMap<String, (Vec<usize
 /// Loss, every gradient, ten training losses and the parameters after them.
 fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
     let golden = Golden::open(&format!("{name}/golden.safetensors"));
-    let cuda = B::name(device).contains("cuda");
     let mut model = ModelFolder::new(folder(name)).load::<Autodiff<B>>(device).expect("a golden model");
     let loss_of = |model: &Transformer<Autodiff<B>>, tokens: Tensor<Autodiff<B>, 2, Int>, targets| {
         model.loss(model.forward(tokens), targets, HeadLossOptions::new())
@@ -201,15 +206,8 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
     let gradients = by_hub_name(&with_values(model.valid(), gradients));
     let names: Vec<&str> = golden.0.keys().filter_map(|key| key.strip_prefix("grad.")).collect();
     assert_eq!(names.len(), gradients.len(), "{name}: as many gradients as parameters");
-    // Relative to the norm of each gradient; biases of keys have none, which relative_error's floor allows for.
-    let square_norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
-    let overall = names.iter().map(|key| square_norm(golden.values(&format!("grad.{key}")))).sum::<f64>().sqrt();
     for key in &names {
-        let (wanted, ours) = (golden.values(&format!("grad.{key}")), &gradients[*key].1);
-        let difference: Vec<f32> = ours.iter().zip(wanted).map(|(a, b)| a - b).collect();
-        let error = square_norm(&difference).sqrt() / square_norm(wanted).sqrt().max(1e-2 * overall);
-        let bound = if cuda { 2e-2 } else { 1e-4 };
-        assert!(error <= bound, "{name}: gradient of {key} is off by {error:.2e}");
+        golden.assert_values(&format!("grad.{key}"), &gradients[*key].1, tolerance::<B>(device));
     }
 
     let settings = std::fs::read_to_string(folder(name).join("training.json")).expect("a golden file");

@@ -1,9 +1,11 @@
 //! The whole suite in one binary, on the backend that `FIRECLAY_TEST_BACKEND` names (`cpu` if unset).
 //!
-//! A backend that is not built in or not present fails the tests: nothing is skipped.
+//! A backend that is not built in or not present fails the tests. What a machine lacks, such as a dtype, is a skip, which
+//! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
 
 mod cli;
 #[path = "../parity/compare.rs"]
+#[allow(dead_code, reason = "some comparisons are for operations alone")]
 mod compare;
 mod data;
 mod decoding;
@@ -12,12 +14,17 @@ mod golden;
 mod gradients;
 mod hub;
 mod learning;
+#[cfg(feature = "mutation")]
+#[path = "../parity/mutation.rs"]
+mod mutation;
 mod profiling;
 mod resume;
 mod runs;
 mod scheduling;
 #[cfg(feature = "serve")]
 mod serving;
+#[path = "../parity/skip.rs"]
+mod skip;
 mod traffic;
 mod utterances;
 mod whole_steps;
@@ -26,6 +33,16 @@ use std::sync::{Mutex, PoisonError};
 
 use clap::ValueEnum;
 use fireclay::backend::{BackendName, OnBackend};
+
+/// Which of the two binaries that look at corrupted results this is.
+#[cfg(feature = "mutation")]
+pub(crate) const IS_THE_SUITE: bool = true;
+
+/// The backend under test, by its name.
+#[cfg(feature = "mutation")]
+pub(crate) fn backend_name() -> String {
+    std::env::var("FIRECLAY_TEST_BACKEND").unwrap_or_else(|_| "cpu".into())
+}
 
 /// The backend under test.
 pub(crate) fn backend() -> BackendName {

@@ -1,7 +1,8 @@
 //! `fireclay profile` and `fireclay bench`: what they find, print and write.
 
 use burn::tensor::Tensor;
-use fireclay::profiling::{Ceilings, Profile, VerdictKind, verdicts};
+use fireclay::ceilings::Ceilings;
+use fireclay::profiling::{Profile, VerdictKind, verdicts};
 use fireclay_kernels::recorder::{Call, Recording, op, operand, part, read_back};
 use fireclay_kernels::{Activation, ActivationKind, Kernels, activate, use_kernels};
 use serde_json::Value;

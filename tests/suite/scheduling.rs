@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use fireclay::Failure;
-use fireclay::generation::scheduler::{Finish, Request, RequestId, Scheduler, SchedulerOptions, WrittenToken};
+use fireclay::inference::generation::scheduler::{
+    Finish, Request, RequestId, Scheduler, SchedulerOptions, WrittenToken,
+};
 use fireclay_kernels::{Backend, Penalties, Sampling, TokenCounts};
 use fireclay_model::{Transformer, TransformerConfig};
 
@@ -295,6 +297,35 @@ backend_test!(prompts_that_begin_alike_are_read_once::<B>(device) {
     }
     // 200 tokens, 48 a step; then all but the first three pages, which are 8, and all but the first two, 25.
     assert_eq!(steps, [5, 1, 1]);
+});
+
+// A launch of several steps that begins at the end of all texts computes nothing, nor the keys of the token that ends one.
+backend_test!(a_token_that_ends_a_text_is_in_no_page_that_others_share::<B>(device) {
+    let model = model::<B>(&device)?;
+    let prompt: Vec<u32> = (0..56).map(|at| at * 7 % VOCABULARY as u32).collect();
+    let written = alone(&model, &Request::new(prompt.clone(), 8), &device)?;
+    let end = written[7];
+    assert!(!written[..7].contains(&end), "the last of eight tokens is the first of its kind: {written:?}");
+    let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
+    let mut texts = Texts::new();
+    let mut write = |request: &Request| {
+        let id = scheduler.add(request.clone()).expect("it fits");
+        let mut steps = 0;
+        while !texts.contains_key(&id) {
+            step(&mut scheduler, &model, &mut texts)?;
+            steps += 1;
+        }
+        while !scheduler.is_idle() {
+            step(&mut scheduler, &model, &mut texts)?;
+        }
+        Ok::<_, Failure>((steps, texts[&id].0.clone()))
+    };
+    let ended = Request { ends: vec![end], ..Request::new(prompt.clone(), 40) };
+    assert_eq!(write(&ended)?.1, written, "it ends at the last cell of its page");
+    // What goes on from there reads the page again: 97 tokens, 48 a step.
+    let next: Vec<u32> = prompt.iter().chain(&written).copied().chain(0..33).collect();
+    let next = Request::new(next, 9);
+    assert_eq!(write(&next)?, (3, alone(&model, &next, &device)?));
 });
 
 backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {

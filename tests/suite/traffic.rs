@@ -1,6 +1,7 @@
 //! What a training step asks of the device: how much crosses the bus, and how many kernels are launched.
 
-use fireclay::training::{Recipe, Trainer};
+use fireclay::recipe::Recipe;
+use fireclay::training::Trainer;
 use fireclay_kernels::recorder::{Copies, Recording, Source};
 
 use crate::backend_test;

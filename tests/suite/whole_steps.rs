@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use fireclay::Failure;
-use fireclay::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
+use fireclay::inference::generation::scheduler::{Finish, Request, Scheduler, SchedulerOptions};
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{

@@ -24,6 +24,8 @@ use cubecl::prelude::*;
 use cudarc::driver::result::module;
 use cudarc::nvrtc::result as nvrtc;
 
+use crate::rehearsal;
+
 use super::{CudaKernel, Task, in_context_of};
 
 thread_local! {
@@ -60,11 +62,6 @@ impl Rehearsal {
     }
 }
 
-/// Whether this thread rehearses: nothing is launched, and what was not tried is taken to work.
-pub(super) fn rehearses() -> bool {
-    REHEARSAL.with_borrow(Option::is_some)
-}
-
 /// Has a kernel compiled, while this thread rehearses.
 pub(super) fn send<K: CudaKernel>(kernel: &K) {
     REHEARSAL.with_borrow_mut(|rehearsal| rehearsal.as_mut().map(|rehearsal| rehearsal.compile(kernel)));
@@ -73,7 +70,7 @@ pub(super) fn send<K: CudaKernel>(kernel: &K) {
 /// Calls `work` without its launches of kernels in CUDA C++, and compiles these for the device of this index.
 pub(super) fn compile_ahead(index: usize, work: impl FnOnce()) {
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    if threads == 1 || rehearses() || install::cuda_path().is_none() || !is_kept() {
+    if threads == 1 || rehearsal::is_on() || install::cuda_path().is_none() || !is_kept() {
         return;
     }
     /// The rehearsal is over, however it ends.
@@ -96,6 +93,7 @@ pub(super) fn compile_ahead(index: usize, work: impl FnOnce()) {
         if started == 0 {
             return;
         }
+        let _rehearses = rehearsal::begin();
         REHEARSAL.set(Some(Rehearsal::new(sources)));
         let _over = Over;
         work();

@@ -27,8 +27,7 @@ use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
 use crate::cubecl::assert_reachable;
-use crate::ops::dropout::Dropout;
-use crate::random::RandomKey;
+use crate::rehearsal;
 
 /// What kernels for Hopper share: mbarriers, TMA, wgmma.
 pub(crate) const HOPPER: &str = include_str!("hopper.cuh");
@@ -56,16 +55,6 @@ pub(crate) trait CudaKernel: Clone + Debug + Eq + Hash + Send + Sync + 'static {
 
     /// Which of its kind were tried.
     fn tried() -> &'static Tried<Self>;
-}
-
-/// The kernels in CUDA C++ by name, with all that they are compiled for in bf16: for tools that look at what compilers make of
-/// them. None of them may spill registers. Of attention with dropout two masks are among them; under the other two
-/// its backward pass spills up to 8 bytes in a warp that only reads. Whole decode steps of few rows are among them only for models of any shape, and one row, and not with both weights and a cache of INT8: others spill some 20 bytes a thread, and more with eight rows.
-pub fn cuda_sources() -> Vec<(String, String)> {
-    use crate::ops::{attention, decode_step, head_loss, head_sample, linear, norm};
-    let sources = linear::hopper_sources().chain(attention::hopper_sources());
-    let sources = sources.chain(norm::hopper_sources()).chain(head_loss::hopper_sources());
-    sources.chain(decode_step::hopper_sources()).chain(head_sample::hopper_sources()).collect()
 }
 
 /// The entry point with what the kernel is compiled for, `gemm_hopper-half-bf16-columns-128-..`, and the source.
@@ -196,16 +185,9 @@ impl Arguments {
         self
     }
 
-    /// Dropout, or none, as a `DropoutInfo` of words.
-    pub(crate) fn dropout(self, dropout: Option<Dropout>) -> Self {
-        let threshold = dropout.map_or(0, |dropout| dropout.threshold());
-        let kept = dropout.map_or(1.0, |dropout| dropout.scale() as f32).to_bits();
-        let (rows, columns) = dropout.map_or(RandomKey::new(0), |dropout| dropout.key).round_keys();
-        [threshold, kept]
-            .into_iter()
-            .chain(rows)
-            .chain(columns)
-            .fold(self, |arguments, word| arguments.word(word as usize))
+    /// Numbers, one after another.
+    pub(crate) fn words(self, words: impl IntoIterator<Item = u32>) -> Self {
+        words.into_iter().fold(self, |arguments, word| arguments.word(word as usize))
     }
 
     /// A number.
@@ -349,7 +331,7 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
     blocks: u32,
     arguments: Arguments,
 ) {
-    if ahead::rehearses() {
+    if rehearsal::is_on() {
         if tried(x, &kernel).is_none() {
             ahead::send(&kernel);
         }
@@ -447,7 +429,7 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
     probe: impl FnOnce(),
     fault: impl FnOnce() -> Option<String>,
 ) -> bool {
-    if ahead::rehearses() {
+    if rehearsal::is_on() {
         return tried(x, kernel).unwrap_or(true);
     }
     let mut tried = K::tried().lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,6 +12,8 @@ pub(crate) mod embed;
 pub(crate) mod feed_forward;
 pub(crate) mod head_loss;
 pub(crate) mod head_sample;
+#[cfg(feature = "cuda")]
+pub(crate) mod kernels;
 pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod optimizer;

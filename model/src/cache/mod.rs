@@ -4,6 +4,7 @@ mod pages;
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::{Int, Tensor};
 
@@ -18,6 +19,18 @@ use crate::config::TransformerConfig;
 
 /// Tokens of a page, but for models of a shorter context.
 pub const PAGE_TOKENS: usize = 64;
+
+/// Which weights operations read: a number that no others have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Weights(u64);
+
+impl Weights {
+    /// Others than all before.
+    pub(crate) fn new() -> Self {
+        static WEIGHTS: AtomicU64 = AtomicU64::new(0);
+        Self(WEIGHTS.fetch_add(1, Ordering::Relaxed))
+    }
+}
 
 /// A row of a [`Cache`]: the tokens of one text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,10 +51,11 @@ pub struct CacheFull {
 #[derive(Debug)]
 pub struct Cache<B: Backend> {
     pub(crate) layers: Vec<LayerCache<B>>,
+    /// The weights that its keys and values were computed with.
+    weights: Weights,
     pages: Pages,
     page_tokens: usize,
     rows: HashMap<RowId, Row>,
-    new_rows: u64,
     window: Option<usize>,
     context_length: usize,
     /// The rows of the last pass, and where their last tokens stand.
@@ -58,7 +72,13 @@ struct Row {
 }
 
 impl<B: Backend> Cache<B> {
-    pub(crate) fn new(config: &TransformerConfig, tokens: usize, dtype: CacheDType, device: &B::Device) -> Self {
+    pub(crate) fn new(
+        config: &TransformerConfig,
+        weights: Weights,
+        tokens: usize,
+        dtype: CacheDType,
+        device: &B::Device,
+    ) -> Self {
         // A model of a short context needs no large pages.
         let page_tokens = PAGE_TOKENS.min(config.context_length.next_power_of_two());
         let pages = tokens.div_ceil(page_tokens).max(1);
@@ -66,16 +86,24 @@ impl<B: Backend> Cache<B> {
         let layer = |_| LayerCache::new(pages, page_tokens, heads, dtype, device);
         Self {
             layers: (0..config.n_layers).map(layer).collect(),
+            weights,
             pages: Pages::new(pages, page_tokens),
             page_tokens,
             rows: HashMap::new(),
-            new_rows: 0,
             window: config.sliding_window,
             context_length: config.context_length,
             last: None,
             plan: None,
             device: device.clone(),
         }
+    }
+
+    /// Panics unless it was made by a model of these weights.
+    pub(crate) fn assert_of(&self, weights: Weights) {
+        assert!(
+            self.weights == weights,
+            "a cache of another model, or of other weights: make one with `Transformer::cache`"
+        );
     }
 
     /// Tokens of a page.
@@ -102,8 +130,9 @@ impl<B: Backend> Cache<B> {
     }
 
     fn add(&mut self, row: Row) -> RowId {
-        self.new_rows += 1;
-        let id = RowId(self.new_rows);
+        // Of all caches, so that no other one takes it for one of its own.
+        static ROWS: AtomicU64 = AtomicU64::new(0);
+        let id = RowId(ROWS.fetch_add(1, Ordering::Relaxed));
         self.rows.insert(id, row);
         id
     }
@@ -134,7 +163,7 @@ impl<B: Backend> Cache<B> {
     /// If there is no such row.
     pub fn reserve(&mut self, row: RowId, tokens: usize) -> Result<(), CacheFull> {
         let row = self.rows.get_mut(&row).expect("a row of the cache");
-        let wanted = (row.length + tokens).div_ceil(self.page_tokens).saturating_sub(row.pages.len());
+        let wanted = row.length.saturating_add(tokens).div_ceil(self.page_tokens).saturating_sub(row.pages.len());
         if wanted == 0 {
             return Ok(());
         }
@@ -149,7 +178,7 @@ impl<B: Backend> Cache<B> {
     /// Gives up the pages of a row that neither its tokens need nor `tokens` more.
     pub fn release(&mut self, row: RowId, tokens: usize) {
         if let Some(row) = self.rows.get_mut(&row) {
-            let used = (row.length + tokens).div_ceil(self.page_tokens);
+            let used = row.length.saturating_add(tokens).div_ceil(self.page_tokens);
             let (used, behind) = row.pages.split_at(used.min(row.pages.len()));
             self.pages.let_go(behind);
             row.pages = used.into();
@@ -157,7 +186,8 @@ impl<B: Backend> Cache<B> {
     }
 
     /// Makes it known that a row begins with `tokens`, so that others may share the pages that these fill. Tokens that it does
-    /// not have are left out.
+    /// not have are left out. A token that ended the text in [`tokens_ahead`](crate::Transformer::tokens_ahead) is not to be
+    /// among them: its keys need not be there.
     pub fn make_known(&mut self, row: RowId, tokens: &[u32]) {
         if let Some(row) = self.rows.get(&row) {
             self.pages.make_known(&row.pages, &tokens[..tokens.len().min(row.length)]);

@@ -11,8 +11,8 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
 use super::{Asked, body};
-use crate::chat::Dialogue;
-use crate::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
+use crate::inference::chat::Dialogue;
+use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammars;
 use crate::server::served::ServedWriter;
@@ -175,7 +175,7 @@ impl Grammar {
     fn filter(
         &self,
         grammars: &Grammars,
-    ) -> Result<Box<dyn crate::generation::scheduler::TokenFilter>, crate::Failure> {
+    ) -> Result<Box<dyn crate::inference::generation::scheduler::TokenFilter>, crate::Failure> {
         match self {
             Self::Json(schema) => grammars.json(schema),
             Self::Call(grammar) => grammars.lark(grammar.clone()),

@@ -9,7 +9,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
 use super::{Asked, body};
-use crate::generation::scheduler::WrittenToken;
+use crate::inference::generation::scheduler::WrittenToken;
 use crate::server::answers::{Piece, Taken};
 use crate::server::served::ServedWriter;
 

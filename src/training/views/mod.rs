@@ -15,8 +15,8 @@ pub use dashboard::{Dashboard, has_terminal, leave_terminal};
 pub use wandb::Wandb;
 
 use crate::failure::Failure;
+use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
-use crate::training::run_record::RunRecord;
 use crate::training::session::Session;
 
 /// How a run shows itself.

@@ -7,8 +7,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
-use crate::training::run_record::RunRecord;
 
 /// Reads a run's events, a line each, and logs them.
 const CLIENT: &str = include_str!("wandb.py");

@@ -13,18 +13,19 @@ use super::{
 };
 use crate::autodiff::inner;
 use crate::checked::Checked;
+use crate::products::Forward;
 use crate::recorder;
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct ActivateNode(recorder::Part);
+struct ActivateNode(Forward);
 
 impl<B: ActivationOps> Backward<B, 1> for ActivateNode {
     type State = (Tensor<B, 2>, Activation);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (x, activation) = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op("activate backward", || activate_backward_call(&x, activation));
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             primitive(activate_backward::<B>(Checked::new(ActivateBackward { grad: float(grad), x, activation })))
@@ -37,11 +38,9 @@ impl<B: ActivationOps, C: CheckpointStrategy> ActivationOps for Autodiff<B, C> {
         let ActivateForward { x, activation } = operands.into_inner();
         let input = inner(&x);
         let output = activate_forward::<B>(Checked::new(ActivateForward { x: input.clone(), activation }));
-        float(
-            match ActivateNode(recorder::Part::current()).prepare::<C>([primitive(x).node]).compute_bound().stateful() {
-                OpsKind::Tracked(node) => node.finish((input, activation), primitive(output)),
-                OpsKind::UnTracked(node) => node.finish(primitive(output)),
-            },
-        )
+        float(match ActivateNode(Forward::current()).prepare::<C>([primitive(x).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish((input, activation), primitive(output)),
+            OpsKind::UnTracked(node) => node.finish(primitive(output)),
+        })
     }
 }

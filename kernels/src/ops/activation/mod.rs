@@ -14,6 +14,7 @@ use super::reshape::{ReshapeOps, as_dims, as_rows};
 use serde::{Deserialize, Serialize};
 
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::call;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -131,7 +132,7 @@ pub fn activate<B: ActivationOps, const D: usize>(x: Tensor<B, D>, activation: A
     let mut dims = x.dims();
     let operands = Checked::new(ActivateForward { x: as_rows(x), activation });
     dims[D - 1] = activation.output_width(dims[D - 1]);
-    as_dims(B::activate(operands), dims)
+    as_dims(call!(B: ActivationOps::activate(operands)), dims)
 }
 
 /// The backward pass reads the input and the gradient of the output, and writes the input's.
@@ -143,7 +144,7 @@ fn activate_backward_call<B: Backend>(x: &Tensor<B, 2>, activation: Activation) 
 
 /// [`activate`] of rows, as a part of another operation.
 pub(crate) fn activate_rows<B: ActivationOps>(x: Tensor<B, 2>, activation: Activation) -> Tensor<B, 2> {
-    B::activate(Checked::new(ActivateForward { x, activation }))
+    call!(B: ActivationOps::activate(Checked::new(ActivateForward { x, activation })))
 }
 
 pub(crate) fn activate_forward<B: ActivationOps>(operands: Checked<ActivateForward<B>>) -> Tensor<B, 2> {

@@ -15,11 +15,12 @@ use super::{
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
 use crate::packed_heads::PackedHeads;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct AttentionNode(recorder::Part);
+struct AttentionNode(Forward);
 
 #[derive(Clone, Debug)]
 struct State<B: AttentionOps> {
@@ -37,7 +38,7 @@ impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = float(grads.consume::<B>(&ops.node));
         let State { query, key, value, saved, mask, options } = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op("attention backward", || {
             let inputs = [recorder::operand(&query), recorder::operand(&key), recorder::operand(&value)];
             let written = inputs.iter().map(|input| input.bytes()).sum::<u64>() + 2 * inputs[0].bytes();
@@ -58,7 +59,7 @@ impl<B: AttentionOps> Backward<B, 3> for AttentionNode {
 
 /// The node of attention over packed heads: one parent, one gradient.
 #[derive(Debug)]
-struct QkvAttentionNode(recorder::Part);
+struct QkvAttentionNode(Forward);
 
 #[derive(Clone, Debug)]
 struct PackedState<B: AttentionOps> {
@@ -74,7 +75,7 @@ impl<B: AttentionOps> Backward<B, 1> for QkvAttentionNode {
 
     fn backward(self, ops: Ops<PackedState<B>, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let PackedState { qkv, heads, saved, mask, options } = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op("qkv_attention backward", || packed_call(&qkv, heads, &mask, true));
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let operands = QkvAttentionBackward { grad: float(grad), qkv, heads, saved, mask, options };
@@ -112,7 +113,7 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         let output = primitive(saved.output.clone());
         let state = State { query: q, key: k, value: v, saved, mask, options };
         let nodes = [primitive(query).node, primitive(key).node, primitive(value).node];
-        float(match AttentionNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
+        float(match AttentionNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish(state, output),
             OpsKind::UnTracked(node) => node.finish(output),
         })
@@ -126,11 +127,7 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         let output = primitive(saved.output.clone());
         let state = PackedState { qkv: input, heads, saved, mask, options };
         float(
-            match QkvAttentionNode(recorder::Part::current())
-                .prepare::<C>([primitive(qkv).node])
-                .compute_bound()
-                .stateful()
-            {
+            match QkvAttentionNode(Forward::current()).prepare::<C>([primitive(qkv).node]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(state, output),
                 OpsKind::UnTracked(node) => node.finish(output),
             },

@@ -17,6 +17,7 @@ pub(crate) use self::cuda::{PagedHopper, hopper_sources};
 use super::dropout::Dropout;
 use super::reshape::ReshapeOps;
 use crate::checked::{Checked, Operands, Part, part};
+use crate::mutation::{call, parts};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
@@ -85,6 +86,8 @@ pub struct AttentionOutput<B: Backend> {
     pub log_sum_exp: Tensor<B, 4>,
 }
 
+parts!(AttentionOutput { output, log_sum_exp });
+
 /// What the backward pass of attention gives, each shaped like what it belongs to.
 #[derive(Clone, Debug)]
 pub struct AttentionGradients<B: Backend> {
@@ -95,6 +98,8 @@ pub struct AttentionGradients<B: Backend> {
     /// `[batch_size, n_kv_heads, keys, head_dim]`.
     pub value: Tensor<B, 4>,
 }
+
+parts!(AttentionGradients { query, key, value });
 
 impl<B: Backend> AttentionMask<B> {
     /// Multiplications and additions of `count` products over the scores that are seen, of sizes
@@ -375,7 +380,7 @@ fn packed_call<B: Backend>(qkv: &Tensor<B, 3>, heads: PackedHeads, mask: &Attent
 
 /// [`attention`] with its heads apart, as a part of another operation.
 pub(crate) fn attention_heads<B: AttentionOps>(operands: AttentionForward<B>) -> Tensor<B, 4> {
-    <B as AttentionOps>::attention(Checked::new(operands))
+    call!(B: AttentionOps::attention(Checked::new(operands)))
 }
 
 /// [`attention`] of queries, keys and values that lie in one tensor, as their joint projection leaves them.
@@ -394,7 +399,7 @@ pub fn qkv_attention<B: AttentionOps>(
     let _op = recorder::op("qkv_attention", || packed_call(&qkv, heads, mask, false));
     let [batch_size, seq_length, _] = qkv.dims();
     let operands = QkvAttentionForward { qkv, heads, mask: mask.clone(), options };
-    let output = B::qkv_attention(Checked::new(operands));
+    let output = call!(B: AttentionOps::qkv_attention(Checked::new(operands)));
     B::reshape(output, [batch_size, seq_length, heads.n_heads * heads.head_dim])
 }
 

@@ -1,5 +1,7 @@
 //! The keys and values of a layer, as they are stored.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 
@@ -35,6 +37,8 @@ impl CacheDType {
 /// They are written in place, and so never leave.
 #[derive(Debug)]
 pub struct LayerCache<B: Backend> {
+    /// No other cache of this process has it: a [`DecodePlan`](crate::DecodePlan) knows its caches by it.
+    pub(crate) id: u64,
     /// Placed: normalised and rotated where the model does that.
     pub(crate) keys: Held<B>,
     pub(crate) values: Held<B>,
@@ -80,7 +84,8 @@ impl<B: Backend> LayerCache<B> {
                 Held::Int8 { packed, scales: zeros([pages, heads.n_kv_heads, page_tokens], DType::F32, device) }
             }
         });
-        Self { keys, values }
+        static CACHES: AtomicU64 = AtomicU64::new(0);
+        Self { id: CACHES.fetch_add(1, Ordering::Relaxed), keys, values }
     }
 
     /// `[pages, n_kv_heads, page_tokens, head_dim]`.

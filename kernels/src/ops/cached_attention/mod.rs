@@ -20,7 +20,7 @@ pub(crate) mod cubecl;
 mod lists;
 pub(crate) mod reference;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -31,8 +31,10 @@ use super::attention::AttentionOps;
 use super::norm::{Norm, NormKind, NormOps};
 use super::rotary::{RotaryOps, RotaryTable, next_positions};
 use crate::checked::{Checked, Operands, part};
+use crate::mutation;
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
+use crate::rehearsal;
 use crate::selection::dispatch;
 use crate::tensor::{padded_rows, row_after_row};
 
@@ -73,16 +75,46 @@ pub struct CachedTokens<B: Backend> {
     pub(crate) window: Option<usize>,
     /// Positions of one token more of each row, `[1, rows]`, where something computed them.
     following: Option<Tensor<B, 2, Int>>,
+    /// The tokens of a page for which no page that a row writes into was found to be another's, too.
+    apart: OnceLock<usize>,
     #[cfg(feature = "cubecl")]
     lists: lists::Lists<B>,
 }
 
 impl<B: Backend> CachedTokens<B> {
     fn of(rows: Vec<CachedRow>, positions: Tensor<B, 2, Int>, pages: Tensor<B, 2, Int>, window: Option<usize>) -> Self {
-        #[cfg(feature = "cubecl")]
-        return Self { rows, positions, pages, window, following: None, lists: lists::Lists::default() };
-        #[cfg(not(feature = "cubecl"))]
-        Self { rows, positions, pages, window, following: None }
+        Self {
+            rows,
+            positions,
+            pages,
+            window,
+            following: None,
+            apart: OnceLock::new(),
+            #[cfg(feature = "cubecl")]
+            lists: lists::Lists::default(),
+        }
+    }
+
+    /// Panics unless the page that each row writes into, and those behind it, are that row's alone: kernels write the cells of
+    /// a pass's tokens all at once. It is looked at once for a list of pages, which holds as its rows grow.
+    #[track_caller]
+    pub(crate) fn assert_apart(&self, op: &'static str, page_tokens: usize) {
+        if self.apart.get() == Some(&page_tokens) {
+            return;
+        }
+        let all = || self.rows.iter().flat_map(|row| row.pages.iter());
+        let mut owners = vec![0u8; all().max().map_or(0, |last| *last as usize + 1)];
+        for page in all() {
+            let owners = &mut owners[*page as usize];
+            *owners = owners.saturating_add(1);
+        }
+        for row in &self.rows {
+            let first = ((row.keys - row.tokens) / page_tokens).min(row.pages.len());
+            for page in &row.pages[first..] {
+                assert!(owners[*page as usize] == 1, "{op}: page {page}, which a row writes into, is listed twice");
+            }
+        }
+        let _ = self.apart.set(page_tokens);
     }
 
     /// Of these rows, each token of which sees `window` keys at the most, its own included. Positions and pages go to the device.
@@ -117,7 +149,8 @@ impl<B: Backend> CachedTokens<B> {
             Some(positions) => positions.clone(),
             None => next_positions(self.positions.clone(), i32::MAX as usize),
         };
-        Self::of(rows, positions, pages, self.window)
+        let apart = if same { self.apart.clone() } else { OnceLock::new() };
+        Self { apart, ..Self::of(rows, positions, pages, self.window) }
     }
 
     /// The last tokens after so many steps of a token each, of which these were the first: where they stand, and the positions that
@@ -127,7 +160,11 @@ impl<B: Backend> CachedTokens<B> {
         let fits = positions.dims() == [1, count] && following.dims() == [1, count];
         assert!(fits, "cached_attention: a position for each of {count} rows");
         let rows = self.rows.iter().map(|row| CachedRow { keys: row.keys + steps - 1, ..row.clone() }).collect();
-        Self { following: Some(following), ..Self::of(rows, positions, self.pages.clone(), self.window) }
+        Self {
+            following: Some(following),
+            apart: self.apart.clone(),
+            ..Self::of(rows, positions, self.pages.clone(), self.window)
+        }
     }
 
     /// The last token of each row, alone: what [`next`](Self::next) goes on from.
@@ -139,7 +176,7 @@ impl<B: Backend> CachedTokens<B> {
         let positions: Vec<i32> = rows.iter().map(|row| row.keys as i32 - 1).collect();
         let shape = [1, rows.len()];
         let positions = row_after_row(positions, shape, &self.positions.device());
-        Self::of(rows, positions, self.pages.clone(), self.window)
+        Self { apart: self.apart.clone(), ..Self::of(rows, positions, self.pages.clone(), self.window) }
     }
 
     /// The rows.
@@ -220,6 +257,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
             let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
             assert!(furthest < pages, "{op}: page {furthest} of a cache of {pages}");
         }
+        self.at.assert_apart(op, page_tokens);
         assert!(*window != Some(0), "{op}: a window of no keys");
     }
 }
@@ -239,7 +277,8 @@ pub trait CachedAttentionOps: AttentionOps + NormOps + RotaryOps {
 /// number of new tokens, and be of any length.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or a row has more tokens than its pages hold.
+/// If the sizes do not fit each other, a row has more tokens than its pages hold, or a page that a row writes into is listed
+/// twice; or in a rehearsal of [`compile_ahead`](crate::compile_ahead()), where the cache would keep what means nothing.
 pub fn cached_attention<B: CachedAttentionOps>(
     qkv: Tensor<B, 2>,
     heads: PackedHeads,
@@ -260,7 +299,18 @@ pub fn cached_attention<B: CachedAttentionOps>(
         let flops = 4 * n_heads * pairs * head_dim;
         Call { bytes: qkv.bytes() + output + cached as u64, flops: flops as u64, inputs: vec![qkv, keys] }
     });
+    rehearsal::refuse("cached_attention");
     let operands = Checked::new(CachedAttention { qkv, heads, placement, at, cache });
     let output = dispatch!(B: CachedAttentionOps::cached_attention(operands));
+    for (part, scale, held) in [("keys", "key_scales", &mut cache.keys), ("values", "value_scales", &mut cache.values)]
+    {
+        match held {
+            Held::Float(floats) => mutation::state("cached_attention", part, floats),
+            Held::Int8 { packed, scales } => {
+                mutation::state("cached_attention", part, packed);
+                mutation::state("cached_attention", scale, scales);
+            }
+        }
+    }
     B::reshape(output, [tokens, heads.n_heads * heads.head_dim])
 }

@@ -25,8 +25,10 @@ use super::head_sample::{SampledRows, TokenCounts};
 use super::norm::Norm;
 use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::{call, parts};
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
+use crate::rehearsal;
 use crate::selection::reference_only;
 use crate::tensor::padded_rows;
 
@@ -99,6 +101,15 @@ pub struct DecodeModel<B: Backend> {
     pub window: Option<usize>,
 }
 
+impl<B: Backend> DecodeModel<B> {
+    /// Positions that its tables have.
+    fn positions(&self) -> usize {
+        let rotary = self.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
+        let rotary = rotary.map(|table| table.cos.dims()[0]);
+        rotary.chain(self.position_embedding.as_ref().map(|table| table.dims()[0])).min().unwrap_or(usize::MAX)
+    }
+}
+
 /// What a backend has made ready for a model and a cache. It holds both: as long as it is there, their memory is theirs.
 #[derive(Debug)]
 pub struct DecodePlan<B: Backend> {
@@ -106,6 +117,8 @@ pub struct DecodePlan<B: Backend> {
     body: DecodeBody,
     /// Of the cache of each layer.
     cache_dims: [usize; 4],
+    /// The caches, whose addresses the body may have.
+    cache_ids: Vec<u64>,
 }
 
 /// A backend's own part of a plan.
@@ -136,7 +149,7 @@ impl<B: DecodeStepOps> DecodePlan<B> {
         let planned = Checked::new(DecodePlanned { model: &model, caches });
         let cache_dims = caches.first().ok_or_else(|| Declined::new("there are no blocks"))?.dims();
         let body = B::decode_plan(planned)?;
-        Ok(Self { model, body, cache_dims })
+        Ok(Self { model, body, cache_dims, cache_ids: caches.iter().map(|cache| cache.id).collect() })
     }
 }
 
@@ -273,11 +286,12 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
     fn check(&self) {
         let op = "decode_step";
         let rows = self.at.rows.len();
+        let DecodePlan { model, body, cache_dims, cache_ids } = self.plan;
+        let gamma = part(op, "gamma", &model.final_norm.gamma);
         let tokens = part(op, "tokens", &self.tokens).integer();
-        let positions = part(op, "positions", &self.at.positions).integer().shaped(&[1, rows], &tokens);
+        let positions = part(op, "positions", &self.at.positions).integer().shaped(&[1, rows], &gamma);
         part(op, "tokens", &self.tokens).shaped(&[rows], &positions).alike(&positions);
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
-        let DecodePlan { model, body, cache_dims } = self.plan;
         let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
         let StepsAhead { steps, ends } = self.ahead;
@@ -291,13 +305,9 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         if let Some(StepDraw { rows: sampled, counts }) = &self.draw {
             sampled.check(op, counts.as_deref(), [rows, model.embedding.dims()[0]], &tokens);
         }
-        let tables = model.blocks.iter().filter_map(|block| block.placement.rotary.as_ref());
-        let tables = tables.map(|table| table.cos.dims()[0]);
-        let tables = tables.chain(model.position_embedding.as_ref().map(|table| table.dims()[0]));
-        let positions = tables.min().unwrap_or(usize::MAX);
-        let planned =
-            self.caches.len() == model.blocks.len() && self.caches.iter().all(|cache| cache.dims() == *cache_dims);
-        assert!(planned, "{op}: the caches that the plan was made with");
+        let positions = model.positions();
+        let planned = self.caches.iter().map(|cache| cache.id).eq(cache_ids.iter().copied());
+        assert!(planned, "{op}: other caches than those that the plan was made with");
         let [pages, _, page_tokens, _] = *cache_dims;
         for row in &self.at.rows {
             assert!(row.tokens == 1, "{op}: one token of each row");
@@ -308,6 +318,16 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
             let furthest = row.pages.iter().max().map_or(0, |page| *page as usize);
             assert!(furthest < pages, "{op}: page {furthest} of a cache of {pages}");
         }
+        self.at.assert_apart(op, page_tokens);
+    }
+}
+
+impl<B: Backend> DecodeStep<'_, B> {
+    /// The last position that the model's tables have, and the pages of the rows.
+    #[cfg(feature = "cuda")]
+    fn last_position(&self) -> usize {
+        let [_, _, page_tokens, _] = self.plan.cache_dims;
+        self.plan.model.positions().min(self.at.pages.dims()[1] * page_tokens) - 1
     }
 }
 
@@ -343,6 +363,8 @@ pub struct Decoded<B: Backend> {
     pub positions: Option<[Tensor<B, 2, Int>; 2]>,
 }
 
+parts!(Decoded { hidden, predicted, positions });
+
 /// What a model's head says of some rows.
 #[derive(Clone, Debug)]
 pub struct Predicted<B: Backend> {
@@ -355,6 +377,8 @@ pub struct Predicted<B: Backend> {
     /// Whether it was drawn.
     pub drawn: bool,
 }
+
+parts!(Predicted { logits, next, tokens } kept drawn);
 
 /// One token more of each row, `[rows]`, through embedding, all blocks and the last norm, and through the head where the backend
 /// does that at once: then the next tokens come with it, the likeliest, or, where it does that, too, those of the `draw` that is
@@ -369,8 +393,9 @@ pub struct Predicted<B: Backend> {
 /// If it turns out not to run on this device. The pages may have got keys and values of the token by then, which are the right ones.
 ///
 /// # Panics
-/// If the sizes do not fit each other or those of the plan's caches, or there are more rows than [`rows`](DecodePlan::rows), or more steps than
-/// [`steps`](DecodePlan::steps).
+/// If the sizes do not fit each other, the caches are not those that the plan was made with, a page that a row writes into is
+/// listed twice, or there are more rows than [`rows`](DecodePlan::rows), or more steps than [`steps`](DecodePlan::steps); or in a
+/// rehearsal of [`compile_ahead`](crate::compile_ahead()), where the cache would keep what means nothing.
 pub fn decode_step<B: DecodeStepOps>(
     plan: &DecodePlan<B>,
     tokens: Tensor<B, 1, Int>,
@@ -397,7 +422,9 @@ pub fn decode_step<B: DecodeStepOps>(
             inputs: vec![tokens, keys],
         }
     });
-    let decoded = B::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches, draw, ahead }))?;
+    rehearsal::refuse("decode_step");
+    let decoded =
+        call!(B: DecodeStepOps::decode_step(Checked::new(DecodeStep { plan, tokens, at, caches, draw, ahead })))?;
     let at = match &decoded.positions {
         Some(positions) => at.after(steps, positions.clone()),
         None => at.clone(),

@@ -10,6 +10,8 @@ use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 
+use crate::mutation;
+
 /// Numbers on their way to the host. One that has begun is waited for when it is dropped, too: the copy would write into memory that is somebody
 /// else's.
 #[must_use]
@@ -91,10 +93,10 @@ pub trait DownloadOps: Backend {
 
 /// Brings integers to the host, [at once](DownloadOps::downloads_at_once) where the backend can.
 pub fn download_int<B: DownloadOps, const D: usize>(tensor: Tensor<B, D, Int>) -> Download {
-    B::download_int(tensor.into_primitive())
+    B::download_int(mutation::result("download_int", tensor).into_primitive())
 }
 
 /// [`download_int`] for floats.
 pub fn download_float<B: DownloadOps, const D: usize>(tensor: Tensor<B, D>) -> Download {
-    B::download_float(tensor.into_primitive().tensor())
+    B::download_float(mutation::result("download_float", tensor).into_primitive().tensor())
 }

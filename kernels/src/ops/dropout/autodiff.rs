@@ -9,18 +9,19 @@ use burn::tensor::Tensor;
 
 use super::{Dropout, DropoutForward, DropoutOps, dropout_forward};
 use crate::checked::Checked;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct DropoutNode(recorder::Part);
+struct DropoutNode(Forward);
 
 impl<B: DropoutOps> Backward<B, 1> for DropoutNode {
     type State = Dropout;
 
     fn backward(self, ops: Ops<Dropout, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let dropout = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let x = float(grad);
             let _op = recorder::op("dropout backward", || Call::reads([recorder::operand(&x)]).and_first(1));
@@ -34,7 +35,7 @@ impl<B: DropoutOps, C: CheckpointStrategy> DropoutOps for Autodiff<B, C> {
         let DropoutForward { x, dropout } = operands.into_inner();
         let x = primitive(x);
         let output = dropout_forward::<B>(Checked::new(DropoutForward { x: float(x.primitive), dropout }));
-        float(match DropoutNode(recorder::Part::current()).prepare::<C>([x.node]).compute_bound().stateful() {
+        float(match DropoutNode(Forward::current()).prepare::<C>([x.node]).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish(dropout, primitive(output)),
             OpsKind::UnTracked(node) => node.finish(primitive(output)),
         })

@@ -12,6 +12,7 @@ use burn::tensor::backend::Backend;
 
 use super::reshape::{ReshapeOps, as_dims, as_rows};
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::call;
 use crate::random::RandomKey;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
@@ -34,6 +35,15 @@ impl Dropout {
     /// The factor on the elements that stay, which keeps the mean.
     pub fn scale(&self) -> f64 {
         1.0 / (1.0 - self.probability)
+    }
+
+    /// Dropout, or none, as the words of a `DropoutInfo` in CUDA C++.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn words(dropout: Option<Self>) -> impl Iterator<Item = u32> {
+        let threshold = dropout.map_or(0, |dropout| dropout.threshold());
+        let scale = dropout.map_or(1.0, |dropout| dropout.scale() as f32).to_bits();
+        let (rows, columns) = dropout.map_or(RandomKey::new(0), |dropout| dropout.key).round_keys();
+        [threshold, scale].into_iter().chain(rows).chain(columns)
     }
 }
 
@@ -79,7 +89,7 @@ pub fn dropout<B: DropoutOps, const D: usize>(x: Tensor<B, D>, dropout: Dropout)
     }
     let _op = recorder::op("dropout", || Call::reads([recorder::operand(&x)]).and_first(1));
     let dims = x.dims();
-    as_dims(B::dropout(Checked::new(DropoutForward { x: as_rows(x), dropout })), dims)
+    as_dims(call!(B: DropoutOps::dropout(Checked::new(DropoutForward { x: as_rows(x), dropout }))), dims)
 }
 
 pub(crate) fn dropout_forward<B: DropoutOps>(operands: Checked<DropoutForward<B>>) -> Tensor<B, 2> {
@@ -89,7 +99,7 @@ pub(crate) fn dropout_forward<B: DropoutOps>(operands: Checked<DropoutForward<B>
 /// Dropout of rows, where there is any.
 pub(crate) fn dropout_rows<B: DropoutOps>(x: Tensor<B, 2>, dropout: Option<Dropout>) -> Tensor<B, 2> {
     match dropout {
-        Some(dropout) => B::dropout(Checked::new(DropoutForward { x, dropout })),
+        Some(dropout) => call!(B: DropoutOps::dropout(Checked::new(DropoutForward { x, dropout }))),
         None => x,
     }
 }

@@ -12,15 +12,16 @@ use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward
 use crate::autodiff::{inner, inner_int, take_sum};
 use crate::checked::Checked;
 use crate::ops::weight::Weight;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct EmbedNode(recorder::Part);
+struct EmbedNode(Forward);
 
 /// Parents `[table, x]`.
 #[derive(Debug)]
-struct EmbedAddNode(recorder::Part);
+struct EmbedAddNode(Forward);
 
 /// What a table's gradient needs: tokens and the table's size.
 #[derive(Clone, Debug)]
@@ -56,7 +57,7 @@ impl<B: EmbedOps> Backward<B, 1> for EmbedNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let grad = grads.consume::<B>(&ops.node);
         ops.state.clone().backward(grad, &ops, grads);
     }
@@ -66,7 +67,7 @@ impl<B: EmbedOps> Backward<B, 2> for EmbedAddNode {
     type State = Lookup<B>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let grad = grads.consume::<B>(&ops.node);
         if let Some(node) = &ops.parents[1] {
             grads.register::<B>(node.id, grad.clone());
@@ -83,7 +84,7 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
         let forward =
             EmbedForward { table: Weight::Float(inner(&table)), tokens, dtype, added: added.as_ref().map(inner) };
         let output = primitive(embed_forward::<B>(Checked::new(forward)));
-        let (table, part) = (primitive(table).node, recorder::Part::current());
+        let (table, part) = (primitive(table).node, Forward::current());
         float(match added {
             None => match EmbedNode(part).prepare::<C>([table]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(saved, output),

@@ -13,6 +13,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor};
 use super::reshape::ReshapeOps;
 use super::weight::{Weight, WeightOps, assert_float};
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::call;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -97,7 +98,7 @@ pub trait EmbedOps: ReshapeOps + WeightOps {
 pub fn embed<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, Int>, dtype: FloatDType) -> Tensor<B, 3> {
     let table = table.into();
     let _op = recorder::op("embed", || rows_read(&table, &tokens, dtype.into(), 1));
-    B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: None }))
+    call!(B: EmbedOps::embed(Checked::new(EmbedForward { table, tokens, dtype, added: None })))
 }
 
 /// `x` `[batch_size, seq_length, d_model]` plus the rows of `table` that `tokens` name, as [`embed`] gives them.
@@ -108,7 +109,7 @@ pub fn embed_add<B: EmbedOps>(table: impl Into<Weight<B>>, tokens: Tensor<B, 2, 
     let table = table.into();
     let _op = recorder::op("embed_add", || rows_read(&table, &tokens, x.dtype(), 2));
     let dtype = FloatDType::from(x.dtype());
-    B::embed(Checked::new(EmbedForward { table, tokens, dtype, added: Some(x) }))
+    call!(B: EmbedOps::embed(Checked::new(EmbedForward { table, tokens, dtype, added: Some(x) })))
 }
 
 /// A row of the table is read for each token, and `outputs` rows of `dtype` are read or written.

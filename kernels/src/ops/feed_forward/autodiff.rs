@@ -17,12 +17,13 @@ use crate::ops::dropout::Dropout;
 use crate::ops::linear::{Saved, float_weight};
 use crate::ops::norm::norm_rows;
 use crate::ops::weight::Weight;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 /// Parents `[x, up, up_bias, down, down_bias, residual]`; without a norm `x` is the residual.
 #[derive(Debug)]
-struct FeedForwardNode(recorder::Part);
+struct FeedForwardNode(Forward);
 
 #[derive(Clone, Debug)]
 struct State<B: FeedForwardOps> {
@@ -58,7 +59,7 @@ impl<B: FeedForwardOps> Backward<B, 6> for FeedForwardNode {
     fn backward(self, ops: Ops<Self::State, 6>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
         let sums = [1, 3].map(|parent| take_sum(&ops, parent, &ops.state.x, grads));
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op("feed_forward backward", || ops.state.call(&sums));
         let State { x, saved, hidden, layer, dropout } = ops.state;
         let nodes = ops.parents.map(|parent| parent.map(|node| node.id));
@@ -121,7 +122,7 @@ impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C>
             primitive(residual).node,
         ];
         let output = primitive(forward.output);
-        let part = recorder::Part::current();
+        let part = Forward::current();
         float(match FeedForwardNode(part).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
                 let (saved, hidden) = (forward.saved, forward.hidden);

@@ -20,6 +20,7 @@ use super::norm::Norm;
 use super::reshape::{as_dims, as_rows};
 use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::{call, parts};
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -105,6 +106,8 @@ pub struct FeedForwardOutput<B: Backend> {
     pub hidden: Tensor<B, 2>,
 }
 
+parts!(FeedForwardOutput { output, saved, hidden });
+
 /// What the gradients of a feed-forward layer are computed with.
 #[derive(Clone, Debug)]
 pub struct FeedForwardBackward<B: Backend> {
@@ -165,6 +168,8 @@ pub struct FeedForwardGradients<B: Backend> {
     pub down_bias: Option<Tensor<B, 1>>,
 }
 
+parts!(FeedForwardGradients { x, up, up_bias, down, down_bias });
+
 /// Feed-forward layers on a backend.
 pub trait FeedForwardOps: LinearOps {
     /// Body of [`feed_forward`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
@@ -198,7 +203,7 @@ pub fn feed_forward<B: FeedForwardOps, const D: usize>(
     let operands = FeedForwardForward { x: x.clone(), norm: norm.cloned(), residual: x, layer, dropout };
     let operands = Checked::new(operands);
     let _op = recorder::op("feed_forward", || operands.call());
-    as_dims(B::feed_forward(operands), dims)
+    as_dims(call!(B: FeedForwardOps::feed_forward(operands)), dims)
 }
 
 pub(crate) fn feed_forward_forward<B: FeedForwardOps>(

@@ -10,11 +10,12 @@ use burn::tensor::Tensor;
 use super::{HeadLossBackward, HeadLossForward, HeadLossOps, head_loss_backward, head_loss_forward};
 use crate::autodiff::{inner, inner_int, take_sum};
 use crate::checked::Checked;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct HeadLossNode(recorder::Part);
+struct HeadLossNode(Forward);
 
 impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
     type State = Option<(Tensor<B, 2>, Tensor<B, 2>)>;
@@ -23,7 +24,7 @@ impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
         let grad = float(grads.consume::<B>(&ops.node));
         let sum = ops.state.as_ref().and_then(|(_, d_weight)| take_sum(&ops, 1, d_weight, grads));
         let Some((d_hidden, d_weight)) = ops.state else { return };
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op("head_loss backward", || {
             let inputs = [recorder::operand(&d_hidden), recorder::operand(&d_weight)];
             let written: u64 = inputs.iter().map(|input| input.bytes()).sum();
@@ -51,7 +52,7 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
             gradients: false,
         };
         let nodes = [primitive(hidden).node, primitive(weight).node];
-        float(match HeadLossNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
+        float(match HeadLossNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
                 // The gradients are made where the logits are, chunk by chunk: two products more, and both are written.
                 recorder::also(|| {

@@ -17,6 +17,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 use super::reshape::{ReshapeOps, as_rows};
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::{call, parts};
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -74,6 +75,8 @@ pub struct HeadLossOutput<B: Backend> {
     /// the weight, f32.
     pub gradients: Option<(Tensor<B, 2>, Tensor<B, 2>)>,
 }
+
+parts!(HeadLossOutput { loss, gradients });
 
 /// What [`head_loss`] computes with.
 #[derive(Clone, Debug)]
@@ -163,7 +166,13 @@ pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     });
     let targets = targets.flatten::<1>(0, T - 1);
     let hidden = as_rows(hidden);
-    B::head_loss(Checked::new(HeadLossForward { hidden, weight, targets, options, gradients: false }))
+    call!(B: HeadLossOps::head_loss(Checked::new(HeadLossForward {
+        hidden,
+        weight,
+        targets,
+        options,
+        gradients: false
+    })))
 }
 
 pub(crate) fn head_loss_forward<B: HeadLossOps>(operands: Checked<HeadLossForward<B>>) -> HeadLossOutput<B> {

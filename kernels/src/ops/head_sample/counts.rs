@@ -194,9 +194,18 @@ impl<B: Backend> SampledRows<B> {
     /// These rows, in the order of a batch.
     ///
     /// # Panics
-    /// If there are none.
+    /// If there are none, two have one line, or a row's numbers make no distribution: a temperature that is negative, not
+    /// finite, or above zero but zero in f32; a top-p outside (0, 1]; a min-p outside [0, 1]; a repetition penalty that is not
+    /// above zero; or a penalty that is not finite.
     pub fn new(rows: &[SampledRow], device: &B::Device) -> Self {
         assert!(!rows.is_empty(), "head_sample: no rows");
+        rows.iter().for_each(|row| row.sampling.check());
+        // Each row counts what it draws in its line, all at once.
+        let mut lines: Vec<usize> = rows.iter().filter_map(|row| row.line).collect();
+        lines.sort_unstable();
+        if let Some(pair) = lines.windows(2).find(|pair| pair[0] == pair[1]) {
+            panic!("head_sample: two rows have line {}", pair[0]);
+        }
         let mut members: Vec<usize> = (0..rows.len()).collect();
         members.sort_by_key(|row| Kind::of(&rows[*row]));
         let mut kinds: Vec<(Kind, usize)> = Vec::new();

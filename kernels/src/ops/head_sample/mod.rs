@@ -21,8 +21,10 @@ use burn::tensor::{DType, Int, Tensor};
 use super::linear::LinearOps;
 use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
+use crate::mutation;
 use crate::random::RandomKey;
 use crate::recorder::{self, Call};
+use crate::rehearsal;
 use crate::selection::dispatch;
 
 /// Tokens that a vocabulary may have: kernels compare their numbers as f32, which holds these exactly.
@@ -114,6 +116,20 @@ impl Sampling {
         self
     }
 
+    /// Panics unless its numbers make a distribution, as f32.
+    #[track_caller]
+    fn check(&self) {
+        let Self { temperature, top_p, min_p, penalties, .. } = *self;
+        let Penalties { repetition, presence, frequency } = penalties;
+        let as_f32 = temperature as f32;
+        let draws = as_f32.is_finite() && temperature >= 0.0 && (as_f32 > 0.0) == (temperature > 0.0);
+        assert!(draws, "head_sample: a temperature of {temperature}");
+        assert!(top_p.is_none_or(|top_p| top_p > 0.0 && top_p <= 1.0), "head_sample: a top-p of {top_p:?}");
+        assert!(min_p.is_none_or(|min_p| (0.0..=1.0).contains(&min_p)), "head_sample: a min-p of {min_p:?}");
+        let finite = [repetition, presence, frequency].iter().all(|penalty| (*penalty as f32).is_finite());
+        assert!(finite && repetition as f32 > 0.0, "head_sample: {penalties:?}");
+    }
+
     /// Its numbers on the device.
     fn numbers(&self) -> [f32; NUMBERS] {
         let Penalties { repetition, presence, frequency } = self.penalties;
@@ -202,8 +218,7 @@ pub fn head_sample<B: HeadSampleOps>(
 ) -> Tensor<B, 1, Int> {
     let weight = weight.into();
     let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
-    let logits = logits_of(hidden, weight);
-    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, rows, positions, counts })))
+    drawn(logits_of(hidden, weight), rows, positions, counts)
 }
 
 /// [`head_sample`] together with the logits that it draws from, f32 `[batch_size, vocabulary]`, before biases and penalties.
@@ -220,8 +235,7 @@ pub fn head_sample_logits<B: HeadSampleOps>(
     let weight = weight.into();
     let _op = recorder::op("head_sample", || operands_of(&hidden, &weight));
     let logits = logits_of(hidden, weight);
-    let draw = Draw { logits: logits.clone(), rows, positions, counts };
-    (dispatch!(B: HeadSampleOps::draw(Checked::new(draw))), logits)
+    (drawn(logits.clone(), rows, positions, counts), logits)
 }
 
 /// The second half of [`head_sample`]: a token for each row of `logits` `[batch_size, vocabulary]`, f32.
@@ -235,7 +249,24 @@ pub fn draw<B: HeadSampleOps>(
     counts: Option<&mut TokenCounts<B>>,
 ) -> Tensor<B, 1, Int> {
     let _op = recorder::op("draw", || Call::reads([recorder::operand(&logits)]));
-    dispatch!(B: HeadSampleOps::draw(Checked::new(Draw { logits, rows, positions, counts })))
+    drawn(logits, rows, positions, counts)
+}
+
+fn drawn<B: HeadSampleOps>(
+    logits: Tensor<B, 2>,
+    rows: &SampledRows<B>,
+    positions: Tensor<B, 1, Int>,
+    mut counts: Option<&mut TokenCounts<B>>,
+) -> Tensor<B, 1, Int> {
+    if counts.is_some() {
+        rehearsal::refuse("draw");
+    }
+    let draw = Draw { logits, rows, positions, counts: counts.as_deref_mut() };
+    let tokens = dispatch!(B: HeadSampleOps::draw(Checked::new(draw)));
+    if let Some(counts) = counts {
+        mutation::state("draw", "written", &mut counts.written);
+    }
+    tokens
 }
 
 fn logits_of<B: HeadSampleOps>(hidden: Tensor<B, 2>, weight: Weight<B>) -> Tensor<B, 2> {

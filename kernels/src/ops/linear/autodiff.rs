@@ -14,12 +14,13 @@ use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
 use crate::ops::weight::Weight;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 /// Parents `[x, weight, bias, residual]`.
 #[derive(Debug)]
-struct LinearNode(recorder::Part);
+struct LinearNode(Forward);
 
 #[derive(Clone, Debug)]
 struct State<B: LinearOps> {
@@ -39,7 +40,7 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
         let grad = grads.consume::<B>(&ops.node);
         let sum = take_sum(&ops, 1, &ops.state.weight, grads);
         let State { name, x, weight, bias, activation, dropout } = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let _op = recorder::op(name, || {
             let ([rows, d_input], [d_output, _]) = (x.dims(), weight.dims());
             // A sum is read, too.
@@ -94,7 +95,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         ];
         let output = primitive(forward.output);
         let activation = activation.zip(forward.saved);
-        float(match LinearNode(recorder::Part::current()).prepare::<C>(nodes).compute_bound().stateful() {
+        float(match LinearNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
                 node.finish(State { name, x: input, weight: matrix, bias: shift, activation, dropout }, output)
             }

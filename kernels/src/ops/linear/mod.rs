@@ -27,6 +27,7 @@ use super::norm::{Norm, NormOps, norm_rows};
 use super::reshape::{as_dims, as_rows};
 use super::weight::{Weight, WeightOps};
 use crate::checked::{Checked, Operands, part};
+use crate::mutation::{call, parts};
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -125,6 +126,8 @@ pub struct LinearOutput<B: Backend> {
     pub saved: Option<Saved<B>>,
 }
 
+parts!(LinearOutput { output, saved });
+
 /// What a projection's activation is kept as for its gradient, `[rows, d_output]`.
 #[derive(Clone, Debug)]
 pub enum Saved<B: Backend> {
@@ -133,6 +136,16 @@ pub enum Saved<B: Backend> {
     /// What the gradient of the output is multiplied by: the slopes of the activation; where that gates, `up * kind'(gate)` and
     /// then `kind(gate)`.
     Slopes(Tensor<B, 2>),
+}
+
+#[cfg(feature = "mutation")]
+impl<B: Backend> crate::mutation::Corrupt for Saved<B> {
+    fn corrupt(self, spot: &crate::mutation::Spot) -> Self {
+        match self {
+            Self::Product(saved) => Self::Product(saved.corrupt(spot)),
+            Self::Slopes(saved) => Self::Slopes(saved.corrupt(spot)),
+        }
+    }
 }
 
 impl<B: Backend> Saved<B> {
@@ -195,6 +208,8 @@ pub struct LinearGradients<B: Backend> {
     /// `[d_output]` f32, where there is a bias.
     pub bias: Option<Tensor<B, 1>>,
 }
+
+parts!(LinearGradients { x, weight, bias });
 
 /// Projections on a backend.
 pub trait LinearOps: NormOps + ActivationOps + DropoutOps + WeightOps {
@@ -294,12 +309,12 @@ fn project<B: LinearOps, const D: usize>(
     let operands = Checked::new(operands(as_rows(x), weight));
     let _op = recorder::op(name, || operands.call());
     dims[D - 1] = operands.outputs();
-    as_dims(<B as LinearOps>::linear(operands), dims)
+    as_dims(call!(B: LinearOps::linear(operands)), dims)
 }
 
 /// [`linear`] of rows, as a part of another operation.
 pub(crate) fn linear_rows<B: LinearOps>(operands: LinearForward<B>) -> Tensor<B, 2> {
-    <B as LinearOps>::linear(Checked::new(operands))
+    call!(B: LinearOps::linear(Checked::new(operands)))
 }
 
 pub(crate) fn linear_forward<B: LinearOps>(operands: Checked<LinearForward<B>>) -> LinearOutput<B> {

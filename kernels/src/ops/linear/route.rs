@@ -28,7 +28,7 @@ use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
 #[cfg(feature = "cuda")]
 use crate::cuda::on_hopper;
-use crate::selection::takes_tf32;
+use crate::products::takes_tf32;
 
 /// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
 /// it is read once, and the norm before the product and its epilogue run in the same launch. With more rows, reusing the

@@ -10,18 +10,19 @@ use burn::tensor::Tensor;
 use super::{Norm, NormBackward, NormForward, NormGradients, NormOps, NormOutput, norm_backward, norm_forward};
 use crate::autodiff::{inner, take_gradient};
 use crate::checked::Checked;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 /// The node of a norm: its parents are `[x, gamma]` or `[x, gamma, beta]`.
 #[derive(Debug)]
-struct NormNode(recorder::Part);
+struct NormNode(Forward);
 
 type State<B> = (Tensor<B, 2>, NormOutput<B>, Norm<B>);
 
 impl NormNode {
     fn gradients<B: NormOps, const N: usize>(self, ops: &Ops<State<B>, N>, grads: &mut Gradients) -> NormGradients<B> {
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         let grad = float(grads.consume::<B>(&ops.node));
         let (x, saved, norm) = ops.state.clone();
         let _op = recorder::op("norm backward", || Call::reads([recorder::operand(&x)]).and_first(2));
@@ -73,7 +74,7 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         let state = (input, forward, weights);
         let (x, gamma) = (primitive(x).node, primitive(gamma).node);
         float(match beta {
-            None => match Backward::<B, 2>::prepare::<C>(NormNode(recorder::Part::current()), [x, gamma])
+            None => match Backward::<B, 2>::prepare::<C>(NormNode(Forward::current()), [x, gamma])
                 .compute_bound()
                 .stateful()
             {
@@ -82,10 +83,7 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
             },
             Some(beta) => {
                 let nodes = [x, gamma, primitive(beta).node];
-                match Backward::<B, 3>::prepare::<C>(NormNode(recorder::Part::current()), nodes)
-                    .compute_bound()
-                    .stateful()
-                {
+                match Backward::<B, 3>::prepare::<C>(NormNode(Forward::current()), nodes).compute_bound().stateful() {
                     OpsKind::Tracked(node) => node.finish(state, output),
                     OpsKind::UnTracked(node) => node.finish(output),
                 }

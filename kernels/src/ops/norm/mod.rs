@@ -20,6 +20,7 @@ use super::reshape::{ReshapeOps, as_dims, as_rows};
 use serde::{Deserialize, Serialize};
 
 use crate::checked::{Checked, Operands, Part, part};
+use crate::mutation::{call, parts};
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -69,6 +70,8 @@ pub struct NormOutput<B: Backend> {
     pub inverse_deviation: Tensor<B, 2>,
 }
 
+parts!(NormOutput { output, mean, inverse_deviation });
+
 /// What the backward pass of a norm gives.
 #[derive(Clone, Debug)]
 pub struct NormGradients<B: Backend> {
@@ -79,6 +82,8 @@ pub struct NormGradients<B: Backend> {
     /// `[d_model]`, of beta's dtype, where there is one.
     pub beta: Option<Tensor<B, 1>>,
 }
+
+parts!(NormGradients { x, gamma, beta });
 
 impl<B: Backend> Norm<B> {
     /// Panics unless the weights have an element for each column of `x` `[.., d_model]`.
@@ -174,7 +179,7 @@ pub fn norm<B: NormOps, const D: usize>(x: Tensor<B, D>, norm: &Norm<B>) -> Tens
 
 /// [`norm`] of rows, as a part of another operation.
 pub(crate) fn norm_rows<B: NormOps>(x: Tensor<B, 2>, norm: Norm<B>) -> Tensor<B, 2> {
-    B::norm(Checked::new(NormForward { x, norm }))
+    call!(B: NormOps::norm(Checked::new(NormForward { x, norm })))
 }
 
 pub(crate) fn norm_forward<B: NormOps>(operands: Checked<NormForward<B>>) -> NormOutput<B> {

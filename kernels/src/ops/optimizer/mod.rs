@@ -11,6 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 
 use crate::checked::{Checked, Operands};
+use crate::mutation::parts;
 use crate::recorder::{self, Call, Operand};
 use crate::selection::dispatch;
 
@@ -30,6 +31,9 @@ pub struct AdamWParameter<B: Backend> {
     /// The parameter in another dtype, the same for all copies, as operations read it: refreshed with it.
     pub copy: Option<Tensor<B, 1>>,
 }
+
+// What was a gradient is of no use any more.
+parts!(AdamWParameter { value, first_moment, second_moment, copy } kept gradient, decays);
 
 /// The numbers of one step of AdamW (Loshchilov and Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]

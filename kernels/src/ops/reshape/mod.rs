@@ -9,6 +9,8 @@ mod cubecl;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
+use crate::mutation;
+
 /// Reshaping on a backend.
 pub trait ReshapeOps: Backend {
     /// Body of [`reshape`](crate::reshape()): panics if the numbers of elements differ.
@@ -27,7 +29,7 @@ pub fn reshape<B: ReshapeOps, const D: usize, const E: usize>(x: Tensor<B, D>, s
     let dims: [usize; D] = x.dims();
     let count = |sizes: &[usize]| sizes.iter().try_fold(1usize, |count, size| count.checked_mul(*size));
     assert!(count(&dims) == count(&shape), "reshape: shape {shape:?} does not fit x {dims:?}");
-    B::reshape(x, shape)
+    mutation::result("reshape", B::reshape(x, shape))
 }
 
 /// `[rows, columns]` as `[.., columns]`; a matrix stays the same node of the graph.

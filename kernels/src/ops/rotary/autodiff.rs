@@ -11,18 +11,19 @@ use super::{QkvRotaryForward, RotaryForward, RotaryOps, RotaryTable, qkv_rotary_
 use crate::autodiff::{inner, inner_int};
 use crate::checked::Checked;
 use crate::packed_heads::PackedHeads;
+use crate::products::Forward;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 
 #[derive(Debug)]
-struct RotaryNode(recorder::Part);
+struct RotaryNode(Forward);
 
 impl<B: RotaryOps> Backward<B, 1> for RotaryNode {
     type State = (RotaryTable<B>, Tensor<B, 2, Int>, bool);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (table, positions, inverse) = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let x = float(grad);
             let _op = recorder::op("rotary backward", || Call::reads([recorder::operand::<B, 4, _>(&x)]).and_first(1));
@@ -33,14 +34,14 @@ impl<B: RotaryOps> Backward<B, 1> for RotaryNode {
 }
 
 #[derive(Debug)]
-struct QkvRotaryNode(recorder::Part);
+struct QkvRotaryNode(Forward);
 
 impl<B: RotaryOps> Backward<B, 1> for QkvRotaryNode {
     type State = (PackedHeads, RotaryTable<B>, Tensor<B, 2, Int>, bool);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let (heads, table, positions, inverse) = ops.state;
-        let _part = self.0.enter();
+        let _forward = self.0.enter();
         unary::<B, _>(ops.parents, ops.node, grads, |grad| {
             let qkv = float(grad);
             let _op =
@@ -57,12 +58,10 @@ impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
         let (table, positions) = (inner_table(&table), inner_int(positions));
         let forward = RotaryForward { x: inner(&x), table: table.clone(), positions: positions.clone(), inverse };
         let output = primitive(rotary_forward::<B>(Checked::new(forward)));
-        float(
-            match RotaryNode(recorder::Part::current()).prepare::<C>([primitive(x).node]).compute_bound().stateful() {
-                OpsKind::Tracked(node) => node.finish((table, positions, inverse), output),
-                OpsKind::UnTracked(node) => node.finish(output),
-            },
-        )
+        float(match RotaryNode(Forward::current()).prepare::<C>([primitive(x).node]).compute_bound().stateful() {
+            OpsKind::Tracked(node) => node.finish((table, positions, inverse), output),
+            OpsKind::UnTracked(node) => node.finish(output),
+        })
     }
 
     fn qkv_rotary(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
@@ -74,7 +73,7 @@ impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
         let (own_table, at) = (table.clone(), positions.clone());
         let forward = QkvRotaryForward { qkv: own, heads, table: own_table, positions: at, inverse };
         let output = primitive(qkv_rotary_forward::<B>(Checked::new(forward)));
-        float(match QkvRotaryNode(recorder::Part::current()).prepare::<C>([node]).compute_bound().stateful() {
+        float(match QkvRotaryNode(Forward::current()).prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(node) => node.finish((heads, table, positions, inverse), output),
             OpsKind::UnTracked(node) => node.finish(output),
         })

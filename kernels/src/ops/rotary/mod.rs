@@ -11,6 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 use crate::checked::{Checked, Operands, Part, part};
+use crate::mutation::call;
 use crate::packed_heads::PackedHeads;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
@@ -155,7 +156,8 @@ pub(crate) fn rotary_heads<B: RotaryOps>(
     table: &RotaryTable<B>,
     positions: Tensor<B, 2, Int>,
 ) -> Tensor<B, 4> {
-    B::rotary(Checked::new(RotaryForward { x, table: table.clone(), positions, inverse: false }))
+    let operands = RotaryForward { x, table: table.clone(), positions, inverse: false };
+    call!(B: RotaryOps::rotary(Checked::new(operands)))
 }
 
 /// [`rotary`] of the query and key heads of `qkv` `[batch_size, seq_length, width]`, where a projection left them; the
@@ -171,7 +173,8 @@ pub fn qkv_rotary<B: RotaryOps>(
     positions: Tensor<B, 2, Int>,
 ) -> Tensor<B, 3> {
     let _op = recorder::op("qkv_rotary", || Call::reads([recorder::operand(&qkv)]).and_first(1));
-    B::qkv_rotary(Checked::new(QkvRotaryForward { qkv, heads, table: table.clone(), positions, inverse: false }))
+    let operands = QkvRotaryForward { qkv, heads, table: table.clone(), positions, inverse: false };
+    call!(B: RotaryOps::qkv_rotary(Checked::new(operands)))
 }
 
 /// One more than each of `positions` `[batch_size, seq_length]`, but none beyond `last`: where the next tokens stand.

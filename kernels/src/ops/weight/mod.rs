@@ -13,6 +13,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use super::upload::{UploadOps, upload};
 use crate::checked::{Checked, Operands, Part, part};
+use crate::mutation::call;
 use crate::recorder::{self, Operand};
 use crate::selection::dispatch;
 
@@ -48,7 +49,7 @@ impl<B: WeightOps> Weight<B> {
     /// # Panics
     /// If the two differ in shape or device.
     pub fn rounded(value: Tensor<B, 2>, copy: Tensor<B, 2>) -> Self {
-        Self::Float(B::rounded(Checked::new(Rounded { value, copy })))
+        Self::Float(call!(B: WeightOps::rounded(Checked::new(Rounded { value, copy }))))
     }
 
     /// As floats: bytes are spread into a new tensor of `dtype`, floats stay as they are.

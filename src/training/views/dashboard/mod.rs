@@ -24,8 +24,8 @@ use ratatui::backend::CrosstermBackend;
 
 use self::state::{About, State};
 use crate::failure::Failure;
+use crate::runs::record::RunRecord;
 use crate::training::events::{Event, Sink};
-use crate::training::run_record::RunRecord;
 
 /// Time between two looks at what is new.
 const PAUSE: Duration = Duration::from_millis(250);

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use crate::runs::record::RunRecord;
 use crate::tasks::scores::Scores;
 use crate::tasks::validation::Validation;
 use crate::training::events::{Event, MemoryUse};
-use crate::training::run_record::RunRecord;
 
 /// Points of a curve that are kept; beyond, two become one.
 const POINTS: usize = 2048;

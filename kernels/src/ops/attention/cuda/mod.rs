@@ -15,6 +15,7 @@ use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
 use crate::cubecl::{contiguous, empty, multiprocessors};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::ops::dropout::Dropout;
 
 /// Rows of the tile that a block keeps, and of a consumer's part of it.
 const KEPT: usize = 128;
@@ -321,7 +322,7 @@ impl<R: CubeRuntime> Hopper<R> {
         // Never read without such a mask.
         let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));
         let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale];
-        let arguments = sizes.into_iter().fold(arguments, Arguments::word).dropout(dropout);
+        let arguments = sizes.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
         // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
         // below the number of queries; lengths are there for each row of the batch, and documents are known of each token. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
         // block at a time, whose turn the marks tell, which are 0 before and after.

@@ -172,7 +172,7 @@ struct Layer {
 };
 static_assert(sizeof(Layer) == 176, "layers");
 struct Numbers {
-    u64 rows, pages_a_row;
+    u64 rows, pages_a_row, last_position;
     const Weight *embedding, *head;
     const float *embedding_scales, *head_scales;
     const float *final_gamma, *final_beta;
@@ -248,6 +248,10 @@ struct Step {
     u32 epoch;                                         // of the layer
 
     __device__ __forceinline__ float* sums() const { return reinterpret_cast<float*>(memory + AT_SUMS); }
+    // Within the tables and the row's pages, whatever the device was given.
+    __device__ __forceinline__ int position(int row) const {
+        return static_cast<int>(min(static_cast<u32>(positions[row]), static_cast<u32>(numbers.last_position)));
+    }
     // What enters the first layer.
     __device__ __forceinline__ float embedded(int row, int column) const {
         const u64 id = min(max(ids[row], 0), VOCABULARY - 1), at = id * EMBEDDING_PITCH + column;
@@ -256,7 +260,7 @@ struct Step {
 #else
         float x = to_float(numbers.embedding[at]);
 #endif
-        if (numbers.position_embedding) x += to_float(numbers.position_embedding[static_cast<u64>(positions[row]) * POSITION_PITCH + column]);
+        if (numbers.position_embedding) x += to_float(numbers.position_embedding[static_cast<u64>(position(row)) * POSITION_PITCH + column]);
         return x;
     }
 };
@@ -535,7 +539,7 @@ __device__ __forceinline__ void attend(const Step& step, const Layer& layer) {
     #pragma unroll 1
     for (int task = step.block; task < step.rows * (N_KV_HEADS * CHUNKS * SPLITS); task += BLOCKS) {
         const int split = task % SPLITS, chunk = task / SPLITS % CHUNKS, kv_head = task / (SPLITS * CHUNKS) % N_KV_HEADS;
-        const int row = task / (SPLITS * CHUNKS * N_KV_HEADS), position = step.positions[row];
+        const int row = task / (SPLITS * CHUNKS * N_KV_HEADS), position = step.position(row);
         const Keys keys(position);
         if (split >= keys.splits) continue;
         const bool newest = split == keys.splits - 1;
@@ -642,7 +646,7 @@ __device__ __forceinline__ void of_heads(const Step& step) {
     constexpr int PAIRS = HEADS_WIDTH / 2, SOME = least(SPLITS, 4);
     #pragma unroll 1
     for (int i = step.thread; i < step.rows * PAIRS; i += THREADS) {
-        const int row = i / PAIRS, head = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2, splits = Keys(step.positions[row]).splits;
+        const int row = i / PAIRS, head = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2, splits = Keys(step.position(row)).splits;
         const u64 *weights = step.scratch + AT_WEIGHT + head * SPLITS, *from = step.scratch + AT_PARTS + head * (SPLITS * HEAD_DIM) + column;
         float x = 0, y = 0, peak = NOTHING, total = 0;
         #pragma unroll 1

@@ -293,6 +293,9 @@ fn with_pitch<R: CubeRuntime>(
 ) -> Result<CubeTensor<R>, Declined> {
     let ([rows, columns], strides) = (x.meta.shape().dims(), x.meta.strides());
     let own = if rows == 1 { columns } else { strides[0] };
+    if own < columns {
+        return Err(Declined::new(format!("the rows of {name} share their memory")));
+    }
     let aligned = (own * x.dtype.size()).is_multiple_of(LOAD) || rows == 1;
     if strides[1] != 1 || !aligned || (*pitch != 0 && *pitch != own * in_element) {
         return Err(Declined::new(format!("the rows of {name} lie in another way than the kernel reads them")));
@@ -381,7 +384,7 @@ where
         {
             let (values, of_rows) = matrix(weight, name, dtype, int8)?;
             addresses.push(hold(Some(with_pitch(values, name, in_element, pitch)?), name)?);
-            scales.push(hold(of_rows, "scales")?);
+            scales.push(hold(of_rows.map(|scales| packed(scales, "scales")).transpose()?, "scales")?);
         }
         addresses.extend(scales);
         for bias in [&block.qkv_bias, &block.output_bias, &block.up_bias, &block.down_bias] {
@@ -415,6 +418,9 @@ where
     let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, int8)?;
     let embedding = with_pitch(embedding, "the embedding", in_element, &mut pitches.embedding)?;
     let (head, head_scales) = matrix(head, "the head", dtype, int8)?;
+    let [embedding_scales, head_scales] =
+        [embedding_scales, head_scales].map(|scales| scales.map(|scales| packed(scales, "scales")).transpose());
+    let (embedding_scales, head_scales) = (embedding_scales?, head_scales?);
     let head = with_pitch(head, "the head", in_element, &mut pitches.head)?;
     let [final_gamma, final_beta] = of_norm(final_norm, kind)?;
     let positions = position_embedding.as_ref().map(|table| primitive(table.clone().cast(dtype)));
@@ -460,6 +466,7 @@ pub(super) fn decode_step<R, F, I, BT>(
     body: &AnyShape<R>,
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, burn::tensor::Int>,
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
+    last_position: usize,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
     R: CubeRuntime,
@@ -480,16 +487,17 @@ where
     let arguments = || {
         let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &likeliest, &following];
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
-        let arguments = arguments.word(rows).word(pages.meta.shape()[1]);
+        let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(last_position);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
     };
-    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those that the kernel is
-    // compiled for, and that they begin where 16 bytes can be read at once; vectors and tables are f32 by a cast, or checked; it holds the
-    // memory at the addresses in its table. Integers are of 32 bits, tokens clamped to the vocabulary. Positions and pages are those of rows
-    // that the operands checked against the plan's tables and caches, or a step's one further. The scratch
-    // is as large as the source says for any number of rows, and results have a line for each row. All blocks are resident at
-    // once, one on each multiprocessor, for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of
-    // all families on CUDA, and by compute-sanitizer.
+    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those
+    // that the kernel is compiled for, and that they begin where 16 bytes can be read at once; scales have no gaps; vectors
+    // and tables are f32 by a cast, or checked; it holds the memory at the addresses in its table. The caches are the plan's
+    // own, by the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions to the tables and
+    // the row's pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
+    // any number of rows, and results have a line for each row. All blocks are resident at once, one on each multiprocessor,
+    // for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
+    // families on CUDA, and by compute-sanitizer.
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;

@@ -23,8 +23,11 @@ struct Scales {
     const float *embedding, *head;                     // the same for all
 };
 struct Numbers {
-    u64 rows, pages_a_row, vocabulary, scales;
+    u64 rows, pages_a_row, vocabulary, scales, last_position;
 };
+
+// A position within the rotary table and a row's pages, whatever the device was given.
+__device__ __forceinline__ int clamped(int position, int last) { return static_cast<int>(min(static_cast<u32>(position), static_cast<u32>(last))); }
 
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }

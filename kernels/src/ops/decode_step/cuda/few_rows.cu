@@ -70,13 +70,14 @@ struct Step {
     int* tokens;                                       // [steps, rows]: what each step predicts
     int *next, *reached, *following;                   // [rows]: the last of these, where the last step's tokens stand, and the positions behind
     const int* ends;                                   // [rows, ends_a_row]: tokens behind which a row keeps its token
-    int rows, pages_a_row, vocabulary, steps, ends_a_row;
+    int rows, pages_a_row, vocabulary, last_position, steps, ends_a_row;
     const Scales* scales;                              // of each block
     Draws draws;
 
     // Rows that are none are the first once more: they write what it writes, and are not told of.
     __device__ __forceinline__ int row(int r) const { return r < rows ? r : 0; }
-    __device__ __forceinline__ int position(int r) const { return positions[row(r)]; }
+    // Of the step that is `at` behind the first.
+    __device__ __forceinline__ int position(int r, int at) const { return clamped(positions[row(r)] + at, last_position); }
     // The tokens that a step reads lie in shared memory.
     static __device__ __forceinline__ volatile int* ids_read();
     // How many steps of the launch are over.
@@ -215,7 +216,7 @@ struct Share {
     // Of the step that is `at` behind the first.
     __device__ Share(int block, const Step& step, int at) {
         row = block / (N_KV_HEADS * SPLITS), kv_head = block % N_KV_HEADS, split = block / N_KV_HEADS % SPLITS;
-        position = __shfl_sync(~0u, step.position(row), 0) + at;
+        position = __shfl_sync(~0u, step.position(row, at), 0);
         const int stages = (position + PAGE_TOKENS - 1) / PAGE_TOKENS;
         splits = splits_of(position);
         first = splits == 1 ? 0 : stages * split / SPLITS, last = splits == 1 ? stages : stages * (split + 1) / SPLITS;
@@ -233,7 +234,7 @@ struct Roles {
     static __device__ __forceinline__ void write(const Step& step) {
         const Share share(blockIdx.x, step, 0);
         const int row = blockIdx.x / N_HEADS;
-        const bool joins = row < BATCH && Share::splits_of(step.position(row)) > 1;
+        const bool joins = row < BATCH && Share::splits_of(step.position(row, 0)) > 1;
         read() = (share.some ? ATTENDS : 0) | (joins ? JOINS : 0);
     }
 };
@@ -1304,7 +1305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
     const float* prompt, float* written, const float* bias, const __grid_constant__ StepNumbers numbers
 ) {
     const Step step{layers, embedding, head, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden, logits, tokens, next, reached, following,
-        ends, static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.steps),
+        ends, static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary),
+        static_cast<int>(numbers.last_position), static_cast<int>(numbers.steps),
         min(static_cast<int>(numbers.ends_a_row), MOST_ENDS),
         reinterpret_cast<const Scales*>(numbers.scales),
         {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.texts), numbers.draws != 0}};
@@ -1335,7 +1337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
         for (int at = 0; at < step.steps && blockIdx.x == 0 && threadIdx.x < step.rows; at++) step.predict(at, threadIdx.x, ids[threadIdx.x]);
         return;
     }
-    const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(step.position(0)) == 1};
+    const Cut part{BATCH == 1 && gridDim.x >= 132 && Share::splits_of(step.position(0, 0)) == 1};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < WARPS) {
         registers_raise<104>();

@@ -66,7 +66,7 @@ struct Step {
     const int *ids, *positions;                        // [rows]
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
-    int rows, pages_a_row, vocabulary;
+    int rows, pages_a_row, vocabulary, last_position;
 };
 
 // Named barriers: 1 of the consumers, 2 of these and the warps that keep factors, 3 and 4 of a team.
@@ -560,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const __grid_constant__ Numbers numbers
 ) {
     const Step step{maps, inputs, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position)};
     if (failed(state, step.hidden, step.rows)) return;
     begin(step);
     cluster_sync();

@@ -58,7 +58,7 @@ struct Step {
     const int *ids, *positions;                        // [rows]
     const int* pages;                                  // [rows, pages_a_row]
     u16* hidden;                                       // [rows, D_MODEL]
-    int rows, pages_a_row, vocabulary;
+    int rows, pages_a_row, vocabulary, last_position;
 
     __device__ __forceinline__ const u32* embedded(int row) const {
         return reinterpret_cast<const u32*>(embedding) + static_cast<u64>(min(max(ids[row], 0), vocabulary - 1)) * (D_MODEL / 2);
@@ -576,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     u32* scratch, const int* ids, const int* positions, const int* pages, u16* hidden, const __grid_constant__ Numbers numbers
 ) {
     const Step step{maps, layers, embedding, final_norm, cos, sin, state, scratch, ids, positions, pages, hidden,
-        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary)};
+        static_cast<int>(numbers.rows), static_cast<int>(numbers.pages_a_row), static_cast<int>(numbers.vocabulary), static_cast<int>(numbers.last_position)};
     if (failed(state, step.hidden, step.rows)) return;
     const StageRing ring{shared_address(memory)};
     if (threadIdx.x < 4 * WARPS) reinterpret_cast<u32*>(memory + AT_WAITED)[threadIdx.x] = 0;

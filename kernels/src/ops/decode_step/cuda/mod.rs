@@ -19,6 +19,7 @@ pub(crate) use self::kernels::hopper_sources;
 use self::width_1024::Width1024;
 use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decoded, StepDraw};
 use crate::checked::Checked;
+use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arguments, CudaKernel};
 use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
 use crate::ops::weight::Weight;
@@ -63,6 +64,7 @@ fn packed<R: CubeRuntime>(x: CubeTensor<R>, name: &str) -> Result<CubeTensor<R>,
 
 /// The address of a tensor, and what keeps its memory.
 fn address<R: CubeRuntime>(x: &CubeTensor<R>) -> Result<(u64, Kept), Declined> {
+    assert_reachable(x);
     let client: &dyn Any = &x.client;
     let Some(client) = client.downcast_ref::<ComputeClient<CudaRuntime>>() else {
         return Err(Declined::new("no device of CUDA"));
@@ -181,6 +183,7 @@ where
     I: IntElement,
     BT: BoolElement,
 {
+    let last_position = operands.last_position();
     let DecodeStep { plan, tokens, at, draw, ahead, .. } = operands.into_inner();
     if [tokens.dtype(), at.positions.dtype(), at.pages.dtype()].iter().any(|dtype| *dtype != DType::I32) {
         return Err(Declined::new("tokens, positions and pages are not integers of 32 bits"));
@@ -190,10 +193,10 @@ where
         // More rows draw in a launch of their own.
         let draw = draw.filter(|_| at.rows.len() <= kernels::DRAWN_ROWS);
         let draws = Draws::new(draw, &primitive(plan.model.final_norm.gamma.clone()))?;
-        return width_1024::decode_step(width_1024, tokens, at, draws, ahead);
+        return width_1024::decode_step(width_1024, tokens, at, draws, ahead, last_position);
     }
     let Some(body) = body.body.downcast_ref::<AnyShape<R>>() else { unreachable!("a plan of another backend") };
-    any_shape::decode_step(body, tokens, at)
+    any_shape::decode_step(body, tokens, at, last_position)
 }
 
 /// How the rows of a step draw, on the device.

@@ -111,7 +111,7 @@ __device__ __forceinline__ void share_out(const Step& step, int lane) {
         const int row = lane * EACH + i;
         own[i] = sum;
         if (row >= step.rows) continue;
-        const int position = step.positions[row];
+        const int position = clamped(step.positions[row], step.last_position);
         Walk::positions()[row] = position, sum += (position / PAGE_TOKENS + 1) * N_KV_HEADS;
     }
     int all = sum;

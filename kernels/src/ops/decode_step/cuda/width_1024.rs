@@ -3,7 +3,7 @@
 
 use std::any::Any;
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
@@ -70,7 +70,18 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let DecodeModel { blocks, final_norm, heads, embedding, position_embedding, head, activation, window, .. } = model;
+    let DecodeModel {
+        blocks,
+        final_norm,
+        heads,
+        embedding,
+        position_embedding,
+        head,
+        activation,
+        activations,
+        window,
+        ..
+    } = model;
     if *activation != Activation::gated(ActivationKind::Silu) || window.is_some() || position_embedding.is_some() {
         return Err(Declined::new(
             "it is not for other activations than SiLU-gated ones, windows, or learned positions",
@@ -85,6 +96,7 @@ where
     let d_ff = first.up.dims()[0] / 2;
     let [_, _, page_tokens, _] = caches[0].dims();
     let sizes = [
+        ("the dtype of activations", *activations == FloatDType::BF16),
         ("d_model", d_model == SLICE),
         ("head_dim", head_dim == HEAD_DIM),
         ("n_heads", (n_heads * HEAD_DIM).is_multiple_of(SLICE) && n_heads == 2 * n_kv_heads && n_kv_heads <= 8),
@@ -243,6 +255,7 @@ pub(super) fn decode_step<R, F, I, BT>(
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
     draws: Draws<R>,
     StepsAhead { steps, ends }: StepsAhead<'_, CubeBackend<R, F, I, BT>>,
+    last_position: usize,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
     R: CubeRuntime,
@@ -261,14 +274,18 @@ where
     let all = |arguments, words| {
         let pointers = model.into_iter().chain([words]).chain(step);
         let arguments: Arguments = pointers.fold(arguments, Arguments::pointer);
-        arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size).word(body.scales)
+        let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(vocab_size);
+        arguments.word(body.scales).word(last_position)
     };
     let sizes = body.sizes.clone();
-    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of the sizes that
-    // the kernels are compiled for, and holds the memory at the addresses in its tables. Tokens are clamped to the vocabulary; positions and
-    // pages were checked by the operands, and that there are no more rows than the plan takes: positions are the host's, or a step's one further. Results have a line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange are as many
-    // as the sources count, and launches of one plan, which share them, come one after another on one stream. All blocks are resident at once: one on each multiprocessor, for which there is
-    // shared memory, and clusters of two on pairs of them; were they not, waits would end.
+    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of
+    // the sizes that the kernels are compiled for, and holds the memory at the addresses in its tables. The caches are the
+    // plan's own, by the operands' check. Tokens are clamped to the vocabulary, positions to the rotary table and the row's
+    // pages; pages are the host's, checked against the caches, and there are no more rows than the plan takes. Results have a
+    // line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange
+    // are as many as the sources count, and launches of one plan, which share them, come one after another on one stream. All
+    // blocks are resident at once: one on each multiprocessor, for which there is shared memory, and clusters of two on pairs
+    // of them; were they not, waits would end.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);

@@ -32,7 +32,7 @@ use crate::ops::linear::cuda::{
     hopper_activate, hopper_product, hopper_product_and_row_sums, hopper_product_by_slopes, hopper_product_into,
 };
 use crate::ops::linear::route::{self, Gemm, TMA_TILE, is_large, takes_hopper, takes_tma, tma_slices};
-use crate::selection::takes_tf32;
+use crate::products::takes_tf32;
 
 /// `a * b` for matrices `a` `[m, k]` and `b` `[k, n]` of any float dtype and under any strides, multiplied in dtype
 /// `within`, as `[m, n]` of `dtype`.

@@ -26,7 +26,7 @@ use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Trie
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::route;
-use crate::selection::takes_tf32;
+use crate::products::takes_tf32;
 
 /// Blocks of a cluster.
 const BLOCKS: u32 = 2;
@@ -528,7 +528,7 @@ impl GemmHopper {
         };
         let arguments = arguments.pointer(&partial).pointer(&ready);
         let words = [m, n, k, whole_rounds, bias_kind, adds.into()];
-        let arguments = words.into_iter().fold(arguments, Arguments::word).dropout(dropout);
+        let arguments = words.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
         // SAFETY: TMA reads and writes within the matrices that its maps were made of; f32 results are read and written in pairs below m and n, where n is even and
         // `out` has no gaps and begins at a pair, the sums of rows over each stage below m, of which there are as many, and the bias is read below the columns of `b`, of which `plan` found it to have
         // as many; each consumer of each block has a place of its own for what it leaves of a tile.

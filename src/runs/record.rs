@@ -7,11 +7,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use fireclay_model::TransformerConfig;
 use serde::{Deserialize, Serialize};
 
+use crate::ceilings::Peaks;
 use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::profiling::ceilings::Peaks;
+use crate::recipe::schema::Recipe;
 use crate::run_folder::{RECORD, write_atomic};
-use crate::training::recipe::schema::Recipe;
 
 /// What a run was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl RunRecord {
         let half = !matches!(training.precision, Precision::F32 | Precision::Tf32);
         let peak_flops = match training.peak_tflops {
             // What f32 products may do depends on how they are rounded.
-            0.0 => Peaks::of(&device).filter(|_| half).map(|peaks| peaks.half),
+            0.0 => Peaks::of(&device, training.precision.f32_products()).filter(|_| half).map(|peaks| peaks.half),
             given => Some(given * 1e12),
         };
         Self {

@@ -2,7 +2,10 @@
 
 mod model;
 mod parse;
-mod resolve;
+pub mod schedule;
 pub mod schema;
+pub mod task;
 
+pub use schedule::{Schedule, ScheduleKind};
 pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};
+pub use task::{ModelSizes, TaskName};

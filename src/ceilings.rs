@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use burn::tensor::{DType, Tensor};
-use fireclay_kernels::{Backend, F32Products, f32_products};
+use fireclay_kernels::{Backend, F32Products};
 use rayon::prelude::*;
 
 use crate::failure::Failure;
@@ -20,9 +20,7 @@ const COPIES: usize = 8;
 pub struct Peaks {
     /// Of 16-bit floats with sums in f32.
     pub half: f64,
-    /// Of f32 in TF32.
-    pub tf32: f64,
-    /// Of f32, by f32 units or by three products in TF32, whichever is more.
+    /// Of f32: in TF32, or else by f32 units or by three products in TF32, whichever is more.
     pub single: f64,
 }
 
@@ -63,11 +61,11 @@ impl Peaks {
     /// The same for all, in TFLOP/s.
     pub fn given(tflops: f64) -> Self {
         let peak = tflops * 1e12;
-        Self { half: peak, tf32: peak, single: peak }
+        Self { half: peak, single: peak }
     }
 
-    /// From the datasheet of a device, where it is known.
-    pub fn of(device: &str) -> Option<Self> {
+    /// From the datasheet of a device, where it is known, for products of f32 that are computed in this way.
+    pub fn of(device: &str, products: F32Products) -> Option<Self> {
         // "A10" is no part of "A100".
         let words: Vec<&str> = device.split([' ', '-']).collect();
         let named = |name: &str| {
@@ -79,17 +77,14 @@ impl Peaks {
             // By the same datasheets. Of three products in one, devices of compute capability 9.0 have a kernel.
             let tf32 = half / 2.0;
             let three = if ["H100", "H200"].iter().any(|known| name.contains(known)) { tf32 / 3.0 } else { 0.0 };
-            Self { half: half * 1e12, tf32: tf32 * 1e12, single: units.max(three) * 1e12 }
+            let single = if products == F32Products::Tf32 { tf32 } else { units.max(three) };
+            Self { half: half * 1e12, single: single * 1e12 }
         })
     }
 
-    /// The peak for inputs of a dtype, f32 as it is multiplied now.
+    /// The peak for inputs of a dtype.
     pub fn for_dtype(&self, dtype: DType) -> f64 {
-        match f32_products() {
-            _ if dtype.size() == 2 => self.half,
-            F32Products::Tf32 => self.tf32,
-            F32Products::Exact => self.single,
-        }
+        if dtype.size() == 2 { self.half } else { self.single }
     }
 }
 
@@ -98,10 +93,15 @@ impl Ceilings {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn measure<B: Backend>(name: &str, peak: Option<f64>, device: &B::Device) -> Result<Self, Failure> {
+    pub fn measure<B: Backend>(
+        name: &str,
+        peak: Option<f64>,
+        products: F32Products,
+        device: &B::Device,
+    ) -> Result<Self, Failure> {
         let peaks = match peak {
             Some(peak) => Some(Peaks::given(peak)),
-            None => Peaks::of(name),
+            None => Peaks::of(name, products),
         };
         let bytes_per_second = if B::is_synchronous() { host_copy() } else { device_copy::<B>(device)? };
         Ok(Self { bytes_per_second, peaks })
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_device_has_the_peaks_of_the_longest_name_that_fits() {
-        let half = |name: &str| Peaks::of(name).map(|peaks| peaks.half / 1e12);
+        let half = |name: &str| Peaks::of(name, F32Products::Exact).map(|peaks| peaks.half / 1e12);
         assert_eq!(half("NVIDIA H100 80GB HBM3"), Some(989.0));
         assert_eq!(half("NVIDIA H100 PCIe"), Some(756.0));
         assert_eq!(half("NVIDIA A100-SXM4-80GB"), Some(312.0));

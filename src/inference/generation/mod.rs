@@ -15,7 +15,7 @@ use fireclay_model::{PAGE_TOKENS, Transformer};
 use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::language_model::LanguageModel;
+use crate::inference::language_model::LanguageModel;
 use crate::precision::{CachePrecision, Precision};
 
 /// Tokens that end a text, where the tokenizer has them.

@@ -220,7 +220,13 @@ impl<B: Backend> Scheduler<B> {
     /// A text without row and line.
     pub(super) fn taken_back(&mut self, mut text: Text) -> Text {
         if let Some(row) = text.row.take() {
-            self.cache.make_known(row, &text.tokens[text.begin..]);
+            // The last token of a launch may end the text, and is not read then: its keys are not there.
+            let read = &text.tokens[text.begin..];
+            let read = match read.split_last() {
+                Some((last, before)) if text.request.ends.contains(last) => before,
+                _ => read,
+            };
+            self.cache.make_known(row, read);
             self.cache.remove_row(row);
         }
         self.free_lines.extend(text.line.take());

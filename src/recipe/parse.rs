@@ -8,17 +8,17 @@ use toml::{Table, Value};
 
 use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
 use crate::failure::Failure;
-use crate::tasks::name::ModelSizes;
+use crate::recipe::task::ModelSizes;
 
 /// The recipes that come with the program.
 const SHIPPED: [(&str, &str); 7] = [
-    ("stories", include_str!("../recipes/stories.toml")),
-    ("shakespeare-char-cpu", include_str!("../recipes/shakespeare-char-cpu.toml")),
-    ("shakespeare-char-gpu", include_str!("../recipes/shakespeare-char-gpu.toml")),
-    ("gpt2-124m", include_str!("../recipes/gpt2-124m.toml")),
-    ("llama-15m", include_str!("../recipes/llama-15m.toml")),
-    ("home", include_str!("../recipes/home.toml")),
-    ("intent-slot", include_str!("../recipes/intent-slot.toml")),
+    ("stories", include_str!("shipped/stories.toml")),
+    ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
+    ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
+    ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),
+    ("llama-15m", include_str!("shipped/llama-15m.toml")),
+    ("home", include_str!("shipped/home.toml")),
+    ("intent-slot", include_str!("shipped/intent-slot.toml")),
 ];
 
 impl Recipe {

@@ -10,7 +10,7 @@ use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
 use crate::backend::OnBackend;
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::language_model::LanguageModel;
+use crate::inference::language_model::LanguageModel;
 use crate::precision::Precision;
 
 /// Tokens of a window where nothing else is asked for.

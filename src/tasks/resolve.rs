@@ -7,11 +7,10 @@ use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
 use toml::Value;
 
-use super::schema::Recipe;
+use super::Task;
 use crate::failure::Failure;
 use crate::progress::Watch;
-use crate::tasks::Task;
-use crate::tasks::name::ModelSizes;
+use crate::recipe::{ModelSizes, Recipe};
 
 impl Recipe {
     /// Refuses a model that the task's data does not fit.

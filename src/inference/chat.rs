@@ -14,8 +14,8 @@ use serde_json::{Map, Value, json};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
-use crate::generation::scheduler::Scheduler;
-use crate::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
+use crate::inference::generation::scheduler::Scheduler;
+use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
 use crate::precision::{CachePrecision, Precision};
 
 const SETTINGS: &str = "tokenizer_config.json";

@@ -42,7 +42,8 @@ impl<B: Backend> Embedder<B> {
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let activations = precision.activations::<B>(&device)?;
         let model = ModelFolder::new(folder).load_in::<B>(precision.matrices(activations), &mut |_, _| {}, &device)?;
-        Self::of(model.with_activations(activations), folder, device)
+        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
+        Self::of(model, folder, device)
     }
 
     /// Of a model that is there already, with the tokenizer of its folder.

@@ -64,7 +64,7 @@ impl Recipe {
     }
 
     /// Refuses a shape that the kind of task, or its rows, cannot do with.
-    pub(super) fn suits_rows(&self, config: &TransformerConfig) -> Result<(), Failure> {
+    pub(crate) fn suits_rows(&self, config: &TransformerConfig) -> Result<(), Failure> {
         let (wanted, why) = self.task.attention();
         if config.attention != wanted {
             let wanted = if wanted == AttentionDirection::Causal { "causal" } else { "bidirectional" };

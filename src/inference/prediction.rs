@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use crate::backend::OnBackend;
 use crate::failure::Failure;
+use crate::inference::tagging::{Predictions, heads, read_labels};
 use crate::precision::Precision;
+use crate::recipe::ModelSizes;
 use crate::run_folder::{LABELS, TOKENIZER};
-use crate::tasks::intent_slot::{Predictions, heads, read_labels};
-use crate::tasks::name::ModelSizes;
 
 /// What a model predicts of an utterance.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,7 +79,7 @@ impl<B: Backend> Predictor<B> {
         let activations = precision.activations::<B>(&device)?;
         let matrices = precision.matrices(activations);
         let model = ModelFolder::new(folder).load_in::<B>(matrices, &mut |_, _| {}, &device)?;
-        let model = model.with_activations(activations);
+        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(

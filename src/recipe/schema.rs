@@ -7,10 +7,10 @@ use fireclay_datasets::STDIN;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
+use super::schedule::{Schedule, ScheduleKind};
+use super::task::{ModelSizes, TaskName};
 use crate::failure::Failure;
 use crate::precision::Precision;
-use crate::tasks::name::{ModelSizes, TaskName};
-use crate::training::schedule::{Schedule, ScheduleKind};
 
 /// Data that is in the program itself.
 pub const EMBEDDED: [&str; 2] = ["stories", "home"];

@@ -43,7 +43,8 @@ impl<B: Backend> LanguageModel<B> {
             )));
         }
         let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
-        Ok(Self { model: model.with_activations(dtype), tokenizer })
+        let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
+        Ok(Self { model, tokenizer })
     }
 }
 

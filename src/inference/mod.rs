@@ -1,0 +1,9 @@
+//! What a trained model is used for: text that it writes, chats, evaluation, predictions of utterances, embeddings.
+
+pub mod chat;
+pub mod embedding;
+pub mod evaluation;
+pub mod generation;
+pub mod language_model;
+pub mod prediction;
+pub(crate) mod tagging;

@@ -1,0 +1,17 @@
+//! A file an operation, under its name in `kernels/src/ops`.
+
+mod activation;
+mod attention;
+mod cached_attention;
+mod download;
+mod dropout;
+mod embed;
+mod feed_forward;
+mod head_loss;
+mod head_sample;
+mod linear;
+mod norm;
+mod optimizer;
+mod reshape;
+mod rotary;
+mod weight;
