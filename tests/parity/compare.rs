@@ -33,8 +33,8 @@ impl Tolerance {
     pub(crate) fn new(relative: f64, dtype: DType) -> Self {
         // Numbers of 16 bits are summed in f32: they are rounded a few times only.
         let rounding = match dtype {
-            DType::BF16 => 8.0 * 2f64.powi(-9),
-            DType::F16 => 8.0 * 2f64.powi(-12),
+            DType::BF16 => 16.0 * 2f64.powi(-9),
+            DType::F16 => 16.0 * 2f64.powi(-12),
             _ => SINGLE,
         };
         Self { relative, rounding, zero: SINGLE, floor: 0.0 }
@@ -45,9 +45,9 @@ impl Tolerance {
         Self { zero: self.rounding, floor: self.rounding, ..self }
     }
 
-    /// The same for numbers whose relative errors may be so many times larger.
+    /// The same for numbers whose errors may be so many times larger.
     pub(crate) fn times(self, factor: f64) -> Self {
-        Self { relative: self.relative * factor, ..self }
+        Self { relative: self.relative * factor, rounding: self.rounding * factor, ..self }
     }
 
     /// At least so large an error.

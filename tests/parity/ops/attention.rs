@@ -111,7 +111,7 @@ backend_test!(attention_weights_times_the_values_are_attention::<B>(device) {
         let ours = weights.matmul(values).swap_dims(1, 2).reshape([2, 7, 32]);
         let fused = attention(query.clone(), key.clone(), value.clone(), &mask, options);
         // CUDA multiplies the weights by the values in TF32.
-        assert_close("attention weights", &ours, &fused, tolerance::<B>(&device).times(0.1));
+        assert_close("attention weights", &ours, &fused, tolerance::<B>(&device).times(0.2));
     }
 });
 
@@ -244,7 +244,9 @@ fn attention_in_half_precision<B: Backend>(device: &B::Device, cases: &[HalfPrec
             });
             assert_close(&what, &output, &wanted, Tolerance::new(1e-2, dtype));
             for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
-                assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, Tolerance::new(2e-2, dtype));
+                // Queries that see one key, or none, have no gradient.
+                let tolerance = Tolerance::new(2e-2, dtype).or_zero();
+                assert_close(&format!("{what}, gradient of input {at}"), gradient, wanted, tolerance);
             }
         }
     }

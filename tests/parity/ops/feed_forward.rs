@@ -144,11 +144,15 @@ fn half_feed_forward_parity<B: Backend>(sizes: &[[usize; 3]], half: DType, parts
                 assert_close(&what, &output, &wanted, Tolerance::new(1e-2, half));
                 let (again, gradients_again) = ours();
                 assert_eq!(values(&output), values(&again), "{what}: the same bits again");
-                // Of sums near 0 some are on ReLU's other side: the square root of their share.
-                let tolerance = if activation.kind == ActivationKind::Relu { 0.1 } else { 1e-2 };
+                // Of sums near 0 some are on ReLU's other side: the square root of their share, and in some rows more than in
+                // others.
+                let tolerance = match activation.kind {
+                    ActivationKind::Relu => Tolerance { rounding: 0.4, ..Tolerance::new(0.1, half) },
+                    _ => Tolerance::new(1e-2, half),
+                };
                 for (at, (gradient, wanted)) in gradients.iter().zip(&wanted_gradients).enumerate() {
                     let what = format!("{what}, gradient of input {at}");
-                    assert_close(&what, gradient, wanted, Tolerance::new(tolerance, half));
+                    assert_close(&what, gradient, wanted, tolerance);
                     assert_eq!(values(gradient), values(&gradients_again[at]), "{what}: the same bits again");
                 }
             }
