@@ -1,5 +1,5 @@
-//! Writes the kernels in CUDA C++ into a folder, a `.cu` file for each of what they are compiled for, to see what NVIDIA's tools
-//! make of them: `ptxas -v`, `cuobjdump -sass`.
+//! Writes the kernels in CUDA C++ into a folder, `TARGET/NAME.cu` for each of what they are compiled for, to see what NVIDIA's
+//! tools make of them: `ptxas -v`, `cuobjdump -sass`.
 //!
 //! ```sh
 //! cargo run -p fireclay-kernels --features cuda --example cuda_sources FOLDER
@@ -10,9 +10,9 @@ fn main() -> std::io::Result<()> {
         eprintln!("usage: cuda_sources FOLDER");
         std::process::exit(2);
     };
-    std::fs::create_dir_all(&folder)?;
-    for (name, source) in fireclay_kernels::cuda_sources() {
-        std::fs::write(folder.join(format!("{name}.cu")), source)?;
+    for fireclay_kernels::CudaSource { name, target, source } in fireclay_kernels::cuda_sources() {
+        std::fs::create_dir_all(folder.join(target))?;
+        std::fs::write(folder.join(target).join(format!("{name}.cu")), source)?;
     }
     Ok(())
 }

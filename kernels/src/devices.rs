@@ -80,7 +80,10 @@ fn probe_cuda() -> Result<Vec<DeviceInfo>, String> {
         };
         let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let detail = format!("compute capability {major}.{minor}, {} GiB", memory >> 30);
+        let mut detail = format!("compute capability {major}.{minor}, {} GiB", memory >> 30);
+        if let Some(arch) = crate::cuda::arch::asked_of((major, minor))? {
+            detail += &format!(", kernels of {arch}");
+        }
         found.push(DeviceInfo { name, detail });
     }
     if found.is_empty() {
@@ -132,6 +135,12 @@ pub fn configure(cache: Option<KernelCache<'_>>) {
         if let Some(KernelCache { folder, device }) = cache {
             let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
             let device: String = device.chars().map(plain).collect();
+            // Another family's kernels are other ones.
+            #[cfg(feature = "cuda")]
+            let device = match crate::cuda::arch::asked() {
+                Ok(Some(arch)) => format!("{device}-{}", arch.name()),
+                _ => device,
+            };
             let folder = folder.join(format!("{}-{device}", env!("FIRECLAY_KERNEL_SOURCES")));
             config.compilation.cache = Some(CacheConfig::File(folder.clone()));
             config.autotune.cache = CacheConfig::File(folder);

@@ -66,7 +66,7 @@ pub use ops::head_sample::{
     Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
 };
 #[cfg(feature = "cuda")]
-pub use ops::kernels::cuda_sources;
+pub use ops::kernels::{CudaSource, cuda_sources};
 pub use ops::linear::{LinearGradients, LinearOutput, Saved, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};

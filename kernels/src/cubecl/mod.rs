@@ -28,7 +28,12 @@ const MAX_CUBES: u32 = 65_535;
 
 /// How many multiprocessors the device of a tensor has, or might have where it does not say, as Vulkan.
 pub(crate) fn multiprocessors<R: CubeRuntime>(x: &CubeTensor<R>) -> u32 {
-    x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64)
+    let own = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
+    #[cfg(feature = "cuda")]
+    if let Some(arch) = crate::cuda::arch::in_place_of_own() {
+        return own.min(arch.multiprocessors());
+    }
+    own
 }
 
 /// An uninitialised tensor on the device of another, its rows without padding between them.

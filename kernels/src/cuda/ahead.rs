@@ -26,7 +26,7 @@ use cudarc::nvrtc::result as nvrtc;
 
 use crate::rehearsal;
 
-use super::{CudaKernel, Task, in_context_of};
+use super::{Arch, CudaKernel, Task, in_context_of};
 
 thread_local! {
     /// What rehearses on this thread.
@@ -68,7 +68,7 @@ pub(super) fn send<K: CudaKernel>(kernel: &K) {
 }
 
 /// Calls `work` without its launches of kernels in CUDA C++, and compiles these for the device of this index.
-pub(super) fn compile_ahead(index: usize, work: impl FnOnce()) {
+pub(super) fn compile_ahead(index: usize, arch: Arch, work: impl FnOnce()) {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     if threads == 1 || rehearsal::is_on() || install::cuda_path().is_none() || !is_kept() {
         return;
@@ -86,7 +86,7 @@ pub(super) fn compile_ahead(index: usize, work: impl FnOnce()) {
         let compiles = || {
             while let Some(source) = next(&receiver) {
                 // What does not compile is told of where it is launched.
-                let _ = compile(index, &source);
+                let _ = compile(index, arch, &source);
             }
         };
         let started = (0..threads).map_while(|_| thread::Builder::new().spawn_scoped(scope, compiles).ok()).count();
@@ -114,11 +114,12 @@ fn next(sources: &Mutex<Receiver<String>>) -> Option<String> {
     sources.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
 }
 
-/// Compiles a source as CubeCL does, for Hopper, and lets the driver assemble it.
-fn compile(index: usize, source: &str) -> Option<()> {
+/// Compiles a source as CubeCL does, and lets the driver assemble it.
+fn compile(index: usize, arch: Arch, source: &str) -> Option<()> {
     let source = CString::new(source).ok()?;
     let include = |path: &std::path::Path| format!("--include-path={}", path.display());
-    let mut options = vec!["--gpu-architecture=sm_90a".into(), include(&install::include_path()), "-lineinfo".into()];
+    let target = format!("--gpu-architecture={}", arch.target());
+    let mut options = vec![target, include(&install::include_path()), "-lineinfo".into()];
     if install::cccl_include_path().exists() {
         options.push(include(&install::cccl_include_path()));
     }

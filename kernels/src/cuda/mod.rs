@@ -1,15 +1,17 @@
 //! Kernels in CUDA C++: compiled by NVRTC for the device at hand, and launched by CubeCL on its own stream, between its own.
 //!
-//! A kernel's source stands beside its operation, in a `.cu` file; [`HOPPER`] has what those for Hopper share.
+//! A kernel's source is with its operation, in a folder of the [family](Arch) of devices that it is for; [`HOPPER`] has what
+//! those for Hopper share.
 
 mod ahead;
+pub(crate) mod arch;
 
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::hash::Hash;
-use std::sync::{LazyLock, Mutex, Once, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::cubecl::cuda::{CudaDevice, CudaRuntime};
 use burn::tensor::DType;
@@ -24,15 +26,16 @@ use cubecl::zspace::metadata::Metadata;
 use cubecl::zspace::{Shape, Strides};
 use cubecl::{CompilationError, Compiler, CubeTask};
 use cubecl_cpp::shared::{Elem, Item, SharedMemory};
-use cudarc::driver::{result as driver, sys::CUdevice_attribute};
+use cudarc::driver::result as driver;
 
+pub(crate) use self::arch::{Arch, takes};
 use crate::cubecl::assert_reachable;
 use crate::rehearsal;
 
 /// What kernels for Hopper share: mbarriers, TMA, wgmma.
-pub(crate) const HOPPER: &str = include_str!("hopper.cuh");
+pub(crate) const HOPPER: &str = include_str!("include/hopper.cuh");
 /// Bytes of shared memory that a block may have there.
-pub(crate) const HOPPER_SHARED_BYTES: usize = 227 << 10;
+pub(crate) const HOPPER_SHARED_BYTES: usize = Arch::Sm90.shared_bytes();
 
 type CudaCompiler = <CudaRuntime as Runtime>::Compiler;
 
@@ -350,51 +353,12 @@ pub(crate) unsafe fn launch<R: CubeRuntime, K: CudaKernel>(
     client.launch(Box::new(Task(kernel)), CubeCount::Static(blocks, 1, 1), arguments);
 }
 
-/// Whether the device of `x` is a Hopper GPU (compute capability 9.0). Of another CUDA device it says once that kernels
-/// for Hopper are not for it.
-pub(crate) fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
-    let device: &dyn Any = &x.device;
-    device.downcast_ref::<CudaDevice>().is_some_and(|device| is_hopper(device.index))
-}
-
-fn is_hopper(index: usize) -> bool {
-    static CAPABILITIES: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
-    let capabilities = CAPABILITIES.get_or_init(|| {
-        // Whoever was first has done so already.
-        let _ = driver::init();
-        let count = driver::device::get_count().unwrap_or(0);
-        (0..count).map(|index| capability(index).unwrap_or((0, 0))).collect()
-    });
-    let capability = capabilities.get(index).copied().unwrap_or((0, 0));
-    if capability == (9, 0) {
-        return true;
-    }
-    static TOLD: Once = Once::new();
-    TOLD.call_once(|| {
-        let (major, minor) = capability;
-        eprintln!(
-            "note: this device has compute capability {major}.{minor}; the kernels written for 9.0 (H100, H200) are not \
-             for it, and the portable ones run"
-        );
-    });
-    false
-}
-
-fn capability(index: i32) -> Result<(i32, i32), cudarc::driver::DriverError> {
-    let device = driver::device::get(index)?;
-    // SAFETY: `device` was just given out by the driver, and the attributes are its own.
-    let attribute = |attribute| unsafe { driver::device::get_attribute(device, attribute) };
-    Ok((
-        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-    ))
-}
-
-/// [`compile_ahead`](crate::compile_ahead()) for a device, which does nothing where it is no Hopper GPU.
+/// [`compile_ahead`](crate::compile_ahead()) for a device, which does nothing where no kernel in CUDA C++ is for it.
 pub(crate) fn compile_ahead(device: &dyn Any, work: impl FnOnce()) {
-    match device.downcast_ref::<CudaDevice>() {
-        Some(device) if is_hopper(device.index) => ahead::compile_ahead(device.index, work),
-        _ => (),
+    if let Some(device) = device.downcast_ref::<CudaDevice>()
+        && let Some(arch) = arch::of_device(device.index).filter(|arch| arch.has_kernels())
+    {
+        ahead::compile_ahead(device.index, arch, work);
     }
 }
 

@@ -27,7 +27,7 @@ use super::cubecl::{gemm_simt, gemm_tensor_cores};
 use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
 #[cfg(feature = "cuda")]
-use crate::cuda::on_hopper;
+use crate::cuda::{self, Arch};
 use crate::products::takes_tf32;
 
 /// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so
@@ -93,10 +93,15 @@ pub(crate) fn takes_hopper<R: CubeRuntime>(x: &CubeTensor<R>, dtype: DType, [m, 
     large && on_hopper(x)
 }
 
-/// No device without CUDA is a Hopper GPU.
-#[cfg(not(feature = "cuda"))]
-fn on_hopper<R: CubeRuntime>(_: &CubeTensor<R>) -> bool {
-    false
+/// Whether the device of `x` takes kernels for Hopper, as none without CUDA does.
+fn on_hopper<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    #[cfg(feature = "cuda")]
+    return cuda::takes(x, Arch::Sm90);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = x;
+        false
+    }
 }
 
 /// Whether a product `[m, n, k]` of 16-bit `x` is for the GEMM for few rows on Hopper, as far as its size goes. Up to eight rows the skinny

@@ -28,7 +28,7 @@ impl CudaKernel for Documents {
 
     fn source(&self) -> String {
         let kernel = AttentionHopper::new(Pass::Forward, "bf16", 64, Mask::Documents, false);
-        format!("{}{}", kernel.shared_source(), include_str!("documents.cu"))
+        format!("{}{}", kernel.shared_source(), include_str!("sm90/documents.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -14,7 +14,7 @@ pub(crate) use self::paged::PagedHopper;
 use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
 use crate::cubecl::{contiguous, empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::dropout::Dropout;
 
 /// Rows of the tile that a block keeps, and of a consumer's part of it.
@@ -78,7 +78,7 @@ impl AttentionHopper {
             ("SHARED", self.shared_bytes()),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("attention.cuh"))
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/attention.cuh"))
     }
 
     /// Rows of the tiles that come by.
@@ -135,9 +135,9 @@ impl CudaKernel for AttentionHopper {
 
     fn source(&self) -> String {
         let pass = match self.pass {
-            Pass::Forward => concat!(include_str!("forward.cuh"), include_str!("forward.cu")),
-            Pass::Paged => concat!(include_str!("forward.cuh"), include_str!("paged.cu")),
-            Pass::Backward => include_str!("backward.cu"),
+            Pass::Forward => concat!(include_str!("sm90/forward.cuh"), include_str!("sm90/forward.cu")),
+            Pass::Paged => concat!(include_str!("sm90/forward.cuh"), include_str!("sm90/paged.cu")),
+            Pass::Backward => include_str!("sm90/backward.cu"),
         };
         self.shared_source() + pass
     }
@@ -202,7 +202,7 @@ impl<R: CubeRuntime> Hopper<R> {
                 && heads.strides.iter().all(|stride| stride % 8 == 0)
                 && !expanded
         };
-        if !(sizes && numbers && heads.iter().all(reads) && cuda::on_hopper(x)) {
+        if !(sizes && numbers && heads.iter().all(reads) && cuda::takes(x, Arch::Sm90)) {
             return None;
         }
         let integers = |ints: &CubeTensor<R>| (ints.dtype == DType::I32).then(|| contiguous(ints.clone()));

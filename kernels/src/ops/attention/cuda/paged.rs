@@ -7,7 +7,7 @@ use cubecl::prelude::CubeElement;
 
 use super::{AttentionHopper, KEPT, MOST_WINDOW, ROWS, map_heads};
 use crate::cubecl::{empty, multiprocessors};
-use crate::cuda::{self, Arguments};
+use crate::cuda::{self, Arch, Arguments};
 use crate::ops::attention::cubecl::Heads;
 use crate::ops::attention::{AttentionOptions, MOST_TOKENS};
 use crate::ops::cached_attention::TILE;
@@ -44,7 +44,7 @@ impl PagedHopper {
         let taken = sizes
             && [query, cached[0], cached[1]].into_iter().all(reads)
             && table.dtype == DType::I32
-            && cuda::on_hopper(query);
+            && cuda::takes(query, Arch::Sm90);
         let paged = Self {
             kernel: AttentionHopper::paged(half, head_dim),
             window: window.unwrap_or(MOST_WINDOW).min(MOST_WINDOW),

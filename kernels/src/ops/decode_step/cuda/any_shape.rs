@@ -216,7 +216,7 @@ impl CudaKernel for DecodeStepAnyShape {
         ];
         let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(shape.epsilon);
-        let body = [include_str!("watch.cuh"), include_str!("any_shape.cu")].concat();
+        let body = [include_str!("sm90/watch.cuh"), include_str!("sm90/any_shape.cu")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n{body}")
     }
 

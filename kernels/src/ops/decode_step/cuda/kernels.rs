@@ -59,7 +59,7 @@ impl Sizes {
 
     /// What draws in a step's own launch: by the barrier of the warps that multiply.
     fn draw_rows() -> String {
-        draw_source(3, MOST_BLOCKS as usize * GROUPS) + include_str!("draw_rows.cuh")
+        draw_source(3, MOST_BLOCKS as usize * GROUPS) + include_str!("sm90/draw_rows.cuh")
     }
 
     fn source(&self, rows: usize, int8: bool, body: &str) -> String {
@@ -78,9 +78,9 @@ impl Sizes {
         ];
         let defined = cuda::defines(defined);
         let epsilon = f32::from_bits(epsilon);
-        let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("paged_attention.cuh"));
+        let body = body.replace("#include \"paged_attention.cuh\"\n", include_str!("sm90/paged_attention.cuh"));
         let body = body.replace("#include \"draw_rows.cuh\"\n", &Self::draw_rows());
-        let shared = [include_str!("watch.cuh"), HOPPER, include_str!("decode_step.cuh")].concat();
+        let shared = [include_str!("sm90/watch.cuh"), HOPPER, include_str!("sm90/decode_step.cuh")].concat();
         format!("{defined}#define EPSILON {epsilon:e}f\n#define HALF \"bf16\"\n{shared}{body}")
     }
 }
@@ -119,7 +119,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, self.int8, include_str!("few_rows.cu"))
+        self.sizes.source(self.rows, self.int8, include_str!("sm90/few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -165,7 +165,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("many_rows.cu"))
+        self.sizes.source(self.rows, false, include_str!("sm90/many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -222,7 +222,7 @@ impl CudaKernel for DecodeStepLargeBatch {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("large_batch.cu"))
+        self.sizes.source(self.rows, false, include_str!("sm90/large_batch.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

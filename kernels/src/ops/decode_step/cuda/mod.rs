@@ -20,7 +20,7 @@ use self::width_1024::Width1024;
 use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decoded, StepDraw};
 use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
-use crate::cuda::{self, Arguments, CudaKernel};
+use crate::cuda::{self, Arch, Arguments, CudaKernel};
 use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
 use crate::ops::weight::Weight;
 use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
@@ -154,7 +154,7 @@ where
 {
     let planned = planned.into_inner();
     let on_device = primitive(planned.model.final_norm.gamma.clone());
-    if !cuda::on_hopper(&on_device) {
+    if !cuda::takes(&on_device, Arch::Sm90) {
         return Err(Declined::new("the device is none of compute capability 9.0"));
     }
     let made = cuda::in_context(&on_device, || {

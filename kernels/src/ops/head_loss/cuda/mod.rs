@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::cubecl::target_rows::TargetRows;
 use crate::cubecl::{empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 
 /// Warps of a block, which share a row. Each lane of a warp has the numbers of one of them, so there are 32.
 const WARPS: usize = 32;
@@ -60,7 +60,7 @@ impl CudaKernel for HeadLossHopper {
         let defined = [("VOCABULARY", *vocabulary), ("STAGES", stages), ("WARPS", WARPS), ("KINDS", KINDS)];
         let defined = cuda::defines(defined);
         let half = format!("#define HALF \"{half}\"\n#define TARGET {target}\n");
-        format!("{half}{defined}{HOPPER}{}", include_str!("row_pass.cu"))
+        format!("{half}{defined}{HOPPER}{}", include_str!("sm90/row_pass.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -83,7 +83,7 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 /// Writes the losses of rows of 16-bit `logits` `[rows, columns]`, which are `stride` elements apart, and where they are wanted their gradients in the place of the first `vocabulary` columns, if
 /// there is a kernel for the device and [the operands](HeadLossHopper::for_rows), and it runs: whether it did.
 pub(super) fn loss_of_rows<R: CubeRuntime>(logits: &CubeTensor<R>, stride: usize, of: &TargetRows<R>) -> bool {
-    let kernel = HeadLossHopper::for_rows(logits, stride, of).filter(|_| cuda::on_hopper(logits));
+    let kernel = HeadLossHopper::for_rows(logits, stride, of).filter(|_| cuda::takes(logits, Arch::Sm90));
     let Some(kernel) = kernel.filter(|kernel| works(logits, *kernel)) else { return false };
     kernel.launch(logits, stride, of, multiprocessors(logits));
     true

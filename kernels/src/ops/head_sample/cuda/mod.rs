@@ -10,7 +10,7 @@ use super::counts::NUMBERS;
 use super::cubecl::ways::Ways;
 use super::draws_key;
 use crate::cubecl::empty;
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
 
 /// Threads of a block, which have a group of tokens each.
 const THREADS: usize = 512;
@@ -21,7 +21,7 @@ pub(crate) fn draw_source(barrier: usize, groups: usize) -> String {
     let keys = rows.iter().zip(columns).map(|(row, column)| format!("{:#x}u", row | column << 16));
     let keys = keys.collect::<Vec<_>>().join(", ");
     let defined = format!("#define DRAW_BARRIER {barrier}\n#define MOST_GROUPS {groups}\n#define KEYS {keys}\n");
-    defined + include_str!("draw.cuh")
+    defined + include_str!("sm90/draw.cuh")
 }
 
 /// What the kernel is compiled for.
@@ -56,7 +56,7 @@ impl CudaKernel for DrawHopper {
         let defined = cuda::defines(defined);
         // Nothing of it depends on a 16-bit dtype.
         let draw = draw_source(0, shares * THREADS);
-        format!("#define HALF \"bf16\"\n{defined}{HOPPER}{draw}{}", include_str!("draw.cu"))
+        format!("#define HALF \"bf16\"\n{defined}{HOPPER}{draw}{}", include_str!("sm90/draw.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -91,7 +91,7 @@ pub(super) fn draw<R: CubeRuntime>(
     let integers = [streams, lines, positions, out].iter().all(|x| x.dtype == DType::I32);
     let read_together = std::iter::once(logits).chain(counts.into_iter().flatten());
     let begins = read_together.map(|x| x.handle.offset_start.unwrap_or(0)).all(|begin| begin.is_multiple_of(16));
-    if !integers || !begins || !cuda::on_hopper(logits) || !works(kernel, logits) {
+    if !integers || !begins || !cuda::takes(logits, Arch::Sm90) || !works(kernel, logits) {
         return false;
     }
     let texts = counts.map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);

@@ -117,7 +117,7 @@ impl CudaKernel for GemmFewRows {
             ("NORM", norm.into()),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("gemm_few_rows.cu"))
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/gemm_few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -173,7 +173,7 @@ impl CudaKernel for GemmHopper {
             ("SLOPES", slopes),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("gemm.cu"))
+        format!("#define HALF \"{}\"\n{defined}{HOPPER}{}", numbers.half_name(), include_str!("sm90/gemm.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

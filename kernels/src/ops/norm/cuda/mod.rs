@@ -7,7 +7,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::cubecl::{empty, multiprocessors};
-use crate::cuda::{self, Arguments, CudaKernel, HOPPER, Tried};
+use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
 
 /// Warps of a block, which have a row each at a time.
 const WARPS: usize = 8;
@@ -65,7 +65,7 @@ impl CudaKernel for NormBackwardHopper {
             ("GAMMA_F32", gamma_f32.into()),
         ];
         let defined = cuda::defines(defined);
-        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("backward.cu"))
+        format!("#define HALF \"{half}\"\n{defined}{HOPPER}{}", include_str!("sm90/backward.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -112,7 +112,7 @@ pub(super) fn norm_backward<R: CubeRuntime>(rows: &NormedRows<R>) -> Option<(Cub
     let (x, _) = rows.x;
     let kernel = NormBackwardHopper::for_rows(rows)?;
     let blocks = multiprocessors(x) as usize;
-    let worth = x.meta.shape()[0] >= blocks * WARPS && cuda::on_hopper(x);
+    let worth = x.meta.shape()[0] >= blocks * WARPS && cuda::takes(x, Arch::Sm90);
     (worth && works(x, kernel)).then(|| kernel.launch(rows, blocks))
 }
 
