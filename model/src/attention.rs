@@ -8,7 +8,7 @@ use fireclay_kernels::{
     attention_weights, cached_attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
-use crate::config::TransformerConfig;
+use crate::layer::LayerConfig;
 use crate::matrix::Matrix;
 use crate::parameters::{Initializer, LayerNorm};
 use crate::pass::{Pass, Site};
@@ -30,21 +30,26 @@ pub struct Attention<B: Backend> {
     pub output_bias: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
     n_kv_heads: usize,
+    #[module(skip)]
+    window: Option<usize>,
 }
 
 impl<B: Backend> Attention<B> {
-    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+    pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
         let heads = config.n_heads * config.head_dim;
-        let head_norm = TransformerConfig { d_model: config.head_dim, norm: NormKind::RmsNorm, ..config.clone() };
+        let head_norm = || init.norm(config.head_dim, NormKind::RmsNorm, config.norm_epsilon);
+        let (query_norm, key_norm) = (config.qk_norm.then(head_norm), config.qk_norm.then(head_norm));
+        let [deviation, residual_deviation] = config.init_deviations;
         Self {
-            qkv: init.matrix([config.qkv_width(), config.d_model], config.init_deviation).into(),
+            qkv: init.matrix([config.qkv_width(), config.d_model], deviation).into(),
             qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),
-            query_norm: config.qk_norm.then(|| init.norm(&head_norm)),
-            key_norm: config.qk_norm.then(|| init.norm(&head_norm)),
-            output: init.matrix([config.d_model, heads], config.residual_deviation()).into(),
+            query_norm,
+            key_norm,
+            output: init.matrix([config.d_model, heads], residual_deviation).into(),
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
+            window: config.window,
         }
     }
 
@@ -61,7 +66,7 @@ impl<B: Backend> Attention<B> {
     ) -> Tensor<B, 2> {
         let [rows, _] = x.dims();
         let (qkv, heads) = self.qkv(x, pre_norm);
-        match (cache, &pass.cached) {
+        match (cache, pass.cached(self.window)) {
             (Some(cache), Some(at)) => cached_attention(qkv, heads, self.placement(pass), at, cache),
             _ => {
                 let output = self.attend(by_rows(qkv, pass), heads, pass, layer);
@@ -77,7 +82,7 @@ impl<B: Backend> Attention<B> {
         let [query, key, _] = heads.split(by_rows(qkv, pass));
         let query = self.place(query, self.query_norm.as_ref(), pass);
         let key = self.place(key, self.key_norm.as_ref(), pass);
-        attention_weights(query, key, &pass.mask, AttentionOptions::new(heads.head_dim))
+        attention_weights(query, key, pass.mask(self.window), AttentionOptions::new(heads.head_dim))
     }
 
     /// Queries, keys and values of tokens in one tensor, a line for each, and how they lie in it.
@@ -99,12 +104,12 @@ impl<B: Backend> Attention<B> {
                 Some(table) => qkv_rotary(qkv, heads, table, pass.positions.clone()),
                 None => qkv,
             };
-            return qkv_attention(qkv, heads, &pass.mask, options);
+            return qkv_attention(qkv, heads, pass.mask(self.window), options);
         }
         let [query, key, value] = heads.split(qkv);
         let query = self.place(query, self.query_norm.as_ref(), pass);
         let key = self.place(key, self.key_norm.as_ref(), pass);
-        attention(query, key, value, &pass.mask, options)
+        attention(query, key, value, pass.mask(self.window), options)
     }
 
     /// What [`place`](Self::place) does, for the operation that does it itself.

@@ -7,8 +7,9 @@ use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, LayerCache, linear_add, norm};
 
 use crate::attention::Attention;
-use crate::config::{NormPlacement, TransformerConfig};
+use crate::config::NormPlacement;
 use crate::feed_forward::FeedForward;
+use crate::layer::LayerConfig;
 use crate::parameters::{Initializer, LayerNorm};
 use crate::pass::{Pass, Site};
 
@@ -23,15 +24,19 @@ pub struct Block<B: Backend> {
     pub feed_forward_norm: LayerNorm<B>,
     /// The feed-forward layer.
     pub feed_forward: FeedForward<B>,
+    #[module(skip)]
+    norm_placement: NormPlacement,
 }
 
 impl<B: Backend> Block<B> {
-    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+    pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
+        let norm = |init: &Initializer<'_, B>| init.norm(config.d_model, config.norm, config.norm_epsilon);
         Self {
-            attention_norm: init.norm(config),
+            attention_norm: norm(init),
             attention: Attention::new(config, init),
-            feed_forward_norm: init.norm(config),
+            feed_forward_norm: norm(init),
             feed_forward: FeedForward::new(config, init),
+            norm_placement: config.norm_placement,
         }
     }
 
@@ -45,7 +50,7 @@ impl<B: Backend> Block<B> {
     ) -> Tensor<B, 2> {
         let norms = (self.attention_norm.weights(), self.feed_forward_norm.weights());
         let in_attention = part("attention");
-        match pass.norm_placement {
+        match self.norm_placement {
             NormPlacement::Pre => {
                 let heads = self.attention.heads(x.clone(), Some(&norms.0), pass, layer, cache);
                 let x = self.add_attention(heads, x, pass, layer);
@@ -65,7 +70,7 @@ impl<B: Backend> Block<B> {
 
     /// The weights of this block's attention over `x`, f32 `[batch_size, n_heads, seq_length, seq_length]`.
     pub(crate) fn attention_weights(&self, x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 4> {
-        let norm = (pass.norm_placement == NormPlacement::Pre).then(|| self.attention_norm.weights());
+        let norm = (self.norm_placement == NormPlacement::Pre).then(|| self.attention_norm.weights());
         self.attention.weights(x, norm.as_ref(), pass)
     }
 

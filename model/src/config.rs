@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use fireclay_kernels::{Activation, ActivationKind, NormKind};
+use fireclay_kernels::{ActivationKind, NormKind};
 
 use crate::rotary::RotaryScaling;
 
@@ -79,6 +79,9 @@ pub struct TransformerConfig {
     pub attention: AttentionDirection,
     /// Keys that a query sees at the most, its own included.
     pub sliding_window: Option<usize>,
+    /// A window for each layer in place of `sliding_window`, 0 for none; empty where all layers are alike.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_windows: Vec<usize>,
     /// RMS norm over each head of queries and keys (Qwen3).
     pub qk_norm: bool,
     /// Bias on the query, key and value projection.
@@ -141,6 +144,7 @@ impl TransformerConfig {
             token_types: 0,
             attention: AttentionDirection::Causal,
             sliding_window: None,
+            layer_windows: Vec::new(),
             qk_norm: false,
             qkv_bias: true,
             output_bias: true,
@@ -253,6 +257,8 @@ impl TransformerConfig {
         with_attention: attention, AttentionDirection;
         /// With a window of keys.
         with_sliding_window: sliding_window, Option<usize>;
+        /// With a window of keys for each layer, 0 for none.
+        with_layer_windows: layer_windows, Vec<usize>;
         /// With norms on queries and keys.
         with_qk_norm: qk_norm, bool;
         /// With a bias on queries, keys and values.
@@ -326,6 +332,18 @@ impl TransformerConfig {
             (
                 self.sliding_window.is_some() && self.attention == AttentionDirection::Bidirectional,
                 "sliding_window is set, but attention is bidirectional: a window looks back only".into(),
+            ),
+            (
+                !self.layer_windows.is_empty() && self.attention == AttentionDirection::Bidirectional,
+                "layer_windows are set, but attention is bidirectional: a window looks back only".into(),
+            ),
+            (
+                !self.layer_windows.is_empty() && self.sliding_window.is_some(),
+                "layer_windows and sliding_window are both set: give one of them".into(),
+            ),
+            (
+                ![0, self.n_layers].contains(&self.layer_windows.len()),
+                format!("layer_windows ({}) are not as many as n_layers ({})", self.layer_windows.len(), self.n_layers),
             ),
             (
                 self.token_types > 0 && self.attention == AttentionDirection::Causal,
@@ -408,10 +426,6 @@ impl TransformerConfig {
     pub(crate) fn up_width(&self) -> usize {
         if self.gated { 2 * self.d_ff } else { self.d_ff }
     }
-
-    pub(crate) fn kernel_activation(&self) -> Activation {
-        Activation { kind: self.activation, gated: self.gated }
-    }
 }
 
 #[cfg(test)]
@@ -431,6 +445,12 @@ mod tests {
                 ["head_dim", "positions"],
             ),
             (TransformerConfig::bert(10, 8, 12, 1, 3).with_sliding_window(Some(4)), ["sliding_window", "attention"]),
+            (base.clone().with_layer_windows(vec![4, 0]), ["layer_windows", "n_layers"]),
+            (
+                base.clone().with_layer_windows(vec![4]).with_sliding_window(Some(4)),
+                ["layer_windows", "sliding_window"],
+            ),
+            (TransformerConfig::bert(10, 8, 12, 1, 3).with_layer_windows(vec![4]), ["layer_windows", "attention"]),
             (base.clone().with_token_types(2), ["token_types", "attention"]),
             (base.clone().with_norm_placement(NormPlacement::Post), ["residual_scaling", "norm_placement"]),
             (base.clone().with_intents(2), ["intents", "tags"]),

@@ -3,9 +3,9 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use fireclay_kernels::{Backend, FeedForwardLayer, Norm, feed_forward};
+use fireclay_kernels::{Activation, Backend, FeedForwardLayer, Norm, feed_forward};
 
-use crate::config::TransformerConfig;
+use crate::layer::LayerConfig;
 use crate::matrix::Matrix;
 use crate::parameters::Initializer;
 use crate::pass::{Pass, Site};
@@ -21,15 +21,19 @@ pub struct FeedForward<B: Backend> {
     pub down: Matrix<B>,
     /// Its bias.
     pub down_bias: Option<Param<Tensor<B, 1>>>,
+    #[module(skip)]
+    pub(crate) activation: Activation,
 }
 
 impl<B: Backend> FeedForward<B> {
-    pub(crate) fn new(config: &TransformerConfig, init: &mut Initializer<'_, B>) -> Self {
+    pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
+        let [deviation, residual_deviation] = config.init_deviations;
         Self {
-            up: init.matrix([config.up_width(), config.d_model], config.init_deviation).into(),
+            up: init.matrix([config.up_width(), config.d_model], deviation).into(),
             up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
-            down: init.matrix([config.d_model, config.d_ff], config.residual_deviation()).into(),
+            down: init.matrix([config.d_model, config.d_ff], residual_deviation).into(),
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
+            activation: config.activation,
         }
     }
 
@@ -44,7 +48,7 @@ impl<B: Backend> FeedForward<B> {
         let weights = FeedForwardLayer {
             up: self.up.weight(),
             up_bias: self.up_bias.as_ref().map(Param::val),
-            activation: pass.activation,
+            activation: self.activation,
             down: self.down.weight(),
             down_bias: self.down_bias.as_ref().map(Param::val),
         };

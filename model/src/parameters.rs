@@ -8,8 +8,6 @@ use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::{Backend, Norm, NormKind, RandomKey, reshape};
 use rayon::prelude::*;
 
-use crate::config::TransformerConfig;
-
 /// Draws starting values on the host, so that a seed gives the same model on every backend.
 pub(crate) struct Initializer<'a, B: Backend> {
     /// None where the values do not matter.
@@ -70,12 +68,8 @@ impl<'a, B: Backend> Initializer<'a, B> {
         Param::uninitialized(ParamId::new(), zeros, self.device.clone(), true, dims.into())
     }
 
-    pub(crate) fn norm(&self, config: &TransformerConfig) -> LayerNorm<B> {
-        LayerNorm {
-            gamma: self.ones(config.d_model),
-            beta: (config.norm == NormKind::LayerNorm).then(|| self.zeros(config.d_model)),
-            epsilon: config.norm_epsilon,
-        }
+    pub(crate) fn norm(&self, width: usize, kind: NormKind, epsilon: f64) -> LayerNorm<B> {
+        LayerNorm { gamma: self.ones(width), beta: (kind == NormKind::LayerNorm).then(|| self.zeros(width)), epsilon }
     }
 }
 

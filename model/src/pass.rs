@@ -4,20 +4,23 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::{AttentionMask, Backend, CachedTokens, Dropout, RandomKey, RotaryTable};
 
-use crate::config::NormPlacement;
-
 /// What all blocks of one forward pass share.
 pub(crate) struct Pass<B: Backend> {
     /// Position of each token, `[batch_size, seq_length]`.
     pub(crate) positions: Tensor<B, 2, Int>,
     pub(crate) rotary: Option<RotaryTable<B>>,
-    pub(crate) mask: AttentionMask<B>,
-    /// Where the tokens stand in the cache, where there is one.
-    pub(crate) cached: Option<CachedTokens<B>>,
-    pub(crate) norm_placement: NormPlacement,
-    pub(crate) activation: fireclay_kernels::Activation,
+    /// What tokens see in the layers of each window that the model has.
+    pub(crate) seen: Vec<Seen<B>>,
     /// Probability and key of every dropout, in training.
     pub(crate) dropout: Option<(f64, RandomKey)>,
+}
+
+/// What tokens see in the layers of one window.
+pub(crate) struct Seen<B: Backend> {
+    pub(crate) window: Option<usize>,
+    pub(crate) mask: AttentionMask<B>,
+    /// Where the tokens are in the cache, where there is one.
+    pub(crate) cached: Option<CachedTokens<B>>,
 }
 
 /// The places where a block drops elements.
@@ -33,5 +36,19 @@ impl<B: Backend> Pass<B> {
     pub(crate) fn dropout(&self, layer: usize, site: Site) -> Option<Dropout> {
         let (probability, key) = self.dropout?;
         Some(Dropout { probability, key: key.fold(layer as u64 + 1).fold(site as u64) })
+    }
+
+    /// What a layer of this window sees without a cache.
+    pub(crate) fn mask(&self, window: Option<usize>) -> &AttentionMask<B> {
+        &self.of(window).mask
+    }
+
+    /// Where the tokens are in the cache, for a layer of this window.
+    pub(crate) fn cached(&self, window: Option<usize>) -> Option<&CachedTokens<B>> {
+        self.of(window).cached.as_ref()
+    }
+
+    fn of(&self, window: Option<usize>) -> &Seen<B> {
+        self.seen.iter().find(|seen| seen.window == window).expect("a window of the model's layers")
     }
 }

@@ -20,7 +20,7 @@ use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, T
 use crate::heads::UtteranceHeads;
 use crate::matrix::Matrix;
 use crate::parameters::{Initializer, LayerNorm};
-use crate::pass::Pass;
+use crate::pass::{Pass, Seen};
 
 /// One transformer for training, prefill and decode, whatever its family.
 #[derive(Module, Debug)]
@@ -152,13 +152,14 @@ impl TransformerConfig {
         let position_embedding = (self.positions == Positions::Learned).then(|| table(self.context_length));
         let token_type_embedding = (self.token_types > 0).then(|| table(self.token_types));
         let head = (!self.tied_embeddings).then(|| table(self.vocab_size));
+        let norm = |init: &Initializer<'_, B>| init.norm(self.d_model, self.norm, self.norm_epsilon);
         Ok(Transformer {
             embedding: embedding.into(),
             position_embedding,
             token_type_embedding,
-            embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| init.norm(self)),
-            blocks: (0..self.n_layers).map(|_| Block::new(self, init)).collect(),
-            final_norm: (self.norm_placement == NormPlacement::Pre).then(|| init.norm(self)),
+            embedding_norm: (self.norm_placement == NormPlacement::Post).then(|| norm(init)),
+            blocks: self.layers().map(|layer| Block::new(&layer, init)).collect(),
+            final_norm: (self.norm_placement == NormPlacement::Pre).then(|| norm(init)),
             head: head.map(Matrix::from),
             heads: (self.tags > 0).then(|| UtteranceHeads::new(self, init)),
             config: self.clone(),
@@ -497,6 +498,7 @@ impl<B: Backend> Transformer<B> {
         if self.token_type_embedding.is_some() {
             return declined("token types");
         }
+        let [window] = config.windows()[..] else { return declined("layers with windows of their own") };
         let rotary = match (&self.rotary_cos, &self.rotary_sin) {
             (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
             _ => None,
@@ -523,9 +525,9 @@ impl<B: Backend> Transformer<B> {
             blocks: self.blocks.iter().map(block).collect(),
             final_norm: final_norm.weights(),
             heads,
-            activation: config.kernel_activation(),
+            activation: config.layer(0).activation,
             activations: self.activations,
-            window: config.sliding_window,
+            window,
         })
     }
 
@@ -591,13 +593,16 @@ impl<B: Backend> Transformer<B> {
                 positions.reshape([1, seq_length]).expand([batch_size, seq_length])
             }
         };
-        let window = self.config.sliding_window;
-        let mask = match (self.config.attention, lengths, document_starts) {
-            (AttentionDirection::Causal, _, Some(starts)) => AttentionMask::Documents { starts, window },
+        let mask = |window| match (self.config.attention, &lengths, &document_starts) {
+            (AttentionDirection::Causal, _, Some(starts)) => {
+                AttentionMask::Documents { starts: starts.clone(), window }
+            }
             (AttentionDirection::Causal, _, None) => AttentionMask::Causal { window },
-            (AttentionDirection::Bidirectional, Some(lengths), _) => AttentionMask::Lengths(lengths),
+            (AttentionDirection::Bidirectional, Some(lengths), _) => AttentionMask::Lengths(lengths.clone()),
             (AttentionDirection::Bidirectional, None, _) => AttentionMask::None,
         };
+        let seen =
+            |window| Seen { window, mask: mask(window), cached: cached.as_ref().map(|at| at.with_window(window)) };
         let rotary = match (&self.rotary_cos, &self.rotary_sin) {
             (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
             _ => None,
@@ -605,10 +610,7 @@ impl<B: Backend> Transformer<B> {
         Pass {
             positions,
             rotary,
-            mask,
-            cached,
-            norm_placement: self.config.norm_placement,
-            activation: self.config.kernel_activation(),
+            seen: self.config.windows().into_iter().map(seen).collect(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
         }
     }

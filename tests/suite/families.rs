@@ -18,6 +18,7 @@ fn causal_families() -> Vec<(&'static str, TransformerConfig)> {
         ("qwen2", TransformerConfig::qwen2(50, 24, 32, 2, 4).with_n_kv_heads(1)),
         ("qwen3", TransformerConfig::qwen3(50, 24, 32, 2, 4, 10)),
         ("no positions", gpt2.clone().with_positions(Positions::None)),
+        ("llama with windows by layer", llama.clone().with_layer_windows(vec![3, 0])),
         ("llama with layer norms", llama.with_norm(NormKind::LayerNorm).with_sliding_window(Some(3))),
     ]
 }
@@ -50,6 +51,36 @@ backend_test!(cached_decode_equals_the_full_forward_token_by_token::<B>(device) 
         }
         assert_eq!(rows.map(|row| cache.length(row)), [20, 13]);
     }
+});
+
+backend_test!(each_layer_has_its_own_window::<B>(device) {
+    let llama = TransformerConfig::llama(50, 24, 32, 2, 4).with_init_deviation(0.3);
+    let hidden = |config: TransformerConfig| {
+        let model: Transformer<B> = config.init(3, &device).expect("a config that can be built");
+        model.forward(tokens::<B>(2, 20, &device))
+    };
+    let windows = |windows: [usize; 2]| hidden(llama.clone().with_layer_windows(windows.to_vec()));
+    // All alike, as one setting of the model says it; and no window.
+    assert_close("windows of 4", &windows([4, 4]), &hidden(llama.clone().with_sliding_window(Some(4))), 0.0);
+    assert_close("no windows", &windows([0, 0]), &hidden(llama.clone()), 0.0);
+    let differ = |a: &Tensor<B, 3>, b: &Tensor<B, 3>| {
+        (a.clone() - b.clone()).abs().max().into_data().iter::<f32>().next().expect("a value")
+    };
+    let all = [windows([4, 0]), windows([0, 4]), windows([4, 4]), windows([0, 0])];
+    for (at, a) in all.iter().enumerate() {
+        // Up to the fourth token the windows hide nothing.
+        assert_close("the first tokens", &a.clone().narrow(1, 0, 4), &all[0].clone().narrow(1, 0, 4), 1e-5);
+        assert!(all[..at].iter().all(|b| differ(a, b) > 1e-2), "windows {at} are like others");
+    }
+    // With windows of four in both layers a token depends on the six before it.
+    let model: Transformer<B> = llama.clone().with_layer_windows(vec![4, 4]).init(3, &device)?;
+    let ids = tokens::<B>(1, 12, &device);
+    let changed = Tensor::cat(vec![ids.clone().narrow(1, 0, 5).add_scalar(1), ids.clone().narrow(1, 5, 7)], 1);
+    let [before, after] = [ids.clone(), changed.clone()].map(|ids| model.forward(ids).narrow(1, 11, 1));
+    assert_close("a token beyond all windows", &after, &before, tolerance::<B>(&device));
+    let model: Transformer<B> = llama.clone().with_layer_windows(vec![4, 0]).init(3, &device)?;
+    let [before, after] = [ids, changed].map(|ids| model.forward(ids).narrow(1, 11, 1));
+    assert!(differ(&before, &after) > 1e-2, "a layer without a window sees all tokens");
 });
 
 backend_test!(a_causal_model_never_looks_ahead::<B>(device) {

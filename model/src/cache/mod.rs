@@ -90,7 +90,7 @@ impl<B: Backend> Cache<B> {
             pages: Pages::new(pages, page_tokens),
             page_tokens,
             rows: HashMap::new(),
-            window: config.sliding_window,
+            window: config.layer(0).window,
             context_length: config.context_length,
             last: None,
             plan: None,

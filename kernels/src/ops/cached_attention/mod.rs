@@ -179,6 +179,18 @@ impl<B: Backend> CachedTokens<B> {
         Self { apart: self.apart.clone(), ..Self::of(rows, positions, self.pages.clone(), self.window) }
     }
 
+    /// The same tokens in a layer in which each sees `window` keys at the most, its own included. Nothing goes to the device.
+    pub fn with_window(&self, window: Option<usize>) -> Self {
+        if window == self.window {
+            return self.clone();
+        }
+        Self {
+            following: self.following.clone(),
+            apart: self.apart.clone(),
+            ..Self::of(self.rows.clone(), self.positions.clone(), self.pages.clone(), window)
+        }
+    }
+
     /// The rows.
     pub fn rows(&self) -> &[CachedRow] {
         &self.rows

@@ -1,0 +1,93 @@
+//! What one block is made of.
+
+use fireclay_kernels::{Activation, NormKind};
+
+use crate::config::{NormPlacement, TransformerConfig};
+
+/// The settings of one block, which follow from the model's: a [`Block`](crate::Block) is built from these alone, so that a
+/// family whose layers differ says so in [`TransformerConfig::layer`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Number of key and value heads.
+    pub n_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Width between the two products of the feed-forward layer.
+    pub d_ff: usize,
+    /// Layer or RMS norm.
+    pub norm: NormKind,
+    /// Added to variances and mean squares.
+    pub norm_epsilon: f64,
+    /// Before or after the sub-layers.
+    pub norm_placement: NormPlacement,
+    /// Keys that a query sees at the most, its own included.
+    pub window: Option<usize>,
+    /// RMS norm over each head of queries and keys.
+    pub qk_norm: bool,
+    /// Bias on the query, key and value projection.
+    pub qkv_bias: bool,
+    /// Bias on attention's output projection.
+    pub output_bias: bool,
+    /// Biases in the feed-forward layer.
+    pub feed_forward_bias: bool,
+    /// Between the products of the feed-forward layer.
+    pub activation: Activation,
+    /// Standard deviation of matrices at the start, and of those that project into the residual stream.
+    pub init_deviations: [f64; 2],
+}
+
+impl LayerConfig {
+    /// Rows of the joint query, key and value projection.
+    pub(crate) fn qkv_width(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Rows of the first feed-forward projection, gate and up together where it is gated.
+    pub(crate) fn up_width(&self) -> usize {
+        if self.activation.gated { 2 * self.d_ff } else { self.d_ff }
+    }
+}
+
+impl TransformerConfig {
+    /// The settings of block `layer`, counted from zero.
+    pub fn layer(&self, layer: usize) -> LayerConfig {
+        let window = match self.layer_windows.get(layer) {
+            Some(window) => Some(*window).filter(|window| *window > 0),
+            None => self.sliding_window,
+        };
+        LayerConfig {
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+            d_ff: self.d_ff,
+            norm: self.norm,
+            norm_epsilon: self.norm_epsilon,
+            norm_placement: self.norm_placement,
+            window,
+            qk_norm: self.qk_norm,
+            qkv_bias: self.qkv_bias,
+            output_bias: self.output_bias,
+            feed_forward_bias: self.feed_forward_bias,
+            activation: Activation { kind: self.activation, gated: self.gated },
+            init_deviations: [self.init_deviation, self.residual_deviation()],
+        }
+    }
+
+    /// The settings of all blocks, from the first to the last.
+    pub fn layers(&self) -> impl Iterator<Item = LayerConfig> {
+        (0..self.n_layers).map(|layer| self.layer(layer))
+    }
+
+    /// The windows that layers have, each once.
+    pub(crate) fn windows(&self) -> Vec<Option<usize>> {
+        let mut windows: Vec<Option<usize>> = self.layers().map(|layer| layer.window).collect();
+        windows.sort_unstable();
+        windows.dedup();
+        windows
+    }
+}
