@@ -73,10 +73,11 @@ impl Golden {
     }
 }
 
-/// Where the largest difference lies within what f32 allows; TF32 products allow more.
+/// That the largest difference is within what f32 allows; where sums are in another order than on the CPU, Adam may make more of
+/// a gradient that is rounding alone.
 #[track_caller]
 fn assert_near<B: Backend>(what: &str, ours: &[f32], golden: &[f32], bound: f32, device: &B::Device) {
-    let bound = if B::name(device).contains("cuda") { bound * 2000.0 } else { bound };
+    let bound = if B::name(device).contains("cuda") { bound * 200.0 } else { bound };
     let distances = ours.iter().zip(golden).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() });
     let largest = distances.fold(0.0, f32::max);
     assert_eq!(ours.len(), golden.len(), "{what}");
