@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What needs a GPU: parity in each dtype, the suite's tests that concern the device, and both under compute-sanitizer.
+# What needs a GPU: parity in each dtype, the suite's tests that concern the device, and both under compute-sanitizer; but for
+# the mutation run of whole decode steps, which is the suite's (CONTRIBUTING).
 # A test is a process of its own: one that hangs, or breaks the device, takes no other with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

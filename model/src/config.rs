@@ -80,7 +80,7 @@ pub struct TransformerConfig {
     /// Keys that a query sees at the most, its own included.
     pub sliding_window: Option<usize>,
     /// A window for each layer in place of `sliding_window`, 0 for none; empty where all layers are alike.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     pub layer_windows: Vec<usize>,
     /// RMS norm over each head of queries and keys (Qwen3).
     pub qk_norm: bool,

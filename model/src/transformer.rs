@@ -292,7 +292,8 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
-    /// this model with the weights that it has now, and for clones of it; a step with another panics.
+    /// this model with the weights that it has now, and for clones of it: a step with another model, or after one of this
+    /// model's methods has changed them, panics. Whoever replaces parameters in another way makes a new cache.
     ///
     /// # Panics
     /// If the model looks ahead, as encoders do.

@@ -226,6 +226,22 @@ mod tests {
     }
 
     #[test]
+    fn every_field_of_the_models_config_can_be_set() {
+        let config = serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).expect("a config is JSON");
+        let known = known_keys();
+        let taken_from_data = ["vocab_size", "intents", "tags"];
+        for field in
+            config.as_object().expect("fields").keys().filter(|field| !taken_from_data.contains(&field.as_str()))
+        {
+            assert!(known.contains(&("model".into(), field.clone())), "{field}");
+        }
+        let recipe = Recipe::shipped("llama-15m")
+            .and_then(|recipe| recipe.with_all([("n_layers", "2"), ("layer_windows", "[4, 0]")]));
+        let recipe = Recipe { sizes: sizes(10), ..recipe.expect("known keys") };
+        assert_eq!(recipe.model_config().expect("a good model").layer_windows, [4, 0]);
+    }
+
+    #[test]
     fn a_setting_replaces_the_recipes_value() {
         let recipe = Recipe::shipped("stories").expect("a good recipe");
         let changed = recipe.with("steps", "7").and_then(|r| r.with("model.dropout", "0.25")).expect("known keys");

@@ -113,6 +113,8 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     let likeliest = generate(&["--temperature", "0"]);
     assert_eq!(generate(&["--temperature", "1", "--top-k", "1"]), likeliest);
     assert_eq!(generate(&["--temperature", "1", "--top-p", "0.000001"]), likeliest);
+    // Zero in f32, and yet a top-p.
+    assert_eq!(generate(&["--temperature", "1", "--top-p", "1e-60"]), likeliest);
 
     let context = ["generate", "--backend", backend, "--model", text(&out), "--prompt", "There was once"];
     assert_refused(&fireclay(&[&context[..], &["--max-tokens", "126"]].concat()), 1, &["context is 128", "125"]);

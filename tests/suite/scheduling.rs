@@ -375,6 +375,8 @@ backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
     refused(Request::new(vec![1], 0), "asks for one at least");
     refused(Request::new(vec![90], 5), "token 90 is none of the model's, which are 0 to 89");
     refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is none");
+    let sampling = fireclay_kernels::Sampling::greedy().with_temperature(1e39);
+    refused(Request { sampling, ..Request::new(vec![1], 5) }, "a temperature of 1000");
     refused(Request { likeliest: Some(21), ..Request::new(vec![1], 5) }, "20 of the likeliest");
     refused(Request::new(vec![1; 300], 21), "the model's context is 320");
     refused(Request::new(vec![1; 100], 29), "the cache holds 128");

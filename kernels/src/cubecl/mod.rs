@@ -30,7 +30,7 @@ const MAX_CUBES: u32 = 65_535;
 pub(crate) fn multiprocessors<R: CubeRuntime>(x: &CubeTensor<R>) -> u32 {
     let own = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
     #[cfg(feature = "cuda")]
-    if let Some(arch) = crate::cuda::arch::in_place_of_own() {
+    if let Some(arch) = crate::cuda::arch::in_place_of_own(x) {
         return own.min(arch.multiprocessors());
     }
     own

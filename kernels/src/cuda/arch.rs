@@ -10,7 +10,8 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
-/// Makes a newer device take the kernels of an older family, in that family's limits: to try these where there is none.
+/// Makes a newer device take the kernels of an older family, cut for as many multiprocessors: to try these where there is no
+/// such device. What else the device has, such as TMA for CubeCL's kernels, stays in use.
 pub(crate) const VARIABLE: &str = "FIRECLAY_CUDA_ARCH";
 
 /// A family of devices.
@@ -101,13 +102,16 @@ pub(crate) fn asked_of((major, minor): (i32, i32)) -> Result<Option<&'static str
     }
 }
 
-/// The family that is asked for in place of the device's own.
-///
-/// # Panics
-/// If the variable names none: [`asked_of`] says so before.
-pub(crate) fn in_place_of_own() -> Option<Arch> {
+/// The family that is asked for, once it is known to be one: [`asked_of`] refuses others before there is a device.
+fn asked_for() -> Option<Arch> {
     static ASKED: OnceLock<Option<Arch>> = OnceLock::new();
-    *ASKED.get_or_init(|| asked().unwrap_or_else(|reason| panic!("{reason}")))
+    *ASKED.get_or_init(|| asked().unwrap_or_default())
+}
+
+/// The family whose kernels, and as many multiprocessors, are asked for on the CUDA device of `x`.
+pub(crate) fn in_place_of_own<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<Arch> {
+    let device: &dyn std::any::Any = &x.device;
+    asked_for().filter(|_| device.is::<CudaDevice>())
 }
 
 /// The family whose kernels the device of this index takes.
@@ -122,12 +126,12 @@ pub(super) fn of_device(index: usize) -> Option<Arch> {
     let capability = capabilities.get(index).copied().unwrap_or((0, 0));
     let own = Arch::of_capability(capability);
     // A device takes no newer family's kernels, whatever is asked for.
-    let taken = in_place_of_own().filter(|asked| asked.capability() <= capability).or(own);
+    let taken = asked_for().filter(|asked| asked.capability() <= capability).or(own);
     if !taken.is_some_and(Arch::has_kernels) {
         static TOLD: Once = Once::new();
         TOLD.call_once(|| {
             let (major, minor) = capability;
-            let asked = in_place_of_own().map_or(String::new(), |asked| format!(", and takes those of {}", asked.name()));
+            let asked = asked_for().map_or(String::new(), |asked| format!(", and takes those of {}", asked.name()));
             eprintln!(
                 "note: this device has compute capability {major}.{minor}{asked}; the kernels written for 9.0 (H100, H200) \
                  are not for it, and the portable ones run"

@@ -80,7 +80,7 @@ impl GenerationOptions {
     /// # Errors
     /// Names the value.
     pub fn validate(&self) -> Result<(), Failure> {
-        if !self.temperature.is_finite() || self.temperature < 0.0 {
+        if !(self.temperature as f32).is_finite() || self.temperature < 0.0 {
             return Err(Failure::usage(format!("--temperature {} must be 0 or above", self.temperature)));
         }
         if self.temperature > 0.0 && self.temperature < LEAST_TEMPERATURE {
@@ -97,10 +97,10 @@ impl GenerationOptions {
             return Err(Failure::usage(format!("--min-p {min_p} must be 0 to 1")));
         }
         let Penalties { repetition, presence, frequency } = self.penalties;
-        if !(repetition.is_finite() && repetition > 0.0) {
+        if !((repetition as f32).is_finite() && repetition as f32 > 0.0) {
             return Err(Failure::usage(format!("--repetition-penalty {repetition} must be above 0; 1 takes nothing")));
         }
-        if !presence.is_finite() || !frequency.is_finite() {
+        if [presence, frequency].iter().any(|penalty| !(*penalty as f32).is_finite()) {
             return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers"));
         }
         if self.max_tokens == Some(0) {

@@ -35,6 +35,7 @@ impl<B: ActivationOps> Backward<B, 1> for ActivateNode {
 
 impl<B: ActivationOps, C: CheckpointStrategy> ActivationOps for Autodiff<B, C> {
     fn activate(operands: Checked<ActivateForward<Self>>) -> Tensor<Self, 2> {
+        let _products = operands.products().enter();
         let ActivateForward { x, activation } = operands.into_inner();
         let input = inner(&x);
         let output = activate_forward::<B>(Checked::new(ActivateForward { x: input.clone(), activation }));

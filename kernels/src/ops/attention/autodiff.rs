@@ -99,6 +99,7 @@ fn inner_mask<B: AttentionOps, C: CheckpointStrategy>(mask: AttentionMask<Autodi
 
 impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
     fn attention(operands: Checked<AttentionForward<Self>>) -> Tensor<Self, 4> {
+        let _products = operands.products().enter();
         let AttentionForward { query, key, value, mask, options } = operands.into_inner();
         let mask = inner_mask(mask);
         let forward = AttentionForward {
@@ -120,6 +121,7 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
     }
 
     fn qkv_attention(operands: Checked<QkvAttentionForward<Self>>) -> Tensor<Self, 4> {
+        let _products = operands.products().enter();
         let QkvAttentionForward { qkv, heads, mask, options } = operands.into_inner();
         let (mask, input) = (inner_mask(mask), inner(&qkv));
         let forward = QkvAttentionForward { qkv: input.clone(), heads, mask: mask.clone(), options };

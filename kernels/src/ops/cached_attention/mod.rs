@@ -96,7 +96,7 @@ impl<B: Backend> CachedTokens<B> {
     }
 
     /// Panics unless the page that each row writes into, and those behind it, are that row's alone: kernels write the cells of
-    /// a pass's tokens all at once. It is looked at once for a list of pages, which holds as its rows grow.
+    /// a pass's tokens all at once. It is looked at once for these tokens, and holds as their rows grow in their pages.
     #[track_caller]
     pub(crate) fn assert_apart(&self, op: &'static str, page_tokens: usize) {
         if self.apart.get() == Some(&page_tokens) {

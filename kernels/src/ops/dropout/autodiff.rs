@@ -32,6 +32,7 @@ impl<B: DropoutOps> Backward<B, 1> for DropoutNode {
 
 impl<B: DropoutOps, C: CheckpointStrategy> DropoutOps for Autodiff<B, C> {
     fn dropout(operands: Checked<DropoutForward<Self>>) -> Tensor<Self, 2> {
+        let _products = operands.products().enter();
         let DropoutForward { x, dropout } = operands.into_inner();
         let x = primitive(x);
         let output = dropout_forward::<B>(Checked::new(DropoutForward { x: float(x.primitive), dropout }));

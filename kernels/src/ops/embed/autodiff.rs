@@ -78,6 +78,7 @@ impl<B: EmbedOps> Backward<B, 2> for EmbedAddNode {
 
 impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
     fn embed(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
+        let _products = operands.products().enter();
         let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
         let (table, tokens) = (table.into_float(dtype), inner_int(tokens));
         let saved = Lookup::new(&table, &tokens);

@@ -86,6 +86,7 @@ impl<B: FeedForwardOps> Backward<B, 6> for FeedForwardNode {
 
 impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C> {
     fn feed_forward(operands: Checked<FeedForwardForward<Self>>) -> Tensor<Self, 2> {
+        let _products = operands.products().enter();
         let FeedForwardForward { x, norm, residual, layer, dropout } = operands.into_inner();
         let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
         let x = match norm {

@@ -43,6 +43,7 @@ impl<B: HeadLossOps> Backward<B, 2> for HeadLossNode {
 
 impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
     fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
+        let _products = operands.products().enter();
         let HeadLossForward { hidden, weight, targets, options, .. } = operands.into_inner();
         let forward = HeadLossForward {
             hidden: inner(&hidden),

@@ -194,12 +194,12 @@ impl<B: Backend> SampledRows<B> {
     /// These rows, in the order of a batch.
     ///
     /// # Panics
-    /// If there are none, two have one line, or a row's numbers make no distribution: a temperature that is negative, not
-    /// finite, or above zero but zero in f32; a top-p outside (0, 1]; a min-p outside [0, 1]; a repetition penalty that is not
-    /// above zero; or a penalty that is not finite.
+    /// If there are none, two have one line, or a row's numbers make no distribution: see [`Sampling::validate`].
     pub fn new(rows: &[SampledRow], device: &B::Device) -> Self {
         assert!(!rows.is_empty(), "head_sample: no rows");
-        rows.iter().for_each(|row| row.sampling.check());
+        if let Some(reason) = rows.iter().find_map(|row| row.sampling.validate().err()) {
+            panic!("head_sample: {reason}");
+        }
         // Each row counts what it draws in its line, all at once.
         let mut lines: Vec<usize> = rows.iter().filter_map(|row| row.line).collect();
         lines.sort_unstable();

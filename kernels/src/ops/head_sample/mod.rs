@@ -116,18 +116,29 @@ impl Sampling {
         self
     }
 
-    /// Panics unless its numbers make a distribution, as f32.
-    #[track_caller]
-    fn check(&self) {
+    /// Refuses numbers that make no distribution in f32, as the device has them.
+    ///
+    /// # Errors
+    /// Names the number: a temperature that is negative, not finite, or above zero but zero in f32; a top-p outside (0, 1]; a
+    /// min-p outside [0, 1]; a repetition penalty that is not above zero, or a penalty that is not finite.
+    pub fn validate(&self) -> Result<(), String> {
         let Self { temperature, top_p, min_p, penalties, .. } = *self;
-        let Penalties { repetition, presence, frequency } = penalties;
         let as_f32 = temperature as f32;
-        let draws = as_f32.is_finite() && temperature >= 0.0 && (as_f32 > 0.0) == (temperature > 0.0);
-        assert!(draws, "head_sample: a temperature of {temperature}");
-        assert!(top_p.is_none_or(|top_p| top_p > 0.0 && top_p <= 1.0), "head_sample: a top-p of {top_p:?}");
-        assert!(min_p.is_none_or(|min_p| (0.0..=1.0).contains(&min_p)), "head_sample: a min-p of {min_p:?}");
+        if !as_f32.is_finite() || temperature < 0.0 || (as_f32 > 0.0) != (temperature > 0.0) {
+            return Err(format!("a temperature of {temperature}"));
+        }
+        if let Some(top_p) = top_p.filter(|top_p| !(*top_p > 0.0 && *top_p <= 1.0)) {
+            return Err(format!("a top-p of {top_p}"));
+        }
+        if let Some(min_p) = min_p.filter(|min_p| !(0.0..=1.0).contains(min_p)) {
+            return Err(format!("a min-p of {min_p}"));
+        }
+        let Penalties { repetition, presence, frequency } = penalties;
         let finite = [repetition, presence, frequency].iter().all(|penalty| (*penalty as f32).is_finite());
-        assert!(finite && repetition as f32 > 0.0, "head_sample: {penalties:?}");
+        if !finite || repetition as f32 <= 0.0 {
+            return Err(format!("penalties of {repetition}, {presence} and {frequency}"));
+        }
+        Ok(())
     }
 
     /// Its numbers on the device.
@@ -136,7 +147,8 @@ impl Sampling {
         [
             self.temperature as f32,
             self.top_k.map_or(MOST_TOKENS, |top_k| top_k.clamp(1, MOST_TOKENS)) as f32,
-            self.top_p.unwrap_or(1.0) as f32,
+            // One so small that it is zero in f32 leaves the top token, as any other of its kind.
+            (self.top_p.unwrap_or(1.0) as f32).max(f32::MIN_POSITIVE),
             self.min_p.map_or(f32::NEG_INFINITY, |min_p| min_p.ln() as f32),
             repetition as f32,
             presence as f32,

@@ -69,6 +69,7 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
 
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
     fn linear(operands: Checked<LinearForward<Self>>) -> Tensor<Self, 2> {
+        let _products = operands.products().enter();
         let name = match operands.op() {
             "norm_gate_up" => "norm_gate_up backward",
             "linear_add" => "linear_add backward",

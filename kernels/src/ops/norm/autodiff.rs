@@ -66,6 +66,7 @@ impl<B: NormOps> Backward<B, 3> for NormNode {
 
 impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
     fn norm(operands: Checked<NormForward<Self>>) -> Tensor<Self, 2> {
+        let _products = operands.products().enter();
         let NormForward { x, norm: Norm { kind, gamma, beta, epsilon } } = operands.into_inner();
         let weights = Norm { kind, gamma: inner(&gamma), beta: beta.as_ref().map(inner), epsilon };
         let input = inner(&x);

@@ -54,6 +54,7 @@ impl<B: RotaryOps> Backward<B, 1> for QkvRotaryNode {
 
 impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
     fn rotary(operands: Checked<RotaryForward<Self>>) -> Tensor<Self, 4> {
+        let _products = operands.products().enter();
         let RotaryForward { x, table, positions, inverse } = operands.into_inner();
         let (table, positions) = (inner_table(&table), inner_int(positions));
         let forward = RotaryForward { x: inner(&x), table: table.clone(), positions: positions.clone(), inverse };
@@ -65,6 +66,7 @@ impl<B: RotaryOps, C: CheckpointStrategy> RotaryOps for Autodiff<B, C> {
     }
 
     fn qkv_rotary(operands: Checked<QkvRotaryForward<Self>>) -> Tensor<Self, 3> {
+        let _products = operands.products().enter();
         let QkvRotaryForward { qkv, heads, table, positions, inverse } = operands.into_inner();
         let (table, positions) = (inner_table(&table), inner_int(positions));
         // Moved, not cloned: the rotation may then take place where the heads lie.

@@ -295,7 +295,8 @@ impl<B: Backend> Scheduler<B> {
     /// Adds a request, behind those that wait.
     ///
     /// # Errors
-    /// If it asks for nothing, holds tokens that the vocabulary lacks, or can never fit the context or the cache.
+    /// If it asks for nothing, holds tokens that the vocabulary lacks, draws by numbers that make no distribution, or can never
+    /// fit the context or the cache.
     pub fn add(&mut self, request: Request) -> Result<RequestId, Failure> {
         self.add_filtered(request, None)
     }
@@ -309,7 +310,8 @@ impl<B: Backend> Scheduler<B> {
         request: Request,
         filter: Option<Box<dyn TokenFilter>>,
     ) -> Result<RequestId, Failure> {
-        let Request { prompt, max_tokens, biases, likeliest, .. } = &request;
+        let Request { prompt, max_tokens, biases, likeliest, sampling, .. } = &request;
+        sampling.validate().map_err(|reason| Failure::usage(format!("a request with {reason}")))?;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
             return Err(Failure::usage("a request needs a prompt of one token at least, and asks for one at least"));

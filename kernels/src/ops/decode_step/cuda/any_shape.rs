@@ -494,7 +494,7 @@ where
     // that the kernel is compiled for, and that they begin where 16 bytes can be read at once; scales have no gaps; vectors
     // and tables are f32 by a cast, or checked; it holds the memory at the addresses in its table. The caches are the plan's
     // own, by the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions to the tables and
-    // the row's pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
+    // the table of pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
     // any number of rows, and results have a line for each row. All blocks are resident at once, one on each multiprocessor,
     // for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
     // families on CUDA, and by compute-sanitizer.
