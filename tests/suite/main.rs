@@ -7,6 +7,7 @@ mod cli;
 #[path = "../parity/compare.rs"]
 #[allow(dead_code, reason = "some comparisons are for operations alone")]
 mod compare;
+mod configs;
 mod data;
 mod decoding;
 mod families;

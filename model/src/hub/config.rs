@@ -54,9 +54,16 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                 }
                 Family::Mistral => own["sliding_window"] = json!(c.sliding_window),
                 _ => {
-                    own["sliding_window"] = json!(c.sliding_window);
-                    own["use_sliding_window"] = json!(c.sliding_window.is_some());
+                    let windows: Vec<Option<usize>> = c.layers().map(|layer| layer.window).collect();
+                    let window = windows.iter().copied().flatten().max();
+                    let kind = |window: &Option<usize>| match window {
+                        Some(_) => "sliding_attention",
+                        None => "full_attention",
+                    };
+                    own["sliding_window"] = json!(window);
+                    own["use_sliding_window"] = json!(window.is_some());
                     own["max_window_layers"] = json!(0);
+                    own["layer_types"] = json!(windows.iter().map(kind).collect::<Vec<_>>());
                     if family == Family::Qwen3 {
                         own["attention_bias"] = json!(c.qkv_bias);
                     }
@@ -129,6 +136,11 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         Family::Fireclay => serde_json::from_value(config.get(OWN).cloned().unwrap_or_default())
             .map_err(|error| ConfigError(format!("config.json: {error}")))?,
         Family::Gpt2 => {
+            fields.refuse(&[
+                ("scale_attn_by_inverse_layer_idx", json!(false)),
+                ("scale_attn_weights", json!(true)),
+                ("add_cross_attention", json!(false)),
+            ])?;
             let d_model = fields.size("n_embd")?;
             let shape = (fields.size("vocab_size")?, fields.size("n_positions")?);
             let base =
@@ -143,6 +155,11 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
             }
         }
         Family::Bert => {
+            fields.refuse(&[
+                ("position_embedding_type", json!("absolute")),
+                ("is_decoder", json!(false)),
+                ("add_cross_attention", json!(false)),
+            ])?;
             let base = TransformerConfig::bert(
                 fields.size("vocab_size")?,
                 fields.size("max_position_embeddings")?,
@@ -178,12 +195,7 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
     let context_length = fields.size("max_position_embeddings")?;
     let n_layers = fields.size("num_hidden_layers")?;
     let llama = TransformerConfig::llama(fields.size("vocab_size")?, context_length, d_model, n_layers, n_heads);
-    let windowed = family == Family::Mistral || fields.flag_or("use_sliding_window", false)?;
-    let sliding_window =
-        if windowed && family != Family::Llama { fields.optional_size("sliding_window")? } else { None };
-    if matches!(family, Family::Qwen2 | Family::Qwen3) && windowed && fields.size_or("max_window_layers", 0)? != 0 {
-        return Err(ConfigError("max_window_layers is set: a window in some layers only is not supported".into()));
-    }
+    let (sliding_window, layer_windows) = fields.windows(family, n_layers)?;
     let attention_bias = fields.flag_or("attention_bias", false)?;
     Ok(TransformerConfig {
         n_kv_heads: fields.size_or("num_key_value_heads", n_heads)?,
@@ -195,6 +207,7 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
         tied_embeddings: fields.flag_or("tie_word_embeddings", false)?,
         dropout: fields.number_or("attention_dropout", 0.0)?,
         sliding_window,
+        layer_windows,
         qkv_bias: family == Family::Qwen2 || attention_bias,
         output_bias: family != Family::Qwen2 && attention_bias,
         feed_forward_bias: family == Family::Llama && fields.flag_or("mlp_bias", false)?,
@@ -258,21 +271,90 @@ impl Fields<'_> {
         known.ok_or_else(|| ConfigError(format!("config.json: {name} '{text}' is not supported")))
     }
 
-    /// Rotary positions, as `rope_parameters` says or, in older files, `rope_theta` and `rope_scaling`.
-    fn rotary(&self, context_length: usize) -> Result<Positions, ConfigError> {
-        let newer = self.get("rope_parameters");
-        let base = match newer {
-            Some(parameters) => Fields(parameters).number_or("rope_theta", 10_000.0)?,
-            None => self.number_or("rope_theta", 10_000.0)?,
+    /// The window of all layers, or else that of each.
+    fn windows(&self, family: Family, n_layers: usize) -> Result<(Option<usize>, Vec<usize>), ConfigError> {
+        // What transformers takes where the key is not there; null is no window.
+        let window = match self.0.get("sliding_window") {
+            None => Some(4096),
+            Some(_) => self.optional_size("sliding_window")?,
         };
-        let Some(scaling) = newer.or_else(|| self.get("rope_scaling")) else {
+        let window = match family {
+            Family::Mistral => window,
+            Family::Qwen2 | Family::Qwen3 => {
+                window.filter(|_| self.0.get("use_sliding_window") == Some(&Value::Bool(true)))
+            }
+            // Llama has none, whatever the file says.
+            _ => return Ok((None, Vec::new())),
+        };
+        if family != Family::Mistral {
+            self.flag_or("use_sliding_window", false)?;
+        }
+        // As many as a config may have, which is checked later.
+        let n_layers = n_layers.min(1 << 14);
+        let layers: Vec<Option<usize>> = match self.get("layer_types") {
+            Some(types) => {
+                let types = types.as_array().filter(|types| types.len() == n_layers);
+                let types = types.ok_or_else(|| Self::wrong("layer_types", "a list with a type for each layer"))?;
+                let of = |kind: &Value| match (kind.as_str(), window) {
+                    (Some("full_attention"), _) => Ok(None),
+                    (Some("sliding_attention"), Some(_)) => Ok(window),
+                    (Some("sliding_attention"), None) => Err(ConfigError(
+                        "config.json: layer_types has sliding_attention, but there is no sliding_window".into(),
+                    )),
+                    _ => Err(ConfigError(format!("config.json: layer_types has {kind}, which is not supported"))),
+                };
+                types.iter().map(of).collect::<Result<_, _>>()?
+            }
+            None if family == Family::Mistral => vec![window; n_layers],
+            None => {
+                let full = self.size_or("max_window_layers", 28)?;
+                (0..n_layers).map(|layer| window.filter(|_| layer >= full)).collect()
+            }
+        };
+        match layers.windows(2).all(|pair| pair[0] == pair[1]) {
+            true => Ok((layers.first().copied().flatten(), Vec::new())),
+            false => Ok((None, layers.into_iter().map(|window| window.unwrap_or(0)).collect())),
+        }
+    }
+
+    /// Refuses settings that change what a model computes, and that nothing here computes: each with the value that it may have.
+    fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
+        for (name, allowed) in settings {
+            if let Some(value) = self.get(name).filter(|value| *value != allowed) {
+                return Err(ConfigError(format!("config.json: {name} is {value}, and only {allowed} is supported")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rotary positions: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before `rope_theta`, as in
+    /// transformers.
+    fn rotary(&self, context_length: usize) -> Result<Positions, ConfigError> {
+        let said =
+            |name: &str| self.get(name).filter(|value| value.as_object().is_none_or(|fields| !fields.is_empty()));
+        let base = self.number_or("rope_theta", 10_000.0)?;
+        let Some(scaling) = said("rope_scaling").or_else(|| said("rope_parameters")) else {
             return Ok(Positions::Rotary { base, scaling: RotaryScaling::None });
         };
         let scaling = Fields(scaling);
+        if ["full_attention", "sliding_attention"].iter().any(|layers| scaling.get(layers).is_some()) {
+            return Err(ConfigError(
+                "config.json: rope_parameters of their own for some layers are not supported".into(),
+            ));
+        }
+        scaling.refuse(&[("partial_rotary_factor", json!(1.0)), ("truncate", json!(true))])?;
+        self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
+        if let Some(name) = ["mscale", "mscale_all_dim"].into_iter().find(|name| scaling.get(name).is_some()) {
+            return Err(ConfigError(format!("config.json: {name} of rotary scaling is not supported")));
+        }
+        let base = scaling.number_or("rope_theta", base)?;
         let kind = if scaling.get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = if scaling.get(kind).is_some() { scaling.text(kind)? } else { "default" };
         let factor = scaling.number_or("factor", 1.0)?;
-        let original_context_length = scaling.size_or("original_max_position_embeddings", context_length)?;
+        let original_context_length = match self.optional_size("original_max_position_embeddings")? {
+            Some(original) => original,
+            None => scaling.size_or("original_max_position_embeddings", context_length)?,
+        };
         let scaling = match kind {
             "default" => RotaryScaling::None,
             "linear" => RotaryScaling::Linear { factor },
