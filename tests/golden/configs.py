@@ -62,6 +62,19 @@ def cases():
     yield "llama", {"head_dim": 6}, None
     yield "llama", {"sliding_window": 4}, None
     yield "llama", {"attention_bias": True, "mlp_bias": True}, None
+    # What is not there, or null; `...` takes a key out.
+    yield "llama", {"num_key_value_heads": ...}, None
+    yield "llama", {"num_key_value_heads": None}, None
+    yield "llama", {"max_position_embeddings": ..., "rms_norm_eps": ..., "tie_word_embeddings": ...}, None
+    yield "llama", {"tie_word_embeddings": True}, None
+    for activation in ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish"]:
+        yield "llama", {"hidden_act": activation}, None
+    yield "mistral", {"num_attention_heads": 8, "num_key_value_heads": ..., "max_position_embeddings": ...}, None
+    yield "mistral", {"attention_bias": True}, None
+    yield "qwen2", {"attention_bias": True}, None
+    yield "qwen2", {"tie_word_embeddings": True, "max_position_embeddings": ...}, None
+    yield "qwen3", {"attention_bias": True, "head_dim": 8}, None
+    yield "qwen3", {"head_dim": 8, "tie_word_embeddings": True}, None
     # Windows.
     yield "mistral", {}, None
     yield "mistral", {"sliding_window": None}, None
@@ -82,6 +95,10 @@ def cases():
     # GPT-2's own.
     yield "gpt2", {}, None
     yield "gpt2", {"n_inner": 40}, None
+    yield "gpt2", {"n_inner": None, "n_positions": ...}, None
+    other = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": 64}
+    yield "gpt2", {"n_embd": ..., "n_layer": ..., "n_head": ..., "n_positions": ...} | other, None
+    yield "gpt2", {"tie_word_embeddings": False}, None
     yield "gpt2", {"activation_function": "relu"}, None
     yield "gpt2", {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True}, None
     yield "gpt2", {"reorder_and_upcast_attn": True}, None
@@ -109,6 +126,7 @@ def main():
     tensors, found = {}, []
     for family, more, refused in cases():
         config = (GPT2 if family == "gpt2" else LLAMA) | {"model_type": family} | more
+        config = {key: value for key, value in config.items() if value is not ...}
         case = {"config": config}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -141,10 +141,11 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
                 ("scale_attn_weights", json!(true)),
                 ("add_cross_attention", json!(false)),
             ])?;
-            let d_model = fields.size("n_embd")?;
-            let shape = (fields.size("vocab_size")?, fields.size("n_positions")?);
-            let base =
-                TransformerConfig::gpt2(shape.0, shape.1, d_model, fields.size("n_layer")?, fields.size("n_head")?);
+            let d_model = fields.size_by(["n_embd", "hidden_size"])?;
+            let positions = fields.size_or("n_positions", fields.size_or("max_position_embeddings", 1024)?)?;
+            let layers = fields.size_by(["n_layer", "num_hidden_layers"])?;
+            let heads = fields.size_by(["n_head", "num_attention_heads"])?;
+            let base = TransformerConfig::gpt2(fields.size("vocab_size")?, positions, d_model, layers, heads);
             TransformerConfig {
                 d_ff: fields.size_or("n_inner", 4 * d_model)?,
                 activation: fields.activation("activation_function", ActivationKind::GeluTanh)?,
@@ -192,14 +193,24 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
 
 fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, ConfigError> {
     let (d_model, n_heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
-    let context_length = fields.size("max_position_embeddings")?;
+    // What transformers takes where a key is not there.
+    let (context, kv_heads, head_dim) = match family {
+        Family::Mistral => (4096 * 32, 8, None),
+        Family::Qwen2 => (32_768, 32, None),
+        Family::Qwen3 => (32_768, 32, Some(128)),
+        _ => (2048, n_heads, None),
+    };
+    let context_length = fields.size_or("max_position_embeddings", context)?;
+    // Null is as many as there are query heads.
+    let kv_heads = if fields.0.get("num_key_value_heads").is_some() { n_heads } else { kv_heads };
     let n_layers = fields.size("num_hidden_layers")?;
     let llama = TransformerConfig::llama(fields.size("vocab_size")?, context_length, d_model, n_layers, n_heads);
     let (sliding_window, layer_windows) = fields.windows(family, n_layers)?;
-    let attention_bias = fields.flag_or("attention_bias", false)?;
+    // The others have none, whatever the file says.
+    let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag_or("attention_bias", false)?;
     Ok(TransformerConfig {
-        n_kv_heads: fields.size_or("num_key_value_heads", n_heads)?,
-        head_dim: fields.size_or("head_dim", d_model / n_heads.max(1))?,
+        n_kv_heads: fields.size_or("num_key_value_heads", kv_heads)?,
+        head_dim: fields.size_or("head_dim", head_dim.unwrap_or(d_model / n_heads.max(1)))?,
         d_ff: fields.size("intermediate_size")?,
         activation: fields.activation("hidden_act", ActivationKind::Silu)?,
         norm_epsilon: fields.number_or("rms_norm_eps", 1e-6)?,
@@ -244,6 +255,15 @@ impl Fields<'_> {
 
     fn size(&self, name: &str) -> Result<usize, ConfigError> {
         self.optional_size(name)?.ok_or_else(|| ConfigError(format!("config.json: {name} is missing")))
+    }
+
+    /// A size that has two names, the first of which comes first.
+    fn size_by(&self, [name, other]: [&str; 2]) -> Result<usize, ConfigError> {
+        match self.optional_size(name)? {
+            Some(size) => Ok(size),
+            None if self.get(other).is_some() => self.size(other),
+            None => self.size(name),
+        }
     }
 
     fn size_or(&self, name: &str, default: usize) -> Result<usize, ConfigError> {
