@@ -81,7 +81,10 @@ impl GenerationOptions {
     /// Names the value.
     pub fn validate(&self) -> Result<(), Failure> {
         if !(self.temperature as f32).is_finite() || self.temperature < 0.0 {
-            return Err(Failure::usage(format!("--temperature {} must be 0 or above", self.temperature)));
+            let asked = self.temperature;
+            return Err(Failure::usage(format!(
+                "--temperature {asked:e} must be 0 or above, and a number that f32 holds"
+            )));
         }
         if self.temperature > 0.0 && self.temperature < LEAST_TEMPERATURE {
             let least = LEAST_TEMPERATURE;
@@ -98,10 +101,12 @@ impl GenerationOptions {
         }
         let Penalties { repetition, presence, frequency } = self.penalties;
         if !((repetition as f32).is_finite() && repetition as f32 > 0.0) {
-            return Err(Failure::usage(format!("--repetition-penalty {repetition} must be above 0; 1 takes nothing")));
+            return Err(Failure::usage(format!(
+                "--repetition-penalty {repetition:e} must be above 0; 1 takes nothing"
+            )));
         }
         if [presence, frequency].iter().any(|penalty| !(*penalty as f32).is_finite()) {
-            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers"));
+            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers that f32 holds"));
         }
         if self.max_tokens == Some(0) {
             return Err(Failure::usage("--max-tokens 0 asks for nothing"));
