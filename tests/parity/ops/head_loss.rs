@@ -17,8 +17,12 @@ backend_test!(head_loss_matches_the_reference_whatever_the_chunk::<B>(device) {
         let targets: Vec<i32> = (0..rows).map(target).collect();
         let targets = Tensor::<Autodiff<B>, 1, Int>::from_data(targets.as_slice(), &device);
         let tolerance = tolerance_under_test::<B>(&device);
-        // Burn's sum of the exponentials of so many logits is good to 4e-4; and in 16 bits rows of the gradient differ more.
-        let tolerance = if vocabulary > 20_000 { tolerance.at_least(1e-3).times(1.5) } else { tolerance };
+        // Burn's sum of the exponentials of so many logits is good to 4e-4 of each; a row of the gradient may be a small
+        // difference of these; and in 16 bits rows differ more.
+        let tolerance = match vocabulary > 20_000 {
+            true => Tolerance { rounding: tolerance.rounding.max(1e-3), ..tolerance.at_least(1e-3).times(1.5) },
+            false => tolerance,
+        };
         for smoothing in [0.0, 0.1] {
             // Of the order of the sum over the rows.
             let options = HeadLossOptions::new().with_label_smoothing(smoothing).with_weight((1.0 - smoothing) * rows as f64);
