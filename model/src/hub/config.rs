@@ -309,6 +309,10 @@ impl Fields<'_> {
         if family != Family::Mistral {
             self.flag_or("use_sliding_window", false)?;
         }
+        // Among the windows of layers it would stand for none.
+        if window == Some(0) {
+            return Err(ConfigError("config.json: sliding_window is 0, and a window has one key at least".into()));
+        }
         // As many as a config may have, which is checked later.
         let n_layers = n_layers.min(1 << 14);
         let layers: Vec<Option<usize>> = match self.get("layer_types") {
@@ -340,7 +344,10 @@ impl Fields<'_> {
     /// Refuses settings that change what a model computes, and that nothing here computes: each with the value that it may have.
     fn refuse(&self, settings: &[(&str, Value)]) -> Result<(), ConfigError> {
         for (name, allowed) in settings {
-            if let Some(value) = self.get(name).filter(|value| *value != allowed) {
+            // 1 is 1.0.
+            let same =
+                |value: &Value| value == allowed || value.as_f64().is_some_and(|value| allowed.as_f64() == Some(value));
+            if let Some(value) = self.get(name).filter(|value| !same(value)) {
                 return Err(ConfigError(format!("config.json: {name} is {value}, and only {allowed} is supported")));
             }
         }
@@ -350,6 +357,7 @@ impl Fields<'_> {
     /// Rotary positions: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before `rope_theta`, as in
     /// transformers.
     fn rotary(&self, context_length: usize) -> Result<Positions, ConfigError> {
+        self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
         let said =
             |name: &str| self.get(name).filter(|value| value.as_object().is_none_or(|fields| !fields.is_empty()));
         let base = self.number_or("rope_theta", 10_000.0)?;
@@ -363,7 +371,6 @@ impl Fields<'_> {
             ));
         }
         scaling.refuse(&[("partial_rotary_factor", json!(1.0)), ("truncate", json!(true))])?;
-        self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
         if let Some(name) = ["mscale", "mscale_all_dim"].into_iter().find(|name| scaling.get(name).is_some()) {
             return Err(ConfigError(format!("config.json: {name} of rotary scaling is not supported")));
         }
@@ -436,6 +443,23 @@ mod tests {
     fn unknown_models_are_refused_by_name() {
         let message = read(&json!({ "model_type": "mamba" })).expect_err("unknown").to_string();
         assert!(message.contains("mamba") && message.contains("llama"), "{message}");
+        let with = |more: Value| {
+            let mut config = Value::Object(Family::Qwen2.write(&TransformerConfig::qwen2(61, 32, 24, 2, 4)));
+            more.as_object().expect("fields").iter().for_each(|(key, value)| config[key] = value.clone());
+            read(&config)
+        };
+        let mixed = json!(["full_attention", "sliding_attention"]);
+        let window = |size: usize| json!({ "use_sliding_window": true, "sliding_window": size, "layer_types": mixed });
+        assert_eq!(with(window(4)).expect("a window").1.layer_windows, [0, 4]);
+        let message = with(window(0)).expect_err("no window of no keys").to_string();
+        assert!(message.contains("sliding_window is 0"), "{message}");
+        with(json!({ "partial_rotary_factor": 1 })).expect("all of each head");
+        let message = with(json!({ "partial_rotary_factor": 0.5 })).map(|_| ());
+        let rope = json!({ "rope_scaling": { "rope_type": "default", "partial_rotary_factor": 0.5 } });
+        for refused in [message, with(rope).map(|_| ())] {
+            let message = refused.expect_err("half of each head").to_string();
+            assert!(message.contains("partial_rotary_factor is 0.5"), "{message}");
+        }
         let message = read(&json!({ "model_type": "gpt2", "n_embd": "x" })).expect_err("wrong type").to_string();
         assert!(message.contains("n_embd"), "{message}");
     }
