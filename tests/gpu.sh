@@ -68,20 +68,22 @@ tests_of() {
   timeout 60 "$1" --list 2>/dev/null | sed -n 's/: test$//p' | grep -v '^mutation::' ||
     record failed "$part" "all of $1" "$SECONDS" 'the binary lists no tests'
 }
-# Puts tests in the queue: plan RUN DTYPE BINARY TEST..; a run is a line of the table.
+# Puts tests in the queue: plan RUNS DTYPES BINARY TEST..; a run is a line of the table, and has a dtype.
 plan() {
-  local test
+  local test run
   for test in "${@:4}"; do
-    if [[ "$1 $test" =~ $pattern ]]; then tasks+=("$1"$'\t'"$2"$'\t'"$3"$'\t'"$test"); fi
+    for run in $1; do
+      if [[ "$run $test" =~ $pattern ]]; then tasks+=("$1"$'\t'"$2"$'\t'"$3"$'\t'"$test"); break; fi
+    done
   done
 }
 
 parity() {
-  local dtype tests
+  local dtypes='f32 bf16 f16' tests
   # Those that compile for minutes begin first, or the others would wait for them at the end.
   local slow='attention_matches_the_reference$|in_half_precision_are|attention_in_half|skinny|few_rows|norms_of_half'
   mapfile -t tests < <(tests_of "$FIRECLAY_PARITY" | awk -v slow="$slow" '{ print ($0 ~ slow ? 0 : 1), $0 }' | sort | cut -d' ' -f2)
-  for dtype in f32 bf16 f16; do plan "$dtype" "$dtype" "$FIRECLAY_PARITY" "${tests[@]}"; done
+  plan "$dtypes" "$dtypes" "$FIRECLAY_PARITY" "${tests[@]}"
 }
 suite() {
   at_once=4 # Some take the time, and some start further programs.
@@ -160,6 +162,19 @@ one_test() {
   record "$status" "$run" "$test" "$began" "$why"
 }
 
+# A test in each of its dtypes, one after another; once where it does not ask for the dtype.
+in_each_dtype() {
+  local test=$4 at
+  local -a runs dtypes
+  read -ra runs <<<"$1"
+  read -ra dtypes <<<"$2"
+  for at in "${!runs[@]}"; do
+    [[ "${runs[at]} $test" =~ $pattern ]] || continue
+    one_test "${runs[at]}" "${dtypes[at]}" "$3" "$test"
+    grep -q '^dtype under test' "$(log_of "${runs[at]}" "$test")" 2>/dev/null || break
+  done
+}
+
 # What is wrong with a test, by its log and exit code, a line each.
 faults() {
   sed -nE 's/.*warning: (.* does not run here)/\1/p' "$log" | sort -u
@@ -178,22 +193,29 @@ run_part() {
   part=${1%%:*} folder=$PWD at_once=16 tasks=() under=()
   results=$(mktemp -p "$out") pattern=${1#"$part"} pattern=${pattern#:}
   "$part"
-  local began=$SECONDS task run dtype binary test
+  local began=$SECONDS task runs run dtypes binary test
   deadline=$((began + ${FIRECLAY_GPU_SECONDS:-470}))
   at_once=$(printf '%s\n' "$at_once" "$(nproc)" "${FIRECLAY_GPU_JOBS:-16}" | sort -n | head -n 1)
   [ ${#tasks[@]} != 0 ] || [ -s "$results" ] || record failed "$part" "all of $part" "$began" "no test is found by $pattern"
   for task in "${tasks[@]}"; do
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n || true; done
-    IFS=$'\t' read -r run dtype binary test <<<"$task"
-    one_test "$run" "$dtype" "$binary" "$test" &
+    IFS=$'\t' read -r runs dtypes binary test <<<"$task"
+    in_each_dtype "$runs" "$dtypes" "$binary" "$test" &
   done
   wait
   for task in "${tasks[@]}"; do
-    IFS=$'\t' read -r run dtype binary test <<<"$task"
-    grep -qF $'\t'"$run"$'\t'"$test"$'\t' "$results" || record failed "$run" "$test" "$began" 'left no result'
-    printf '\n== %s, %s\n' "$run" "$test"
-    cat "$(log_of "$run" "$test")" 2>/dev/null || true
+    IFS=$'\t' read -r runs dtypes binary test <<<"$task"
+    grep -qF $'\t'"$test"$'\t' "$results" || record failed "${runs%% *}" "$test" "$began" 'left no result'
+    for run in $runs; do
+      [ -f "$(log_of "$run" "$test")" ] || continue
+      printf '\n== %s, %s\n' "$run" "$test"
+      cat "$(log_of "$run" "$test")"
+    done
   done >"$logs/${1//[^[:alnum:]]/-}.log"
+  # Without a pattern each run has tests.
+  for run in $([ -n "$pattern" ] || printf '%s\n' "${tasks[@]}" | cut -f 1 | tr ' ' '\n' | sort -u); do
+    grep -q $'\t'"$run"$'\t' "$results" || record failed "$run" "all of $part" "$began" 'no test asks for this dtype'
+  done
   printf '\n%s, %s at a time, %s s\n' "$1" "$at_once" "$((SECONDS - began))"
   show
 }
@@ -201,11 +223,11 @@ run_part() {
 # The table of a part, what failed in it and what was skipped.
 show() {
   printf '%-20s %10s %10s %10s %10s\n' run passed failed skipped seconds
-  { printf 'planned\t%s\n' "${tasks[@]}"; cat "$results"; } | awk -F'\t' '
+  awk -F'\t' '
     $2 != "" && !($2 in first) { runs[++n] = $2; first[$2] = 1e9 }
-    $1 != "planned" { count[$2, $1]++; if ($4 < first[$2]) first[$2] = $4; if ($5 > last[$2]) last[$2] = $5 }
+    { count[$2, $1]++; if ($4 < first[$2]) first[$2] = $4; if ($5 > last[$2]) last[$2] = $5 }
     END { for (i = 1; i <= n; i++) { run = runs[i]; printf "%-20s %10d %10d %10d %10d\n", run, count[run, "passed"],
-      count[run, "failed"], count[run, "skipped"], last[run] - first[run] } }'
+      count[run, "failed"], count[run, "skipped"], last[run] - first[run] } }' "$results"
   # Under each reason the tests that have it.
   sed -nE 's/^failed\t(.*)\t(.*)\t.*\t.*\t(.*)/failed, \1: \3\t\2/p' "$results" | sort | while IFS=$'\t' read -r why test; do
     [ "$why" = "${last:-}" ] || fold -s -w 100 <<<"$why"
