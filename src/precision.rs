@@ -1,7 +1,7 @@
 //! The dtypes that models run in.
 
 use burn::tensor::{DType, FloatDType};
-use fireclay_kernels::{Backend, F32Products};
+use fireclay_kernels::{Backend, F32Products, Format};
 use fireclay_model::MatrixDtype;
 use serde::{Deserialize, Serialize};
 
@@ -53,7 +53,7 @@ impl Precision {
 
     /// What matrices are loaded as, for activations of `dtype`.
     pub(crate) fn matrices(self, dtype: FloatDType) -> MatrixDtype {
-        if self == Self::Int8 { MatrixDtype::Int8 } else { dtype.into() }
+        if self == Self::Int8 { Format::Int8.into() } else { dtype.into() }
     }
 
     /// How products of f32 are computed.

@@ -36,10 +36,13 @@ mod cubecl;
 mod cuda;
 pub mod devices;
 mod masked;
+#[cfg(feature = "cubecl")]
+mod multiprocessors;
 mod mutation;
 mod ops;
 mod packed_heads;
 mod products;
+mod quant;
 mod random;
 pub mod recorder;
 mod rehearsal;
@@ -73,9 +76,9 @@ pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::upload::{upload, upload_pieces};
-pub use ops::weight::{Int8Weight, Weight};
 pub use packed_heads::PackedHeads;
 pub use products::{F32Products, F32ProductsScope};
+pub use quant::{Format, QuantizedWeight, RowLayout, Weight};
 pub use random::RandomKey;
 pub use selection::{Kernels, use_kernels, use_wait_seconds};
 
@@ -120,7 +123,7 @@ pub mod operands {
     pub use crate::ops::norm::{NormBackward, NormForward};
     pub use crate::ops::optimizer::OptimizerStep;
     pub use crate::ops::rotary::{NextPositions, QkvRotaryForward, RotaryForward};
-    pub use crate::ops::weight::{Int8ToFloat, Rounded};
+    pub use crate::ops::weight::{Dequantize, Rounded};
 }
 
 /// The bodies that every backend starts from: plain Burn operations, generic over any backend.
@@ -141,5 +144,5 @@ pub mod reference {
     pub use crate::ops::norm::reference::{norm_backward, norm_forward};
     pub use crate::ops::optimizer::reference::optimizer_step;
     pub use crate::ops::rotary::reference::{next_positions, qkv_rotary_forward, rotary_forward};
-    pub use crate::ops::weight::reference::int8_to_float;
+    pub use crate::ops::weight::reference::dequantize;
 }

@@ -4,12 +4,12 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::ExecutionError;
 use burn::tensor::{DType, Tensor};
 
-use fireclay_kernels::{Backend, Int8Weight, Weight};
+use fireclay_kernels::{Backend, Format, QuantizedWeight, Weight};
 
 /// A matrix `[d_output, d_input]`, as on the hub: a parameter, which operations read as it is, or as a stored copy in another dtype.
 #[derive(Module, Debug)]
 pub struct Matrix<B: Backend> {
-    /// What is trained and saved; it holds nothing where the matrix was loaded as INT8.
+    /// What is trained and saved; it holds nothing where the matrix was loaded quantized.
     pub parameter: Param<Tensor<B, 2>>,
     stored: Option<Stored<B>>,
 }
@@ -18,7 +18,7 @@ pub struct Matrix<B: Backend> {
 #[derive(Module, Debug)]
 enum Stored<B: Backend> {
     /// As it was loaded; the parameter holds nothing.
-    Int8(Int8Weight<B>),
+    Quantized(QuantizedWeight<B>),
     /// The parameter in the dtype of the activations, refreshed with it.
     Copy(Tensor<B, 2>),
 }
@@ -38,42 +38,42 @@ impl<B: Backend> Matrix<B> {
     /// As operations take it.
     pub fn weight(&self) -> Weight<B> {
         match &self.stored {
-            Some(Stored::Int8(bytes)) => Weight::Int8(bytes.clone()),
+            Some(Stored::Quantized(weight)) => Weight::Quantized(weight.clone()),
             Some(Stored::Copy(copy)) => Weight::rounded(self.parameter.val(), copy.clone()),
             None => Weight::Float(self.parameter.val()),
         }
     }
 
-    /// Whether it was loaded as INT8.
-    pub(crate) fn is_int8(&self) -> bool {
-        matches!(self.stored, Some(Stored::Int8(_)))
+    /// Whether operations read it quantized.
+    pub(crate) fn is_quantized(&self) -> bool {
+        matches!(self.stored, Some(Stored::Quantized(_)))
     }
 
-    /// From here on operations read `bytes`.
-    pub(crate) fn store_int8(&mut self, bytes: Int8Weight<B>) {
-        self.stored = Some(Stored::Int8(bytes));
+    /// From here on operations read `weight`.
+    pub(crate) fn store_quantized(&mut self, weight: QuantizedWeight<B>) {
+        self.stored = Some(Stored::Quantized(weight));
     }
 
-    /// From here on operations read bytes, the nearest to the parameter, where a row is a multiple of four.
+    /// From here on operations read the parameter quantized, where the format stores rows of that length.
     ///
     /// # Errors
     /// If the device fails.
-    pub(crate) fn make_int8(&mut self) -> Result<(), ExecutionError> {
-        if self.is_int8() {
+    pub(crate) fn quantize(&mut self, format: Format) -> Result<(), ExecutionError> {
+        if self.is_quantized() {
             return Ok(());
         }
         let values = self.parameter.val();
         let (shape, device) = (values.dims(), values.device());
         let values: Vec<f32> = values.try_into_data()?.iter().collect();
-        if let Some(bytes) = Int8Weight::quantize(&values, shape, &device)? {
-            self.store_int8(bytes);
+        if let Some(weight) = QuantizedWeight::quantize(format, &values, shape, &device)? {
+            self.store_quantized(weight);
         }
         Ok(())
     }
 
     /// From here on operations read a copy in `dtype`, where that is not the parameter's own.
     pub(crate) fn make_copy(&mut self, dtype: DType) {
-        if !self.is_int8() && self.parameter.val().dtype() != dtype {
+        if !self.is_quantized() && self.parameter.val().dtype() != dtype {
             self.stored = Some(Stored::Copy(self.parameter.val().cast(dtype).detach()));
         }
     }

@@ -9,9 +9,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    F32Products, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw, StepsAhead,
-    TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits, linear, norm,
-    reshape,
+    F32Products, Format, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw,
+    StepsAhead, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits,
+    linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -251,15 +251,15 @@ impl<B: Backend> Transformer<B> {
         outer.chain(inner)
     }
 
-    /// With every large matrix as bytes, the nearest to what it holds, and a scale for each of its rows: operations read these from
-    /// then on, and the parameters stay as they are. Matrices whose rows are no multiple of four stay floats.
+    /// With every large matrix quantized: operations read it so from then on, and the parameters stay as they are. Matrices
+    /// with rows of a length that the format does not store stay floats.
     ///
     /// # Errors
     /// If the device fails.
-    pub fn with_int8_matrices(mut self) -> Result<Self, ExecutionError> {
+    pub fn with_quantized_matrices(mut self, format: Format) -> Result<Self, ExecutionError> {
         self.weights = Weights::new();
         for (_, matrix) in self.matrices_mut() {
-            matrix.make_int8()?;
+            matrix.quantize(format)?;
         }
         Ok(self)
     }
@@ -617,8 +617,8 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// The same model with another vocabulary: token `i` begins with the embedding, and the row of the output projection, of the old
-    /// token `rows[i]`, or with the mean of all where there is none, or none that the model knows (Hewitt, 2021). Not for a model loaded as
-    /// INT8.
+    /// token `rows[i]`, or with the mean of all where there is none, or none that the model knows (Hewitt, 2021). Not for a
+    /// quantized model.
     pub fn with_vocabulary(mut self, rows: &[Option<u32>]) -> Self {
         self.weights = Weights::new();
         let old = self.config.vocab_size as u32;
@@ -642,13 +642,17 @@ impl<B: Backend> Transformer<B> {
         self
     }
 
-    /// Whether any matrix was loaded as INT8.
-    pub(crate) fn is_int8(&self) -> bool {
+    /// Whether any matrix is quantized.
+    pub(crate) fn is_quantized(&self) -> bool {
         let of_block = |block: &Block<B>| {
             let (attention, feed_forward) = (&block.attention, &block.feed_forward);
-            [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down].into_iter().any(Matrix::is_int8)
+            [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
+                .into_iter()
+                .any(Matrix::is_quantized)
         };
-        self.embedding.is_int8() || self.head.as_ref().is_some_and(Matrix::is_int8) || self.blocks.iter().any(of_block)
+        self.embedding.is_quantized()
+            || self.head.as_ref().is_some_and(Matrix::is_quantized)
+            || self.blocks.iter().any(of_block)
     }
 
     /// The output projection, `[vocab_size, d_model]`.

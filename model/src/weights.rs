@@ -13,7 +13,7 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Int8Weight, upload, upload_pieces};
+use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
 
 use crate::config::TransformerConfig;
 use crate::error::WeightsError;
@@ -36,14 +36,20 @@ pub struct ModelFolder {
 pub enum MatrixDtype {
     /// Floats.
     Float(FloatDType),
-    /// Bytes with a scale for each output, where a row's length is a multiple of four, since four bytes are packed into a 32-bit word: projections, the head, and the embedding
-    /// table. Other matrices are f32.
-    Int8,
+    /// Quantized: projections, the head and the embedding table, where the format stores rows of their length. Other
+    /// matrices are f32.
+    Quantized(Format),
 }
 
 impl From<FloatDType> for MatrixDtype {
     fn from(dtype: FloatDType) -> Self {
         Self::Float(dtype)
+    }
+}
+
+impl From<Format> for MatrixDtype {
+    fn from(format: Format) -> Self {
+        Self::Quantized(format)
     }
 }
 
@@ -74,7 +80,7 @@ impl ModelFolder {
         self.load_in(FloatDType::F32, &mut |_, _| {}, device)
     }
 
-    /// Reads the model onto `device`, its matrices as `dtype`, or as bytes, and its vectors as f32: for everything but
+    /// Reads the model onto `device`, its matrices as `dtype` or quantized, and its vectors as f32: for everything but
     /// training. `progress` is told, as it goes on, how many bytes of how many are read.
     ///
     /// Tensors are read one after the other, so that the host holds one at a time.
@@ -131,8 +137,9 @@ impl ModelFolder {
             progress(done, total);
         };
         let matrices = model.matrices_mut().map(|(path, _)| path).collect();
-        let (path, bytes) = (Vec::new(), HashMap::new());
-        let reader = Reader { files: &files, parts, dtype, progress: &mut told, path, matrices, bytes, failure: None };
+        let (path, quantized) = (Vec::new(), HashMap::new());
+        let progress = &mut told;
+        let reader = Reader { files: &files, parts, dtype, progress, path, matrices, quantized, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -184,10 +191,10 @@ impl ModelFolder {
     /// uses for the model's family. Each file is written beside, synced and renamed.
     ///
     /// # Errors
-    /// If the file system refuses, or the model was loaded as bytes.
+    /// If the file system refuses, or the model is quantized.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
-        if model.is_int8() {
-            let reason = "a model that was loaded as bytes cannot be saved".to_string();
+        if model.is_quantized() {
+            let reason = "a model that was loaded quantized cannot be saved".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         let config = model.config();
@@ -262,10 +269,10 @@ struct Reader<'a, B: Backend> {
     dtype: MatrixDtype,
     progress: &'a mut dyn FnMut(u64),
     path: Vec<String>,
-    /// Paths of the matrices that may be INT8.
+    /// Paths of the matrices that may be quantized.
     matrices: BTreeSet<String>,
     /// Those that are.
-    bytes: HashMap<String, Int8Weight<B>>,
+    quantized: HashMap<String, QuantizedWeight<B>>,
     failure: Option<WeightsError>,
 }
 
@@ -276,44 +283,46 @@ impl<B: Backend> Reader<'_, B> {
             return Err(failure);
         }
         for (path, matrix) in model.matrices_mut() {
-            if let Some(bytes) = self.bytes.remove(&path) {
-                matrix.store_int8(bytes);
+            if let Some(weight) = self.quantized.remove(&path) {
+                matrix.store_quantized(weight);
             }
         }
         Ok(model)
     }
 
-    /// The matrix as bytes, or as floats where a row's length is no multiple of four.
-    fn read_bytes(
+    /// The matrix quantized, or as floats where the format does not store rows of its length.
+    fn read_quantized(
         &mut self,
+        format: Format,
         parts: &[Part],
         shape: [usize; 2],
         device: &B::Device,
-    ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
+    ) -> Result<Result<QuantizedWeight<B>, TensorData>, WeightsError> {
         let all = |dtype: Dtype| parts.iter().all(|part| part.stored.dtype == dtype);
         // As it is stored, which may be half the memory.
         if all(Dtype::BF16) {
-            return self.quantized(parts, shape, bf16::ZERO, device);
+            return self.quantized(format, parts, shape, bf16::ZERO, device);
         }
         if all(Dtype::F16) {
-            return self.quantized(parts, shape, f16::ZERO, device);
+            return self.quantized(format, parts, shape, f16::ZERO, device);
         }
-        self.quantized(parts, shape, 0f32, device)
+        self.quantized(format, parts, shape, 0f32, device)
     }
 
     fn quantized<T: Stored + Element>(
         &mut self,
+        format: Format,
         parts: &[Part],
         shape: [usize; 2],
         zero: T,
         device: &B::Device,
-    ) -> Result<Result<Int8Weight<B>, TensorData>, WeightsError> {
+    ) -> Result<Result<QuantizedWeight<B>, TensorData>, WeightsError> {
         let values = self.values(parts, &shape, zero)?;
-        let bytes = Int8Weight::quantize_rows(shape, device, |row, out| {
+        let weight = QuantizedWeight::quantize_rows(format, shape, device, |row, out| {
             let row = &values[row * shape[1]..][..shape[1]];
             out.iter_mut().zip(row).for_each(|(out, value)| *out = value.elem());
         })?;
-        Ok(bytes.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
+        Ok(weight.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
     }
 
     /// The values of a parameter on the device, in one row.
@@ -359,15 +368,17 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
         let parts = self.parts.remove(&path).filter(|_| self.failure.is_none());
         let Some(parts) = parts else { return param };
         let (shape, device, id) = (param.lazy_shape(), param.lazy_device(), param.id);
-        let read = match (self.dtype == MatrixDtype::Int8 && self.matrices.contains(&path), shape.as_slice()) {
-            (true, &[rows, columns]) => match self.read_bytes(&parts, [rows, columns], &device) {
-                Ok(Ok(bytes)) => {
-                    self.bytes.insert(path, bytes);
-                    return param;
+        let read = match (self.dtype, shape.as_slice()) {
+            (MatrixDtype::Quantized(format), &[rows, columns]) if self.matrices.contains(&path) => {
+                match self.read_quantized(format, &parts, [rows, columns], &device) {
+                    Ok(Ok(weight)) => {
+                        self.quantized.insert(path, weight);
+                        return param;
+                    }
+                    Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
+                    Err(failure) => Err(failure),
                 }
-                Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
-                Err(failure) => Err(failure),
-            },
+            }
             (_, shape) => self.read(&parts, shape, &device),
         };
         match read {

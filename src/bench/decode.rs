@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, StepsAhead, download_int};
+use fireclay_kernels::{Backend, Download, Format, SampledRow, SampledRows, Sampling, StepsAhead, download_int};
 use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
@@ -119,8 +119,9 @@ impl<B: Backend> Drawn<B> {
         let int8 = options.precision == Some(Precision::Int8);
         let (model, bytes, dtype) = if int8 {
             // A byte for each number, and a scale of four for each row, which is no more than a hundredth of that.
-            let model =
-                model.with_int8_matrices().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            let model = model
+                .with_quantized_matrices(Format::Int8)
+                .map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             (model, bytes / DType::from(dtype).size(), Precision::Int8.name().to_string())
         } else {
             (model, bytes, format!("{dtype:?}").to_lowercase())

@@ -2,13 +2,13 @@
 
 use burn::tensor::{FloatDType, Int, Tensor};
 use fireclay_kernels::operands::{
-    ActivateForward, AttentionForward, CachedAttention, Draw, DropoutForward, EmbedForward, HeadLossForward,
-    Int8ToFloat, LinearForward, Logits, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
+    ActivateForward, AttentionForward, CachedAttention, Dequantize, Draw, DropoutForward, EmbedForward,
+    HeadLossForward, LinearForward, Logits, NormForward, OptimizerStep, QkvRotaryForward, RotaryForward,
 };
 use fireclay_kernels::traits::Stepped;
 use fireclay_kernels::{
     Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, Int8Weight, LayerCache, Norm, PackedHeads, Placement, RotaryTable, SampledRows, TokenCounts,
+    HeadLossOptions, LayerCache, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable, SampledRows, TokenCounts,
     Weight, reference,
 };
 
@@ -32,8 +32,8 @@ pub(crate) fn activate<B: Backend>(x: Tensor<B, 2>, activation: Activation) -> T
     reference::activate_forward(ActivateForward { x, activation })
 }
 
-pub(crate) fn int8_to_float<B: Backend>(weight: &Int8Weight<B>, dtype: FloatDType) -> Tensor<B, 2> {
-    reference::int8_to_float(Int8ToFloat { weight: weight.clone(), dtype })
+pub(crate) fn dequantize<B: Backend>(weight: &QuantizedWeight<B>, dtype: FloatDType) -> Tensor<B, 2> {
+    reference::dequantize(Dequantize { weight: weight.clone(), dtype })
 }
 
 pub(crate) fn rotary<B: Backend>(

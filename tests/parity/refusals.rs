@@ -6,11 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
-    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, HeadLossOptions, Int8Weight,
-    LayerCache, Norm, PackedHeads, Penalties, Placement, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
-    StepDraw, StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, compile_ahead, decode_step,
-    dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions, norm,
-    norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
+    CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
+    Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows,
+    Sampling, StepDraw, StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, compile_ahead,
+    decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
+    norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::backend_test;
@@ -70,9 +70,9 @@ impl<B: Backend> Make<B> {
         RotaryTable::new(positions, &vec![0.5; half], 1.0, &self.0)
     }
 
-    fn bytes(&self, [rows, columns]: [usize; 2]) -> Int8Weight<B> {
+    fn bytes(&self, [rows, columns]: [usize; 2]) -> QuantizedWeight<B> {
         let values = vec![1.0; rows * columns];
-        Int8Weight::quantize(&values, [rows, columns], &self.0)
+        QuantizedWeight::quantize(Format::Int8, &values, [rows, columns], &self.0)
             .expect("the device works")
             .expect("rows of multiples of four")
     }
@@ -431,7 +431,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         let weight = || Weight::from(make.float([6, 8]));
         refused("head_sample", &["weight [6, 7]"], || drawn(make.float([6, 7]).into(), sampled(rows)));
         refused("head_sample", &["rows"], || drawn(weight(), sampled(rows - 1)));
-        refused("head_sample", &["weight [6, 1]"], || drawn(Weight::Int8(make.bytes([6, 4])), sampled(rows)));
+        refused("head_sample", &["weight [6, 1]"], || drawn(Weight::Quantized(make.bytes([6, 4])), sampled(rows)));
         refused("head_sample", &["positions"], || {
             head_sample(make.float([rows, 8]), weight(), &sampled(rows), make.ints([rows - 1]), None)
         });
@@ -510,10 +510,10 @@ backend_test!(the_optimizer_refuses_what_does_not_fit::<B>(device) {
 backend_test!(ids_out_of_range_count_as_the_last::<B>(device) {
     let table = Tensor::<B, 2>::from_data(TensorData::new((0..15).map(|x| x as f32).collect::<Vec<_>>(), [5, 3]), &device);
     let bytes: Vec<f32> = (0..20).map(|x| x as f32).collect();
-    let bytes = Int8Weight::<B>::quantize(&bytes, [5, 4], &device).expect("the device works").expect("rows of multiples of four");
+    let bytes = QuantizedWeight::<B>::quantize(Format::Int8, &bytes, [5, 4], &device).expect("the device works").expect("rows of multiples of four");
     let ids = |values: [i32; 4]| Tensor::<B, 2, Int>::from_data([values], &device);
     let (outside, last) = (ids([-1, 5, i32::MIN, i32::MAX]), ids([4, 4, 4, 4]));
-    for table in [Weight::from(table), Weight::Int8(bytes)] {
+    for table in [Weight::from(table), Weight::Quantized(bytes)] {
         let of = |ids: Tensor<B, 2, Int>| embed(table.clone(), ids, FloatDType::F32).into_data();
         assert_eq!(of(outside.clone()), of(last.clone()), "tokens");
     }

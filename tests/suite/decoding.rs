@@ -9,7 +9,7 @@ use fireclay::tasks::Task;
 use fireclay::training::{Trainer, read_steps};
 use fireclay_datasets::{BatchKey, Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::{Copies, Recording, Source};
-use fireclay_kernels::{Backend, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
+use fireclay_kernels::{Backend, Format, Penalties, SampledRow, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, Hidden, ModelFolder, PAGE_TOKENS, RowId, Transformer, TransformerConfig};
 
 use crate::backend_test;
@@ -71,7 +71,7 @@ backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B
     assert_eq!(own.dims(), [1, 32]);
     read(&model.clone(), row);
     refused("a cache of another model", || read(&other, row));
-    refused("of other weights", || read(&model.clone().with_int8_matrices().expect("a device that works"), row));
+    refused("of other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
     let mut copies = model.clone();
     copies.put_copies(Default::default());
     refused("of other weights", || read(&copies, row));

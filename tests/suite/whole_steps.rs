@@ -8,7 +8,8 @@ use fireclay::inference::generation::scheduler::{Finish, Request, Scheduler, Sch
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{
-    ActivationKind, Backend, CacheDType, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts, draw,
+    ActivationKind, Backend, CacheDType, Format, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts,
+    draw,
 };
 use fireclay_model::{
     Cache, Hidden, ModelFolder, NormKind, PAGE_TOKENS, Positions, RowId, Transformer, TransformerConfig,
@@ -44,7 +45,7 @@ fn loaded<B: Backend>(
     device: &B::Device,
 ) -> Result<Transformer<B>, Failure> {
     let model = ModelFolder::new(folder).load_in::<B>(dtype, &mut |_, _| {}, device)?.with_activations(dtype);
-    Ok(if int8 { model.with_int8_matrices().expect("a device that works") } else { model })
+    Ok(if int8 { model.with_quantized_matrices(Format::Int8).expect("a device that works") } else { model })
 }
 
 /// Models of all causal families, in small and odd sizes, and of none.

@@ -4,6 +4,7 @@
 //! over it, by one thread.
 
 mod dot_products;
+mod words;
 
 use std::ops::Range;
 use std::sync::Once;
@@ -14,6 +15,7 @@ use ndarray::IxDyn;
 use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
+pub(crate) use self::words::{QuantizedRows, Words, words_tensor};
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
 /// where that leaves an even number of slabs.
@@ -275,22 +277,6 @@ pub(crate) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     for (a, b) in a_lanes.zip(b_lanes) {
         for lane in 0..LANES {
             lanes[lane] += f(a[lane], b[lane]);
-        }
-    }
-    lanes.iter().sum::<f32>() + rest
-}
-
-/// The sum of products with signed bytes, four in each word.
-#[inline(always)]
-pub(crate) fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
-    // SAFETY: a word is four bytes, each of which is a number whatever its bits are.
-    let bytes = unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<i8>(), 4 * words.len()) };
-    let mut lanes = [0.0f32; LANES];
-    let (x_lanes, byte_lanes) = (x.chunks_exact(LANES), bytes.chunks_exact(LANES));
-    let rest: f32 = x_lanes.remainder().iter().zip(byte_lanes.remainder()).map(|(x, byte)| x * f32::from(*byte)).sum();
-    for (x, bytes) in x_lanes.zip(byte_lanes) {
-        for lane in 0..LANES {
-            lanes[lane] += x[lane] * f32::from(bytes[lane]);
         }
     }
     lanes.iter().sum::<f32>() + rest

@@ -26,16 +26,6 @@ pub(crate) use self::scratch::scratch;
 /// The most cubes along one axis of a grid that every device takes.
 const MAX_CUBES: u32 = 65_535;
 
-/// How many multiprocessors the device of a tensor has, or might have where it does not say, as Vulkan.
-pub(crate) fn multiprocessors<R: CubeRuntime>(x: &CubeTensor<R>) -> u32 {
-    let own = x.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(64);
-    #[cfg(feature = "cuda")]
-    if let Some(arch) = crate::cuda::arch::in_place_of_own(x) {
-        return own.min(arch.multiprocessors());
-    }
-    own
-}
-
 /// An uninitialised tensor on the device of another, its rows without padding between them.
 pub(crate) fn empty<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype)

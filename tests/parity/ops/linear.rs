@@ -3,8 +3,8 @@
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Tensor};
 use fireclay_kernels::{
-    Activation, ActivationKind, Backend, Dropout, F32Products, Int8Weight, Norm, RandomKey, Weight, compile_ahead,
-    linear, linear_add, norm_gate_up, norm_linear,
+    Activation, ActivationKind, Backend, Dropout, F32Products, Format, Norm, QuantizedWeight, RandomKey, Weight,
+    compile_ahead, linear, linear_add, norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
@@ -384,8 +384,8 @@ backend_test!(projections_to_very_many_outputs_match_the_reference::<B>(device) 
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let weight = random::<B, 2>(2, [d_output, d_input], &device);
             let values: Vec<f32> = weight.clone().into_data().iter::<f32>().collect();
-            let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
-            let bytes = Weight::Int8(bytes.expect("the device works").expect("rows of multiples of four"));
+            let bytes = QuantizedWeight::<B>::quantize(Format::Int8, &values, [d_output, d_input], &device);
+            let bytes = Weight::Quantized(bytes.expect("the device works").expect("rows of multiples of four"));
             for weight in [Weight::from(weight.cast(dtype)), bytes] {
                 let wide = weight.clone().into_float(FloatDType::F32).cast(DType::F32);
                 let wanted = plain::linear(x.clone().cast(DType::F32), wide, None);

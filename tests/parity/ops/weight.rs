@@ -1,10 +1,10 @@
-//! Stored weights: rounded copies and INT8.
+//! Stored weights: rounded copies and quantized ones.
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, HeadLossOptions, Int8Weight, Norm, Weight, embed, head_loss, linear, linear_add,
-    norm_gate_up, norm_linear,
+    Activation, ActivationKind, Format, HeadLossOptions, Norm, QuantizedWeight, Weight, embed, head_loss, linear,
+    linear_add, norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
@@ -34,24 +34,31 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
     assert_eq!(run(true), run(false));
 });
 
-backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) {
-    for (dtype, tolerance) in dtypes::<B>(&device) {
+backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device) {
+    for (format, (dtype, tolerance)) in Format::ALL.into_iter().flat_map(|format| dtypes::<B>(&device).into_iter().map(move |dtype| (format, dtype))) {
         for [rows, d_input, d_output] in [[1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64]] {
             let values: Vec<f32> = random::<B, 2>(2, [d_output, d_input], &device).into_data().iter::<f32>().collect();
-            let bytes = Int8Weight::<B>::quantize(&values, [d_output, d_input], &device);
-            let bytes = bytes.expect("the device works").expect("rows of multiples of four");
-            let wide = plain::int8_to_float(&bytes, FloatDType::F32);
-            let what = format!("{rows}x{d_input}x{d_output} {dtype:?}");
-            // No byte is off by more than half a step.
+            let quantized = QuantizedWeight::<B>::quantize(format, &values, [d_output, d_input], &device);
+            let Some(quantized) = quantized.expect("the device works") else {
+                assert!(format.layout(d_input).is_none(), "{format:?} stores rows of {d_input}");
+                continue;
+            };
+            let wide = plain::dequantize(&quantized, FloatDType::F32);
+            let what = format!("{format:?} {rows}x{d_input}x{d_output} {dtype:?}");
             let given = Tensor::<B, 2>::from_data(TensorData::new(values, [d_output, d_input]), &device);
-            let steps = (wide.clone() - given) / bytes.scales.clone().reshape([d_output, 1]);
-            let furthest = steps.abs().max().into_data().iter::<f32>().next().expect("a value");
-            assert!((0.1..0.51).contains(&furthest), "{what}: {furthest} of a step");
-            assert_close(&what, &Weight::Int8(bytes.clone()).into_float(FloatDType::F32), &wide, 1e-6);
+            match format {
+                // No byte is off by more than half a step.
+                Format::Int8 => {
+                    let steps = (wide.clone() - given) / quantized.scales.clone().reshape([d_output, 1]);
+                    let furthest = steps.abs().max().into_data().iter::<f32>().next().expect("a value");
+                    assert!((0.1..0.51).contains(&furthest), "{what}: {furthest} of a step");
+                }
+            }
+            assert_close(&what, &Weight::Quantized(quantized.clone()).into_float(FloatDType::F32), &wide, 1e-6);
 
             let x = random::<B, 2>(1, [rows, d_input], &device).cast(dtype);
             let x_wide = x.clone().cast(DType::F32);
-            let weight = || Weight::Int8(bytes.clone());
+            let weight = || Weight::Quantized(quantized.clone());
             let product = plain::linear(x_wide.clone(), wide.clone(), None);
             assert_close(&what, &linear(x.clone(), weight(), None).cast(DType::F32), &product, tolerance);
             let residual = random::<B, 2>(4, [rows, d_output], &device).cast(dtype);
@@ -71,6 +78,6 @@ backend_test!(weights_of_bytes_are_the_numbers_that_they_stand_for::<B>(device) 
             assert_close(&what, &ours, &embed(wide, tokens, FloatDType::F32), tolerance);
         }
     }
-    let bytes = Int8Weight::<B>::quantize(&[1.0; 6], [2, 3], &device).expect("the device works");
-    assert!(bytes.is_none(), "rows are multiples of four");
+    let quantized = QuantizedWeight::<B>::quantize(Format::Int8, &[1.0; 6], [2, 3], &device).expect("the device works");
+    assert!(quantized.is_none(), "rows are multiples of four");
 });

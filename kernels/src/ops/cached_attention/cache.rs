@@ -6,8 +6,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 
 use crate::checked::{Part, part};
-use crate::ops::weight::{PACKED, assert_float};
+use crate::ops::weight::assert_float;
 use crate::packed_heads::PackedHeads;
+use crate::quant::int8::PACKED;
 use crate::recorder::{self, Operand};
 
 /// What numbers of a cache are stored as.

@@ -8,13 +8,12 @@ use rayon::prelude::*;
 
 use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
 use crate::checked::Checked;
-use crate::cpu::{Values, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, zeros};
+use crate::cpu::{Values, Words, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, words_tensor, zeros};
 use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::cpu::attention_over;
 use crate::ops::rotary::cpu::rotate;
-use crate::ops::weight::cpu::{Words, spread, words_tensor};
-use crate::ops::weight::{PACKED, quantize_row};
 use crate::packed_heads::PackedHeads;
+use crate::quant::int8::{PACKED, dequantize_row, quantize_row};
 
 impl CachedAttentionOps for NdArray {
     fn cached_attention(operands: Checked<CachedAttention<'_, Self>>) -> Tensor<Self, 3> {
@@ -142,7 +141,7 @@ impl Pages<'_> {
                 let words_each = width / PACKED;
                 range.for_each(|line| {
                     let at = first + line;
-                    spread(&words[at * words_each..][..words_each], scales[at], &mut spread_line);
+                    dequantize_row(&words[at * words_each..][..words_each], scales[at], &mut spread_line);
                     work(line, &spread_line);
                 });
             }

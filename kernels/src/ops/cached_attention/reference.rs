@@ -8,8 +8,10 @@ use crate::ops::attention::{AttentionForward, AttentionMask, AttentionOptions, a
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
 use crate::ops::rotary::rotary_heads;
-use crate::ops::weight::reference::int8_to_float;
-use crate::ops::weight::{Int8ToFloat, Int8Weight, PACKED};
+use crate::ops::weight::Dequantize;
+use crate::ops::weight::reference::dequantize;
+use crate::quant::int8::PACKED;
+use crate::quant::{Format, QuantizedWeight};
 
 /// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads, head_dim]`.
 pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
@@ -101,8 +103,9 @@ fn all_of<B: Backend>(held: &Held<B>, row: &CachedRow, dtype: FloatDType) -> Ten
             let (packed, scales) = (side_by_side(packed, row), side_by_side(&scales.clone().unsqueeze_dim(3), row));
             let [_, n_kv_heads, keys, words] = packed.dims();
             let lines = n_kv_heads * keys;
-            let weight = Int8Weight { packed: packed.reshape([lines, words]), scales: scales.reshape([lines]) };
-            int8_to_float(Int8ToFloat { weight, dtype }).reshape([1, n_kv_heads, keys, words * PACKED])
+            let (packed, scales) = (packed.reshape([lines, words]), scales.reshape([lines]));
+            let weight = QuantizedWeight { packed, scales, format: Format::Int8 };
+            dequantize(Dequantize { weight, dtype }).reshape([1, n_kv_heads, keys, words * PACKED])
         }
     }
 }

@@ -11,8 +11,8 @@ use burn::tensor::{Int, Tensor};
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
 use crate::autodiff::{inner, inner_int, take_sum};
 use crate::checked::Checked;
-use crate::ops::weight::Weight;
 use crate::products::Forward;
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 

@@ -5,9 +5,8 @@ use burn_ndarray::NdArray;
 
 use super::{EmbedBackward, EmbedForward, EmbedOps};
 use crate::checked::Checked;
-use crate::cpu::{Values, clamp_index, integers, new_rows, tensor, vectorised, zeros};
-use crate::ops::weight::cpu::{Words, spread};
-use crate::ops::weight::{PACKED, Weight};
+use crate::cpu::{QuantizedRows, Values, clamp_index, integers, new_rows, tensor, vectorised, zeros};
+use crate::quant::{RowFormat, Weight, with_format};
 
 impl EmbedOps for NdArray {
     fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
@@ -33,10 +32,9 @@ impl EmbedOps for NdArray {
                 let table = Values::rows(table);
                 looked_up(&|row, out| out.copy_from_slice(&table[row * d_model..][..d_model]))
             }
-            Weight::Int8(table) => {
-                let words_each = d_model / PACKED;
-                let (words, scales) = (Words::of(table.packed), Values::rows(table.scales));
-                looked_up(&|row, out| spread(&words[row * words_each..][..words_each], scales[row], out))
+            Weight::Quantized(table) => {
+                let (format, rows) = (table.format, QuantizedRows::of(table));
+                with_format!(format, F => looked_up(&|row, out| F::dequantize(rows.row(row), out)))
             }
         };
         match added {

@@ -11,9 +11,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 
 use super::reshape::ReshapeOps;
-use super::weight::{Weight, WeightOps, assert_float};
+use super::weight::{WeightOps, assert_float};
 use crate::checked::{Checked, Operands, part};
 use crate::mutation::call;
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 

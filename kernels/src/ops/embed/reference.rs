@@ -4,7 +4,7 @@ use burn::tensor::{DType, IndexingUpdateOp, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps};
 use crate::checked::clamp_index;
-use crate::ops::weight::{Int8Weight, Weight};
+use crate::quant::{QuantizedWeight, Weight};
 use crate::tensor::rows_of;
 
 /// Reference forward of [`embed`](crate::embed()) and [`embed_add`](crate::embed_add); Burn's own gradient adds rows up in
@@ -15,9 +15,10 @@ pub fn embed_forward<B: EmbedOps>(EmbedForward { table, tokens, dtype, added }: 
     let tokens = clamp_index(tokens, vocabulary - 1).reshape([batch_size * seq_length]);
     let rows = match table {
         Weight::Float(table) => rows_of(table, tokens).cast(dtype),
-        Weight::Int8(Int8Weight { packed, scales }) => {
-            let rows = Int8Weight { packed: rows_of(packed, tokens.clone()), scales: scales.select(0, tokens) };
-            Weight::Int8(rows).into_float(dtype)
+        Weight::Quantized(QuantizedWeight { packed, scales, format }) => {
+            let scales = scales.reshape([vocabulary as isize, -1]);
+            let scales = scales.select(0, tokens.clone()).flatten(0, 1);
+            Weight::Quantized(QuantizedWeight { packed: rows_of(packed, tokens), scales, format }).into_float(dtype)
         }
     };
     let rows = rows.reshape([batch_size, seq_length, d_model]);

@@ -16,8 +16,8 @@ use crate::checked::Checked;
 use crate::ops::dropout::Dropout;
 use crate::ops::linear::{Saved, float_weight};
 use crate::ops::norm::norm_rows;
-use crate::ops::weight::Weight;
 use crate::products::Forward;
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 

@@ -18,9 +18,9 @@ use super::dropout::Dropout;
 use super::linear::{LinearOps, Saved};
 use super::norm::Norm;
 use super::reshape::{as_dims, as_rows};
-use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
 use crate::mutation::{call, parts};
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -85,7 +85,7 @@ impl<B: Backend> Operands for FeedForwardForward<B> {
                 part(op, name, bias).float().fits(bias.dims() == [weight.dims()[0]], &x);
             }
         }
-        let of_bytes = [up, down].into_iter().any(|weight| matches!(weight, Weight::Int8(_)));
+        let of_bytes = [up, down].into_iter().any(|weight| matches!(weight, Weight::Quantized(_)));
         assert!(!of_bytes || self.dropout.is_none(), "{op}: a weight of bytes is for inference, without dropout");
     }
 }

@@ -19,9 +19,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::linear::LinearOps;
-use super::weight::Weight;
 use crate::checked::{Checked, Operands, part};
 use crate::mutation;
+use crate::quant::Weight;
 use crate::random::RandomKey;
 use crate::recorder::{self, Call};
 use crate::rehearsal;

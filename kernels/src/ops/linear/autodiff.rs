@@ -13,8 +13,8 @@ use crate::autodiff::{inner, take_sum};
 use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
-use crate::ops::weight::Weight;
 use crate::products::Forward;
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::tensor::{float, primitive};
 

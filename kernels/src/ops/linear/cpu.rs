@@ -7,25 +7,26 @@ use super::reference::activation_gradient;
 use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
 use crate::checked::Checked;
 use crate::cpu::{
-    DotProducts, Matrix, Values, dot_bytes, new_columns, new_product, sum_over_rows, tensor, wide_product,
+    DotProducts, Matrix, QuantizedRows, Values, new_columns, new_product, sum_over_rows, tensor, wide_product,
 };
 use crate::ops::activation::activate_rows;
 use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
 use crate::ops::dropout::dropout_rows;
-use crate::ops::weight::cpu::Words;
-use crate::ops::weight::{Int8Weight, Weight};
+use crate::quant::{QuantizedWeight, RowFormat, Weight, with_format};
 
 /// Products of so few rows are a dot product for each of their elements.
-const DOT_PRODUCT_ROWS: usize = 16;
+pub(crate) const DOT_PRODUCT_ROWS: usize = 16;
 
 impl LinearOps for NdArray {
     /// Slopes are saved, so that the activation is computed once.
     fn linear_forward(operands: Checked<LinearForward<Self>>) -> LinearOutput<Self> {
-        let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
+        let LinearForward { x, weight, bias, activation, dropout, residual, keeps, .. } = normed(operands.into_inner());
         let shape = [x.dims()[0], weight.dims()[0]];
+        // Nothing is saved, and nothing dropped.
+        let plain = dropout.is_none() && (!keeps || activation.is_none());
         let weight = match weight {
-            Weight::Int8(weight) if shape[0] <= DOT_PRODUCT_ROWS => {
-                let product = int8_linear(x, weight, bias, residual);
+            Weight::Quantized(weight) if plain && shape[0] <= DOT_PRODUCT_ROWS => {
+                let product = quantized_product(x, weight, bias, residual);
                 let output = match activation {
                     Some(activation) => activate_rows(product, activation),
                     None => product,
@@ -64,18 +65,18 @@ impl LinearOps for NdArray {
     }
 }
 
-/// `residual + x * weight^T + bias` of a skinny product with a weight of bytes.
-fn int8_linear(
+/// `residual + x * weight^T + bias` of few rows with a quantized weight, which is read as it is stored.
+pub(crate) fn quantized_product(
     x: Tensor<NdArray, 2>,
-    weight: Int8Weight<NdArray>,
+    weight: QuantizedWeight<NdArray>,
     bias: Option<Tensor<NdArray, 1>>,
     residual: Option<Tensor<NdArray, 2>>,
 ) -> Tensor<NdArray, 2> {
     let [rows, d_input] = x.dims();
-    let [d_output, words_each] = weight.packed.dims();
-    let (x, packed, scales) = (Values::rows(x), Words::of(weight.packed), Values::rows(weight.scales));
+    let ([d_output, _], format) = (weight.dims(), weight.format);
+    let (x, weight) = (Values::rows(x), QuantizedRows::of(weight));
     let (bias, residual) = (bias.map(Values::rows), residual.map(Values::rows));
-    let out = new_columns(
+    let out = with_format!(format, F => new_columns(
         rows,
         d_output,
         rows * d_input,
@@ -84,14 +85,13 @@ fn int8_linear(
             for (row, out) in out.chunks_exact_mut(columns.len()).enumerate() {
                 let x = &x[row * d_input..][..d_input];
                 for (column, out) in columns.clone().zip(out) {
-                    let product = dot_bytes(x, &packed[column * words_each..][..words_each]);
                     let added = bias.as_ref().map_or(0.0, |bias| bias[column]);
                     let around = residual.as_ref().map_or(0.0, |residual| residual[row * d_output + column]);
-                    *out = product * scales[column] + added + around;
+                    *out = F::dot(x, weight.row(column)) + added + around;
                 }
             }
         },
-    );
+    ));
     tensor(out, [rows, d_output])
 }
 

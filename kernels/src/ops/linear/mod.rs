@@ -25,9 +25,10 @@ use super::activation::{Activation, ActivationOps};
 use super::dropout::{Dropout, DropoutOps};
 use super::norm::{Norm, NormOps, norm_rows};
 use super::reshape::{as_dims, as_rows};
-use super::weight::{Weight, WeightOps};
+use super::weight::WeightOps;
 use crate::checked::{Checked, Operands, part};
 use crate::mutation::{call, parts};
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -109,7 +110,7 @@ impl<B: Backend> Operands for LinearForward<B> {
         if let Some(residual) = &self.residual {
             part(op, "residual", residual).float().fits(residual.dims() == [rows, d_output], &x);
         }
-        if matches!(self.weight, Weight::Int8(_)) {
+        if matches!(self.weight, Weight::Quantized(_)) {
             let for_inference = self.dropout.is_none() && !self.keeps;
             assert!(for_inference, "{op}: a weight of bytes is for inference, without dropout and gradients");
         }

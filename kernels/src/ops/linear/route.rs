@@ -24,10 +24,10 @@ use cubecl::features::Tma;
 use cubecl::prelude::*;
 
 use super::cubecl::{gemm_simt, gemm_tensor_cores};
-use crate::cubecl::multiprocessors;
 use crate::cubecl::tensor_cores::has_tensor_cores;
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, Arch};
+use crate::multiprocessors::multiprocessors;
 use crate::products::takes_tf32;
 
 /// Up to so many rows, two tiles of `mma`'s sixteen, a projection is skinny: all its time goes into reading the weight, so

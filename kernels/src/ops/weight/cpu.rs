@@ -1,84 +1,28 @@
-//! Bytes on the CPU.
+//! Dequantization on the CPU.
 
-use burn::tensor::{Int, Tensor};
-use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
-use ndarray::IxDyn;
+use burn::tensor::Tensor;
+use burn_ndarray::NdArray;
 
-use super::{Int8ToFloat, PACKED, WeightOps};
+use super::{Dequantize, WeightOps};
 use crate::checked::Checked;
-use crate::cpu::{Values, new_rows, tensor};
-
-/// Words of bytes on the host, where they are anyway.
-pub(crate) struct Words(SharedArray<i32>);
-
-impl Words {
-    pub(crate) fn of<const D: usize>(packed: Tensor<NdArray, D, Int>) -> Self {
-        let shape = packed.dims();
-        let array = match packed.into_primitive() {
-            NdArrayTensor::I32(storage) => storage.into_shared(),
-            primitive => {
-                let data = Tensor::<NdArray, D, Int>::from_primitive(primitive).into_data();
-                let words: Vec<i32> = data.iter::<i32>().collect();
-                SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says")
-            }
-        };
-        if array.is_standard_layout() {
-            Self(array)
-        } else {
-            Self(array.as_standard_layout().into_owned().into_shared())
-        }
-    }
-
-    /// The words, to be changed: copied only where something else holds them.
-    pub(crate) fn into_vec(self) -> Vec<i32> {
-        let size = self.0.len();
-        match self.0.into_owned().into_raw_vec_and_offset() {
-            (words, None | Some(0)) if words.len() == size => words,
-            (words, offset) => words[offset.unwrap_or(0)..][..size].to_vec(),
-        }
-    }
-}
-
-/// A tensor of the given words.
-pub(crate) fn words_tensor<const D: usize>(words: Vec<i32>, shape: [usize; D]) -> Tensor<NdArray, D, Int> {
-    let array = SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says");
-    Tensor::from_primitive(NdArrayTensor::I32(array.into()))
-}
-
-impl std::ops::Deref for Words {
-    type Target = [i32];
-
-    fn deref(&self) -> &[i32] {
-        self.0.as_slice().expect("words row after row")
-    }
-}
+use crate::cpu::{QuantizedRows, new_rows, tensor};
+use crate::quant::{RowFormat, with_format};
 
 impl WeightOps for NdArray {
-    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
+    fn dequantize(operands: Checked<Dequantize<Self>>) -> Tensor<Self, 2> {
         let weight = operands.into_inner().weight;
-        let [d_output, words_each] = weight.packed.dims();
-        let d_input = words_each * PACKED;
-        let (words, scales) = (Words::of(weight.packed), Values::rows(weight.scales));
-        let [out] = new_rows(
+        let ([d_output, d_input], format) = (weight.dims(), weight.format);
+        let rows = QuantizedRows::of(weight);
+        let [out] = with_format!(format, F => new_rows(
             d_output,
             [d_input],
             #[inline(always)]
             |first, [out]| {
                 for (row, out) in (first..).zip(out.chunks_exact_mut(d_input)) {
-                    spread(&words[row * words_each..][..words_each], scales[row], out);
+                    F::dequantize(rows.row(row), out);
                 }
             },
-        );
+        ));
         tensor(out, [d_output, d_input])
-    }
-}
-
-/// A row's bytes times its scale.
-#[inline(always)]
-pub(crate) fn spread(words: &[i32], scale: f32, out: &mut [f32]) {
-    for (word, out) in words.iter().zip(out.chunks_exact_mut(PACKED)) {
-        for (byte, out) in word.to_le_bytes().into_iter().zip(out) {
-            *out = f32::from(byte as i8) * scale;
-        }
     }
 }

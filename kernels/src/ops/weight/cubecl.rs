@@ -1,4 +1,4 @@
-//! Bytes in CubeCL: spread into floats, or looked up by token.
+//! Quantized rows in CubeCL: dequantized all of them, or those that tokens name.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
@@ -7,30 +7,35 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 use cubecl::prelude::*;
 
-use super::{Int8ToFloat, Int8Weight, PACKED, WeightOps};
+use super::{Dequantize, WeightOps, reference};
 use crate::checked::Checked;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
+use crate::quant::{Format, QuantizedWeight, Reader, int8};
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
 
 type Four<O> = Vector<O, Const<4>>;
 
-/// [`Int8Weight`](super::Int8Weight) on the device.
+/// [`QuantizedWeight`] on the device.
 #[derive(Clone, Debug)]
-pub(crate) struct CubeInt8<R: CubeRuntime> {
-    /// `[d_output, d_input / 4]`.
+pub(crate) struct CubeQuantized<R: CubeRuntime> {
+    /// `[d_output, words of a row]`.
     pub(crate) packed: CubeTensor<R>,
+    /// `[d_output * scales of a row]`.
     pub(crate) scales: CubeTensor<R>,
+    pub(crate) format: Format,
+    pub(crate) dims: [usize; 2],
 }
 
-/// Bytes and scales as primitives.
-pub(crate) fn cube_int8<R, B>(weight: Int8Weight<B>) -> CubeInt8<R>
+/// Words and scales as primitives.
+pub(crate) fn cube_quantized<R, B>(weight: QuantizedWeight<B>) -> CubeQuantized<R>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    CubeInt8 { packed: weight.packed.into_primitive(), scales: primitive(weight.scales) }
+    let (dims, format) = (weight.dims(), weight.format);
+    CubeQuantized { packed: weight.packed.into_primitive(), scales: primitive(weight.scales), format, dims }
 }
 
 impl<R, F, I, BT> WeightOps for CubeBackend<R, F, I, BT>
@@ -40,39 +45,46 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
-        let Int8ToFloat { weight, dtype } = operands.into_inner();
-        let weight = cube_int8(weight);
-        let [rows, words] = [weight.packed.meta.shape()[0], weight.packed.meta.shape()[1]];
-        let out = empty(&weight.packed, [rows, words * PACKED], dtype.into());
-        spread(weight, None, &out, rows, words);
+    fn dequantize(operands: Checked<Dequantize<Self>>) -> Tensor<Self, 2> {
+        let operands = operands.into_inner();
+        if !operands.weight.format.is_read_by(Reader::Rows) {
+            return reference::dequantize(operands);
+        }
+        let weight = cube_quantized(operands.weight);
+        let out = empty(&weight.packed, weight.dims, operands.dtype.into());
+        let rows = weight.dims[0];
+        dequantize_rows(weight, None, &out, rows);
         float(out)
     }
 }
 
-/// The rows that `tokens` `[batch_size, seq_length]` name, `[batch_size, seq_length, d_input]` of `dtype`.
-pub(crate) fn int8_embed<R: CubeRuntime>(weight: CubeInt8<R>, tokens: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+/// The rows that `tokens` `[batch_size, seq_length]` name, `[batch_size, seq_length, d_input]` of `dtype`, of a format
+/// that is read by [`Reader::Rows`].
+pub(crate) fn quantized_embed<R: CubeRuntime>(
+    weight: CubeQuantized<R>,
+    tokens: CubeTensor<R>,
+    dtype: DType,
+) -> CubeTensor<R> {
     let [batch_size, seq_length] = [tokens.meta.shape()[0], tokens.meta.shape()[1]];
-    let words = weight.packed.meta.shape()[1];
-    let out = empty(&weight.packed, [batch_size, seq_length, words * PACKED], dtype);
-    spread(weight, Some(contiguous(tokens)), &out, batch_size * seq_length, words);
+    let out = empty(&weight.packed, [batch_size, seq_length, weight.dims[1]], dtype);
+    dequantize_rows(weight, Some(contiguous(tokens)), &out, batch_size * seq_length);
     out
 }
 
-fn spread<R: CubeRuntime>(
-    weight: CubeInt8<R>,
+fn dequantize_rows<R: CubeRuntime>(
+    weight: CubeQuantized<R>,
     tokens: Option<CubeTensor<R>>,
     out: &CubeTensor<R>,
     rows: usize,
-    words: usize,
 ) {
+    let words = weight.packed.meta.shape()[1];
     let (packed, scales) = (contiguous(weight.packed), contiguous(weight.scales));
     let named = tokens.is_some();
     let tokens = tokens.unwrap_or_else(|| packed.clone());
     let units = rows * words;
     // SAFETY: each unit below `units` writes its own four elements, and reads one word of a row within the weight.
     unsafe {
-        spread_kernel::launch_unchecked(
+        dequantize_kernel::launch_unchecked(
             &out.client,
             grid(units.div_ceil(UNITS as usize)),
             CubeDim::new_1d(UNITS),
@@ -84,6 +96,7 @@ fn spread<R: CubeRuntime>(
             words as u32,
             packed.meta.shape()[0] as u32 - 1,
             named,
+            weight.format,
             tokens.dtype.into(),
             out.dtype.into(),
         );
@@ -91,7 +104,7 @@ fn spread<R: CubeRuntime>(
 }
 
 #[cube(launch_unchecked)]
-fn spread_kernel<I: Int, O: Float>(
+fn dequantize_kernel<I: Int, O: Float>(
     packed: &Array<u32>,
     scales: &Array<f32>,
     tokens: &Array<I>,
@@ -100,6 +113,7 @@ fn spread_kernel<I: Int, O: Float>(
     words: u32,
     last: u32,
     #[comptime] named: bool,
+    #[comptime] format: Format,
     #[define(I)] _token_dtype: StorageType,
     #[define(O)] _dtype: StorageType,
 ) {
@@ -112,18 +126,10 @@ fn spread_kernel<I: Int, O: Float>(
         row = clamp_index::<I>(tokens[row as usize], last);
     }
     let word = packed[(row * words + at % words) as usize];
-    out[at as usize] = Four::<O>::cast_from(bytes(word) * Four::<f32>::new(scales[row as usize]));
-}
-
-/// The four signed bytes of a word.
-#[cube]
-pub(crate) fn bytes(word: u32) -> Vector<f32, Const<4>> {
-    let mut four = Vector::<f32, Const<4>>::new(0.0);
-    #[unroll]
-    for i in 0..4usize {
-        // With its sign bit flipped, a byte counts up from the least one.
-        let byte = ((word >> comptime!(8 * i as u32)) & 0xff) ^ 0x80;
-        four[i] = f32::cast_from(byte) - 128.0f32;
+    match comptime!(format) {
+        Format::Int8 => {
+            let scale = scales[row as usize];
+            out[at as usize] = Four::<O>::cast_from(int8::unpack(word) * Four::<f32>::new(scale));
+        }
     }
-    four
 }

@@ -1,45 +1,20 @@
-//! Weights of projections, as they are stored.
+//! Weights of projections and tables, as operations take them.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod reference;
 
-use burn::module::Module;
 use burn::tensor::backend::{Backend, ExecutionError};
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use super::upload::{UploadOps, upload};
-use crate::checked::{Checked, Operands, Part, part};
+use crate::checked::{Checked, Operands, part};
 use crate::mutation::call;
-use crate::recorder::{self, Operand};
+use crate::quant::{Format, QuantizedWeight, RowFormat, RowLayout, Weight, with_format};
 use crate::selection::dispatch;
-
-/// Weights in a word of [`Int8Weight`].
-pub(crate) const PACKED: usize = 4;
-
-/// A matrix `[d_output, d_input]`, as an operation takes it. A tensor is one.
-#[derive(Clone, Debug)]
-pub enum Weight<B: Backend> {
-    /// Floats of any dtype.
-    Float(Tensor<B, 2>),
-    /// Bytes with a scale for each row. They have no gradient.
-    Int8(Int8Weight<B>),
-}
-
-impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
-    fn from(weight: Tensor<B, 2>) -> Self {
-        Self::Float(weight)
-    }
-}
-
-impl<B: Backend> From<Int8Weight<B>> for Weight<B> {
-    fn from(weight: Int8Weight<B>) -> Self {
-        Self::Int8(weight)
-    }
-}
 
 impl<B: WeightOps> Weight<B> {
     /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
@@ -52,70 +27,12 @@ impl<B: WeightOps> Weight<B> {
         Self::Float(call!(B: WeightOps::rounded(Checked::new(Rounded { value, copy }))))
     }
 
-    /// As floats: bytes are spread into a new tensor of `dtype`, floats stay as they are.
+    /// As floats: what is quantized becomes a new tensor of `dtype`, floats stay as they are.
     pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
         match self {
             Self::Float(weight) => weight,
-            Self::Int8(weight) => int8_to_float(weight, dtype),
+            Self::Quantized(weight) => dequantize(weight, dtype),
         }
-    }
-}
-
-impl<B: Backend> Weight<B> {
-    /// `[d_output, d_input]`.
-    pub fn dims(&self) -> [usize; 2] {
-        match self {
-            Self::Float(weight) => weight.dims(),
-            Self::Int8(weight) => {
-                let [d_output, words] = weight.packed.dims();
-                [d_output, words * PACKED]
-            }
-        }
-    }
-
-    /// For a recording.
-    pub(crate) fn operand(&self) -> Operand {
-        match self {
-            Self::Float(weight) => recorder::operand(weight),
-            Self::Int8(weight) => recorder::operand(&weight.packed),
-        }
-    }
-
-    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits `other`.
-    #[track_caller]
-    pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {
-        match self {
-            Self::Float(weight) => {
-                part(op, name, weight).float().fits(holds, other);
-            }
-            Self::Int8(weight) => {
-                weight.check(op, name).fits(holds, other);
-            }
-        }
-    }
-}
-
-/// A matrix of signed bytes, each row with the scale that makes numbers of them: the row's largest magnitude over 127.
-#[derive(Module, Debug)]
-pub struct Int8Weight<B: Backend> {
-    /// Four bytes of a row in each 32-bit word, the first one lowest: `[d_output, d_input / 4]`.
-    pub packed: Tensor<B, 2, Int>,
-    /// f32 `[d_output]`.
-    pub scales: Tensor<B, 1>,
-}
-
-impl<B: Backend> Int8Weight<B> {
-    /// Panics unless there is a scale for each row.
-    #[track_caller]
-    fn check<'a>(&self, op: &'static str, name: &'a str) -> Part<'a, B::Device> {
-        let packed = part(op, name, &self.packed).integer();
-        assert!(
-            self.packed.dtype().size() == 4,
-            "{op}: {name} has {:?} words, and not 32-bit ones",
-            self.packed.dtype()
-        );
-        part(op, "scales", &self.scales).of(DType::F32).shaped(&packed.dims()[..1], &packed);
-        packed
     }
 }
 
@@ -135,19 +52,19 @@ impl<B: Backend> Operands for Rounded<B> {
     }
 }
 
-/// A weight of bytes that becomes floats.
+/// A quantized weight, and the dtype of the floats that it becomes.
 #[derive(Clone, Debug)]
-pub struct Int8ToFloat<B: Backend> {
+pub struct Dequantize<B: Backend> {
     /// `[d_output, d_input]`.
-    pub weight: Int8Weight<B>,
-    /// What it becomes.
+    pub weight: QuantizedWeight<B>,
+    /// Of the result.
     pub dtype: FloatDType,
 }
 
-impl<B: Backend> Operands for Int8ToFloat<B> {
+impl<B: Backend> Operands for Dequantize<B> {
     fn check(&self) {
-        self.weight.check("int8_to_float", "weight");
-        assert_float("int8_to_float", self.dtype);
+        self.weight.check("dequantize", "weight");
+        assert_float("dequantize", self.dtype);
     }
 }
 
@@ -160,9 +77,9 @@ pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
 
 /// Weights as they are stored, on a backend.
 pub trait WeightOps: UploadOps {
-    /// Body of [`Weight::into_float`]: the rows of a weight of bytes as floats.
-    fn int8_to_float(operands: Checked<Int8ToFloat<Self>>) -> Tensor<Self, 2> {
-        reference::int8_to_float(operands.into_inner())
+    /// Body of [`Weight::into_float`]: a quantized weight as floats.
+    fn dequantize(operands: Checked<Dequantize<Self>>) -> Tensor<Self, 2> {
+        reference::dequantize(operands.into_inner())
     }
 
     /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
@@ -171,39 +88,27 @@ pub trait WeightOps: UploadOps {
     }
 }
 
-fn int8_to_float<B: WeightOps>(weight: Int8Weight<B>, dtype: FloatDType) -> Tensor<B, 2> {
-    dispatch!(B: WeightOps::int8_to_float(Checked::new(Int8ToFloat { weight, dtype })))
+fn dequantize<B: WeightOps>(weight: QuantizedWeight<B>, dtype: FloatDType) -> Tensor<B, 2> {
+    dispatch!(B: WeightOps::dequantize(Checked::new(Dequantize { weight, dtype })))
 }
 
-/// The nearest bytes to a row, in `words`: its scale. Where there is a number that is none, the scale is none, and so all of the row.
-#[inline(always)]
-pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
-    let (largest, sum) =
-        row.iter().fold((0.0f32, 0.0), |(largest, sum), value| (largest.max(value.abs()), sum + value.abs()));
-    let scale = match largest {
-        _ if sum.is_nan() => f32::NAN,
-        0.0 => 1.0,
-        _ => largest / 127.0,
-    };
-    let byte = |value: f32| (value / scale).round().clamp(-127.0, 127.0) as i8;
-    for (four, word) in row.chunks_exact(PACKED).zip(words) {
-        *word = i32::from_le_bytes([0, 1, 2, 3].map(|i| byte(four[i]) as u8));
-    }
-    scale
-}
-
-impl<B: UploadOps> Int8Weight<B> {
-    /// The nearest bytes to `values` `[d_output, d_input]`, or nothing where `d_input` is no multiple of four.
+impl<B: UploadOps> QuantizedWeight<B> {
+    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that length cannot be stored.
     ///
     /// # Errors
     /// If the device fails.
     ///
     /// # Panics
     /// If there are not as many values as the shape says.
-    pub fn quantize(values: &[f32], shape: [usize; 2], device: &B::Device) -> Result<Option<Self>, ExecutionError> {
+    pub fn quantize(
+        format: Format,
+        values: &[f32],
+        shape: [usize; 2],
+        device: &B::Device,
+    ) -> Result<Option<Self>, ExecutionError> {
         let [d_output, d_input] = shape;
         assert_eq!(values.len(), d_output * d_input, "as many values as the shape says");
-        Self::quantize_rows(shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
+        Self::quantize_rows(format, shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
     }
 
     /// [`quantize`](Self::quantize) of rows that `read` puts where it is told to, one after the other.
@@ -211,26 +116,24 @@ impl<B: UploadOps> Int8Weight<B> {
     /// # Errors
     /// If the device fails.
     pub fn quantize_rows(
+        format: Format,
         [d_output, d_input]: [usize; 2],
         device: &B::Device,
         mut read: impl FnMut(usize, &mut [f32]),
     ) -> Result<Option<Self>, ExecutionError> {
-        if d_input == 0 || !d_input.is_multiple_of(PACKED) {
-            return Ok(None);
-        }
-        let mut packed = Vec::with_capacity(d_output * d_input / PACKED);
-        let mut scales = Vec::with_capacity(d_output);
+        let Some(RowLayout { words, scales: scales_each }) = format.layout(d_input) else { return Ok(None) };
+        let mut packed = vec![0; d_output * words];
+        let mut scales = vec![0.0; d_output * scales_each];
         let mut row = vec![0.0f32; d_input];
         for at in 0..d_output {
             read(at, &mut row);
-            let first = packed.len();
-            packed.resize(first + d_input / PACKED, 0);
-            scales.push(quantize_row(&row, &mut packed[first..]));
+            let (words, scales) = (&mut packed[at * words..][..words], &mut scales[at * scales_each..][..scales_each]);
+            with_format!(format, F => F::quantize(&row, words, scales));
         }
         // In one row: some devices leave gaps between the rows of a matrix.
-        let size = packed.len();
-        let packed = upload::<B, Int>(TensorData::new(packed, [size]), device)?.reshape([d_output, d_input / PACKED]);
-        let scales = upload(TensorData::new(scales, [d_output]), device)?;
-        Ok(Some(Self { packed, scales }))
+        let sizes = [packed.len(), scales.len()];
+        let packed = upload::<B, Int>(TensorData::new(packed, [sizes[0]]), device)?.reshape([d_output, words]);
+        let scales = upload(TensorData::new(scales, [sizes[1]]), device)?;
+        Ok(Some(Self { packed, scales, format }))
     }
 }

@@ -13,8 +13,9 @@ use self::documents::Documents;
 pub(crate) use self::paged::PagedHopper;
 use super::AttentionOptions;
 use super::cubecl::heads::{CubeMask, Dims, Heads};
-use crate::cubecl::{contiguous, empty, multiprocessors};
+use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::dropout::Dropout;
 
 /// Rows of the tile that a block keeps, and of a consumer's part of it.

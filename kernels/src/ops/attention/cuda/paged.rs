@@ -6,8 +6,9 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::CubeElement;
 
 use super::{AttentionHopper, KEPT, MOST_WINDOW, ROWS, map_heads};
-use crate::cubecl::{empty, multiprocessors};
+use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::attention::cubecl::Heads;
 use crate::ops::attention::{AttentionOptions, MOST_TOKENS};
 use crate::ops::cached_attention::TILE;

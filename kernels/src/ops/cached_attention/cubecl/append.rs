@@ -16,7 +16,7 @@ use super::{
 };
 use crate::cubecl::reduce::{lanes_max, lanes_sum};
 use crate::cubecl::{array, clamp_index, empty, grid, launch, optional};
-use crate::ops::weight::PACKED;
+use crate::quant::int8::PACKED;
 
 /// Places the queries and keys of a run, and writes keys and values into their pages: the queries, `[tokens, n_heads, head_dim]`, in
 /// their places among all of the pass. `rows` has the row of each token.

@@ -20,9 +20,8 @@ use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
 use crate::masked::MASKED;
-use crate::ops::weight::PACKED;
-use crate::ops::weight::cubecl::bytes;
 use crate::packed_heads::PackedHeads;
+use crate::quant::int8::{PACKED, unpack};
 use crate::recorder::fell_back;
 use crate::tensor::{float, primitive};
 
@@ -518,7 +517,7 @@ fn numbers<K: Numeric, M: Size, N: Size>(stored: Vector<K, M>, #[comptime] int8:
         let mut numbers = Vector::<f32, N>::new(0.0);
         #[unroll]
         for i in 0..M::value() {
-            let four = bytes(u32::cast_from(stored[i]));
+            let four = unpack(u32::cast_from(stored[i]));
             #[unroll]
             for j in 0..PACKED {
                 numbers[comptime!(PACKED * i + j)] = four[j];

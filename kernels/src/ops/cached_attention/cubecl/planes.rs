@@ -23,8 +23,8 @@ use super::{
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
 use crate::cubecl::{array, clamp_index, grid, launch, optional};
 use crate::masked::MASKED;
-use crate::ops::weight::PACKED;
 use crate::packed_heads::PackedHeads;
+use crate::quant::int8::PACKED;
 
 /// Vectors of keys that a lane reads together, and of values: with many cubes fewer, so that more of them run at a time.
 const RUN: usize = 8;

@@ -13,8 +13,8 @@ use crate::ops::attention::AttentionOptions;
 use crate::ops::attention::PagedHopper;
 use crate::ops::attention::cubecl::{CubeMask, Dims, Heads, attention_forward};
 use crate::ops::cached_attention::CachedTokens;
-use crate::ops::weight::PACKED;
 use crate::packed_heads::PackedHeads;
+use crate::quant::int8::PACKED;
 
 /// Attends to the keys of all rows of several new tokens in one launch, where there is a kernel that reads pages: `[tokens, n_heads,
 /// head_dim]`, in which rows of one new token are left out.

@@ -7,15 +7,17 @@ use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use super::{Kept, angles, halves, integers, kept, launch_tried, matrix, packed};
-use crate::cubecl::{contiguous, empty, multiprocessors};
+use super::{Kept, angles, format_of, halves, integers, kept, launch_tried, matrix, packed};
+use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, Tried};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::ActivationKind;
 use crate::ops::cached_attention::{CachedTokens, Held};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
 use crate::ops::norm::{Norm, NormKind};
-use crate::ops::weight::{PACKED, Weight};
 use crate::packed_heads::PackedHeads;
+use crate::quant::Format;
+use crate::quant::int8::PACKED;
 use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
@@ -58,7 +60,8 @@ struct Shape {
     gated: bool,
     /// Of activations, and of weights and a cache that are not INT8.
     dtype: DType,
-    int8: bool,
+    /// Of weights that are quantized.
+    format: Option<Format>,
     cache_int8: bool,
     /// Blocks, one on each multiprocessor.
     blocks: usize,
@@ -82,7 +85,7 @@ struct Pitches {
 impl Shape {
     /// Weights that a lane reads at a time.
     fn together(&self) -> usize {
-        if self.int8 { LOAD } else { LOAD / self.dtype.size() }
+        if self.format == Some(Format::Int8) { LOAD } else { LOAD / self.dtype.size() }
     }
 
     /// Blocks that a kv head's keys are cut between at the most, as the source has it.
@@ -199,7 +202,7 @@ impl CudaKernel for DecodeStepAnyShape {
             ("ACTIVATION", activation),
             ("GATED", shape.gated.into()),
             ("DTYPE", dtype),
-            ("INT8", shape.int8.into()),
+            ("INT8", (shape.format == Some(Format::Int8)).into()),
             ("CACHE_INT8", shape.cache_int8.into()),
             ("BLOCKS", shape.blocks),
             ("QKV_PITCH", shape.pitches.qkv),
@@ -249,14 +252,21 @@ pub(super) fn sources() -> impl Iterator<Item = (String, String)> {
         activation: ActivationKind::GeluTanh,
         gated: false,
         dtype: DType::BF16,
-        int8: false,
+        format: None,
         cache_int8: false,
         blocks: 132,
         pitches: Pitches::default(),
     };
     let silu = |shape: Shape| Shape { layer_norm: false, activation: ActivationKind::Silu, gated: true, ..shape };
     let llama = Shape { n_layers: 16, d_model: 2048, n_heads: 32, n_kv_heads: 8, d_ff: 8192, ..silu(gpt2.clone()) };
-    let qwen2 = Shape { d_model: 896, n_heads: 14, n_kv_heads: 2, d_ff: 4864, int8: true, ..silu(gpt2.clone()) };
+    let qwen2 = Shape {
+        d_model: 896,
+        n_heads: 14,
+        n_kv_heads: 2,
+        d_ff: 4864,
+        format: Some(Format::Int8),
+        ..silu(gpt2.clone())
+    };
     let bytes = Shape { cache_int8: true, ..llama.clone() };
     let all = [("gpt2", gpt2), ("llama", llama), ("llama-cache-int8", bytes), ("qwen2-int8", qwen2)];
     all.into_iter().map(|(name, shape)| {
@@ -318,7 +328,7 @@ where
         model;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
-    let int8 = matches!(embedding, Weight::Int8(_));
+    let format = format_of(embedding)?;
     let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, Held::Int8 { .. }));
     let [vocab_size, d_model] = embedding.dims();
     let up_width = first.up.dims()[0];
@@ -340,7 +350,7 @@ where
         activation: activation.kind,
         gated: activation.gated,
         dtype,
-        int8,
+        format,
         cache_int8,
         blocks: multiprocessors(&on_device) as usize,
         pitches: Pitches::default(),
@@ -363,8 +373,11 @@ where
     let mut held = Vec::new();
     let mut pitches = Pitches::default();
     let mut hold = |x: Option<CubeTensor<R>>, name: &str| kept(x, name, &mut held);
-    // Words of INT8 have several weights.
-    let in_element = if int8 { PACKED } else { 1 };
+    // Words have several weights.
+    let in_element = match format {
+        Some(Format::Int8) => PACKED,
+        None => 1,
+    };
     // Vectors are few: as f32, whatever they are stored in.
     let vector = |x: &Tensor<CubeBackend<R, F, I, BT>, 1>| contiguous(primitive(x.clone().cast(DType::F32)));
     type OfNorm<R> = [Option<CubeTensor<R>>; 2];
@@ -382,7 +395,7 @@ where
         for (weight, name, pitch) in
             [(qkv, "qkv", of_qkv), (output, "output", of_output), (up, "up", of_up), (down, "down", of_down)]
         {
-            let (values, of_rows) = matrix(weight, name, dtype, int8)?;
+            let (values, of_rows) = matrix(weight, name, dtype, format)?;
             addresses.push(hold(Some(with_pitch(values, name, in_element, pitch)?), name)?);
             scales.push(hold(of_rows.map(|scales| packed(scales, "scales")).transpose()?, "scales")?);
         }
@@ -415,9 +428,9 @@ where
         addresses.extend(of_cache);
     }
     debug_assert_eq!(addresses.len(), POINTERS * blocks.len());
-    let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, int8)?;
+    let (embedding, embedding_scales) = matrix(embedding, "the embedding", dtype, format)?;
     let embedding = with_pitch(embedding, "the embedding", in_element, &mut pitches.embedding)?;
-    let (head, head_scales) = matrix(head, "the head", dtype, int8)?;
+    let (head, head_scales) = matrix(head, "the head", dtype, format)?;
     let [embedding_scales, head_scales] =
         [embedding_scales, head_scales].map(|scales| scales.map(|scales| packed(scales, "scales")).transpose());
     let (embedding_scales, head_scales) = (embedding_scales?, head_scales?);

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use super::any_shape;
 use crate::cuda::{self, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
 use crate::ops::head_sample::draw_source;
+use crate::quant::Format;
 
 /// Columns of a matrix that the warps of a block take together: rows are whole multiples of it.
 pub(super) const SLICE: usize = 1024;
@@ -62,7 +63,7 @@ impl Sizes {
         draw_source(3, MOST_BLOCKS as usize * GROUPS) + include_str!("sm90/draw_rows.cuh")
     }
 
-    fn source(&self, rows: usize, int8: bool, body: &str) -> String {
+    fn source(&self, rows: usize, format: Option<Format>, body: &str) -> String {
         let Self { n_layers, d_model, n_heads, n_kv_heads, d_ff, epsilon, wait_seconds } = *self;
         let defined = [
             ("BATCH", rows),
@@ -72,7 +73,7 @@ impl Sizes {
             ("N_KV_HEADS", n_kv_heads),
             ("HEAD_DIM", HEAD_DIM),
             ("D_FF", d_ff),
-            ("INT8", int8.into()),
+            ("INT8", (format == Some(Format::Int8)).into()),
             ("DRAWS", (rows <= DRAWN_ROWS).into()),
             ("WAIT_SECONDS", wait_seconds as usize),
         ];
@@ -89,8 +90,8 @@ impl Sizes {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DecodeStepFewRows {
     pub(super) rows: usize,
-    /// Whether weights are bytes with a scale for each row, or bf16.
-    pub(super) int8: bool,
+    /// Of weights that are quantized; others are bf16.
+    pub(super) format: Option<Format>,
     pub(super) sizes: Sizes,
 }
 
@@ -119,7 +120,7 @@ impl CudaKernel for DecodeStepFewRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, self.int8, include_str!("sm90/few_rows.cu"))
+        self.sizes.source(self.rows, self.format, include_str!("sm90/few_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -165,7 +166,7 @@ impl CudaKernel for DecodeStepManyRows {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("sm90/many_rows.cu"))
+        self.sizes.source(self.rows, None, include_str!("sm90/many_rows.cu"))
     }
 
     fn shared_bytes(&self) -> usize {
@@ -222,7 +223,7 @@ impl CudaKernel for DecodeStepLargeBatch {
     }
 
     fn source(&self) -> String {
-        self.sizes.source(self.rows, false, include_str!("sm90/large_batch.cu"))
+        self.sizes.source(self.rows, None, include_str!("sm90/large_batch.cu"))
     }
 
     fn shared_bytes(&self) -> usize {

@@ -8,6 +8,7 @@ use std::any::Any;
 use std::sync::Once;
 
 use burn::cubecl::cuda::CudaRuntime;
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cubecl::element::BoolElement;
 use burn_cubecl::tensor::CubeTensor;
@@ -22,8 +23,8 @@ use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arch, Arguments, CudaKernel};
 use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
-use crate::ops::weight::Weight;
-use crate::ops::weight::cubecl::{CubeInt8, cube_int8};
+use crate::ops::weight::cubecl::{CubeQuantized, cube_quantized};
+use crate::quant::{Format, Reader, Weight};
 use crate::tensor::primitive;
 
 /// Where the state's second word begins, in bytes: whether a wait was too long.
@@ -32,12 +33,22 @@ const AT_ERROR: usize = 4;
 /// What keeps the memory of a tensor whose address a kernel has.
 type Kept = Box<dyn Any + Send>;
 
-/// A matrix in `dtype`, or its bytes and scales.
+/// The format of a model's matrices, which is that of its embedding, if kernels of decode steps read it.
+fn format_of<B: Backend>(embedding: &Weight<B>) -> Result<Option<Format>, Declined> {
+    match embedding.format() {
+        Some(format) if !format.is_read_by(Reader::DecodeStep) => {
+            Err(Declined::new(format!("kernels of decode steps do not read {}", format.name())))
+        }
+        format => Ok(format),
+    }
+}
+
+/// A matrix in `dtype`, or the words and scales of one that is quantized in `format`.
 fn matrix<R, F, I, BT>(
     weight: &Weight<CubeBackend<R, F, I, BT>>,
     name: &str,
     dtype: DType,
-    int8: bool,
+    format: Option<Format>,
 ) -> Result<(CubeTensor<R>, Option<CubeTensor<R>>), Declined>
 where
     R: CubeRuntime,
@@ -45,14 +56,14 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    match weight {
-        Weight::Float(weight) if !int8 && weight.dtype() == dtype => Ok((primitive(weight.clone()), None)),
-        Weight::Int8(weight) if int8 => {
-            let CubeInt8 { packed, scales } = cube_int8(weight.clone());
+    match (weight, format) {
+        (Weight::Float(weight), None) if weight.dtype() == dtype => Ok((primitive(weight.clone()), None)),
+        (Weight::Quantized(weight), Some(format)) if weight.format == format => {
+            let CubeQuantized { packed, scales, .. } = cube_quantized(weight.clone());
             Ok((packed, Some(scales)))
         }
-        _ if int8 => Err(Declined::new(format!("{name} is not INT8, as the embedding is"))),
-        _ => Err(Declined::new(format!("{name} is not {}, as activations are", dtype.name()))),
+        (_, Some(format)) => Err(Declined::new(format!("{name} is not {}, as the embedding is", format.name()))),
+        (_, None) => Err(Declined::new(format!("{name} is not {}, as activations are", dtype.name()))),
     }
 }
 

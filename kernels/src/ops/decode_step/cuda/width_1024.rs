@@ -12,15 +12,16 @@ use super::kernels::{
     BLOCKS, DRAWN_ROWS, DecodeStepFewRows, DecodeStepLargeBatch, DecodeStepManyRows, FEW_ROWS, HEAD_DIM, LARGE, MANY,
     MOST_BLOCKS, MOST_ROWS, MOST_STEPS, PAGE_TOKENS, SLICE, Sizes,
 };
-use super::{Draws, address, angles, halves, integers, kept, launch_tried, matrix, packed};
-use crate::cubecl::{contiguous, empty, multiprocessors};
+use super::{Draws, address, angles, format_of, halves, integers, kept, launch_tried, matrix, packed};
+use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, blocks_map, grouped_map};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::cached_attention::{CachedTokens, Held};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted, StepsAhead};
 use crate::ops::norm::{Norm, NormKind};
-use crate::ops::weight::Weight;
 use crate::packed_heads::PackedHeads;
+use crate::quant::Format;
 use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
@@ -34,8 +35,8 @@ const SCALES: usize = 6;
 /// What is ready for a model and a cache.
 pub(super) struct Width1024<R: CubeRuntime> {
     sizes: Sizes,
-    /// Whether weights are INT8.
-    int8: bool,
+    /// Of weights that are quantized.
+    format: Option<Format>,
     /// Of the kernel for few rows.
     blocks: u32,
     /// Addresses of each block's tensors.
@@ -44,7 +45,7 @@ pub(super) struct Width1024<R: CubeRuntime> {
     maps: CubeTensor<R>,
     embedding: CubeTensor<R>,
     head: CubeTensor<R>,
-    /// Where the addresses of scales are, if weights are INT8.
+    /// Where the addresses of scales are, if weights are quantized.
     scales: usize,
     final_norm: CubeTensor<R>,
     cos: CubeTensor<R>,
@@ -87,10 +88,11 @@ where
             "it is not for other activations than SiLU-gated ones, windows, or learned positions",
         ));
     }
-    let int8 = matches!(embedding, Weight::Int8(_));
+    let format = format_of(embedding)?;
+    let quantized = format.is_some();
     let [_, d_model] = embedding.dims();
-    let (embedding, embedding_scales) = matrix(embedding, "the embedding", DType::BF16, int8)?;
-    let (head, head_scales) = matrix(head, "the head", DType::BF16, int8)?;
+    let (embedding, embedding_scales) = matrix(embedding, "the embedding", DType::BF16, format)?;
+    let (head, head_scales) = matrix(head, "the head", DType::BF16, format)?;
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let d_ff = first.up.dims()[0] / 2;
@@ -142,11 +144,11 @@ where
         let (query_norm, key_norm) = norms.ok_or_else(|| Declined::new("queries and keys have no norms"))?;
         for (weight, name) in [(qkv, "qkv"), (output, "output"), (up, "up"), (down, "down")] {
             let [rows, columns] = weight.dims();
-            let (values, scales) = matrix(weight, name, DType::BF16, int8)?;
+            let (values, scales) = matrix(weight, name, DType::BF16, format)?;
             let at = hold(Some(values), name)?;
             addresses.push(at);
             scales_at.push(hold(scales, name)?);
-            if !int8 {
+            if !quantized {
                 // Gate and up are read apart from each other.
                 let tile = DecodeStepManyRows::weight_box(if name == "up" { rows / 2 } else { rows });
                 maps.extend(grouped_map(at, [rows, columns], tile).map_err(no_map)?);
@@ -186,17 +188,17 @@ where
         epsilon: (epsilon as f32).to_bits(),
         wait_seconds: wait_seconds(),
     };
-    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, int8, sizes: sizes.clone() }.words());
+    let few = [1, 2, FEW_ROWS].map(|rows| DecodeStepFewRows { rows, format, sizes: sizes.clone() }.words());
     let few: Vec<i32> = vec![0; 2 * few.into_iter().max().unwrap_or(0)];
     // All bits of a word that is not there yet are ones.
-    let many = MANY.into_iter().filter(|_| !int8);
+    let many = MANY.into_iter().filter(|_| !quantized);
     let many = many.map(|rows| vec![-1; DecodeStepManyRows { rows, sizes: sizes.clone() }.words()]);
     let many: Vec<Vec<i32>> = many.collect();
     let device = final_norm.gamma.device();
     let integers = |values| integers::<R, F, I, BT>(values, &device);
     let halves = |words| halves::<R, F, I, BT>(words, &device);
     let mut large = Vec::new();
-    for rows in LARGE.into_iter().filter(|_| !int8) {
+    for rows in LARGE.into_iter().filter(|_| !quantized) {
         let kernel = DecodeStepLargeBatch { rows, sizes: sizes.clone() };
         let words = integers(vec![0; kernel.words()]);
         let (at, memory) = address(&words)?;
@@ -215,14 +217,14 @@ where
         }
     }
     let mut scales = 0;
-    if int8 {
+    if quantized {
         let (at, kept) = address(&halves(scales_at))?;
         scales = at as usize;
         held.push(kept);
     }
     let body = Width1024::<R> {
         sizes,
-        int8,
+        format,
         blocks: multiprocessors.min(MOST_BLOCKS),
         table: halves(addresses),
         maps,
@@ -238,7 +240,7 @@ where
         large,
         _held: held,
     };
-    let most_rows = if int8 { FEW_ROWS } else { MOST_ROWS };
+    let most_rows = if quantized { FEW_ROWS } else { MOST_ROWS };
     Ok((body, most_rows))
 }
 
@@ -287,7 +289,7 @@ where
     // blocks are resident at once: one on each multiprocessor, for which there is shared memory, and clusters of two on pairs
     // of them; were they not, waits would end.
     if rows <= FEW_ROWS {
-        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), int8: body.int8, sizes };
+        let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), format: body.format, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
         let [next, reached, following] = [(); 3].map(|()| empty(&tokens, [1, rows], DType::I32));
         let all_tokens = empty(&tokens, [steps, rows], DType::I32);

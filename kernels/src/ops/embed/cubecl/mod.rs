@@ -15,11 +15,11 @@ use cubecl::prelude::*;
 
 use self::chained::sum_chained;
 use self::sorted::sum_sorted;
-use super::{EmbedBackward, EmbedForward, EmbedOps};
+use super::{EmbedBackward, EmbedForward, EmbedOps, reference};
 use crate::checked::Checked;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, rows, vector_width};
-use crate::ops::weight::Weight;
-use crate::ops::weight::cubecl::{cube_int8, int8_embed};
+use crate::ops::weight::cubecl::{cube_quantized, quantized_embed};
+use crate::quant::{Reader, Weight};
 use crate::tensor::{float, primitive};
 
 const UNITS: u32 = 256;
@@ -39,12 +39,16 @@ where
     BT: BoolElement,
 {
     fn embed_forward(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
-        let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
+        let operands = operands.into_inner();
+        if operands.table.format().is_some_and(|format| !format.is_read_by(Reader::Rows)) {
+            return reference::embed_forward(operands);
+        }
+        let EmbedForward { table, tokens, dtype, added } = operands;
         let tokens = tokens.into_primitive();
         match table {
             Weight::Float(table) => float(embed_forward(primitive(table), tokens, dtype.into(), added.map(primitive))),
-            Weight::Int8(table) => {
-                let rows: Tensor<Self, 3> = float(int8_embed(cube_int8(table), tokens, dtype.into()));
+            Weight::Quantized(table) => {
+                let rows: Tensor<Self, 3> = float(quantized_embed(cube_quantized(table), tokens, dtype.into()));
                 match added {
                     Some(x) => x + rows,
                     None => rows,

@@ -5,7 +5,8 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use crate::cubecl::{array, contiguous, empty, grid, multiprocessors, vector_width};
+use crate::cubecl::{array, contiguous, empty, grid, vector_width};
+use crate::multiprocessors::multiprocessors;
 
 const UNITS: u32 = 256;
 /// Cubes for each multiprocessor.

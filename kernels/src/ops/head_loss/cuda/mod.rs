@@ -7,8 +7,9 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::cubecl::target_rows::TargetRows;
-use crate::cubecl::{empty, multiprocessors};
+use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::multiprocessors::multiprocessors;
 
 /// Warps of a block, which share a row. Each lane of a warp has the numbers of one of them, so there are 32.
 const WARPS: usize = 32;

@@ -38,7 +38,7 @@ use crate::ops::linear::cubecl::layout::transposed;
 use crate::ops::linear::cubecl::skinny::{Epilogue, project_skinny};
 use crate::ops::linear::few_rows_product;
 use crate::ops::linear::route::SKINNY_ROWS;
-use crate::ops::weight::Weight;
+use crate::quant::Weight;
 use crate::random::RANGE;
 use crate::random::cubecl::{Rounds, column_bits, row_bits};
 use crate::tensor::{float, primitive};
@@ -166,7 +166,8 @@ where
             }
         }
         if hidden.dims()[0] <= SKINNY_ROWS {
-            return float(project_skinny(primitive(hidden), cube_weight(weight), Epilogue::none(DType::F32)));
+            let weight = cube_weight(weight, hidden.dtype());
+            return float(project_skinny(primitive(hidden), weight, Epilogue::none(DType::F32)));
         }
         let dtype = hidden.dtype();
         let weight = primitive(weight.into_float(FloatDType::from(dtype)));

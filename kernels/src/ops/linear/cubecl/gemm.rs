@@ -25,7 +25,8 @@ pub(crate) use super::gemm_tensor_cores::Added;
 use super::gemm_tensor_cores::{self, small_product};
 use super::layout::{cut, is_m_major, k_major, transposed};
 use crate::cubecl::reduce::sum_over_rows;
-use crate::cubecl::{assert_addressable, cast, contiguous, empty, multiprocessors, sum_pieces};
+use crate::cubecl::{assert_addressable, cast, contiguous, empty, sum_pieces};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::Activation;
 #[cfg(feature = "cuda")]
 use crate::ops::linear::cuda::{

@@ -31,8 +31,9 @@ use crate::ops::linear::few_rows_product;
 use crate::ops::norm::cubecl::CubeNorm;
 use crate::ops::norm::cubecl::cube_norm;
 use crate::ops::norm::norm_rows;
-use crate::ops::weight::Weight;
-use crate::ops::weight::cubecl::cube_int8;
+use crate::ops::weight::WeightOps;
+use crate::ops::weight::cubecl::cube_quantized;
+use crate::quant::{Reader, Weight};
 use crate::random::RandomKey;
 use crate::random::cubecl::{Rounds, row_bits};
 use crate::tensor::{float, primitive};
@@ -173,7 +174,7 @@ where
     BT: BoolElement,
 {
     let LinearForward { x, norm, weight, bias, activation, residual, .. } = operands;
-    let (x, weight) = (primitive(x), cube_weight(weight));
+    let (weight, x) = (cube_weight(weight, x.dtype()), primitive(x));
     let (bias, residual) = (bias.map(primitive), residual.map(primitive));
     let epilogue = Epilogue { bias, activation, residual, dtype: x.dtype };
     float(match norm {
@@ -186,15 +187,17 @@ where
     })
 }
 
-/// A weight's tensors as primitives.
-pub(crate) fn cube_weight<R, B>(weight: Weight<B>) -> CubeWeight<R>
+/// A weight as skinny products read it; dequantized to `dtype` if they do not read its format.
+pub(crate) fn cube_weight<R, B>(weight: Weight<B>, dtype: DType) -> CubeWeight<R>
 where
     R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    B: WeightOps + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     match weight {
-        Weight::Float(weight) => CubeWeight::Float(primitive(weight)),
-        Weight::Int8(weight) => CubeWeight::Int8(cube_int8(weight)),
+        Weight::Quantized(weight) if weight.format.is_read_by(Reader::Skinny) => {
+            CubeWeight::Quantized(cube_quantized(weight))
+        }
+        weight => CubeWeight::Float(primitive(weight.into_float(dtype.into()))),
     }
 }
 

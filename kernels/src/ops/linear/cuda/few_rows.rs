@@ -8,8 +8,9 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::{DEPTH, numbered, tma_axis};
-use crate::cubecl::{contiguous, empty, multiprocessors};
+use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER, HOPPER_SHARED_BYTES, Tried};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::Activation;
 use crate::ops::linear::cubecl::skinny::Epilogue;
 use crate::ops::linear::route;

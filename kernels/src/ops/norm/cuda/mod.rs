@@ -6,8 +6,9 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
-use crate::cubecl::{empty, multiprocessors};
+use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
+use crate::multiprocessors::multiprocessors;
 
 /// Warps of a block, which have a row each at a time.
 const WARPS: usize = 8;

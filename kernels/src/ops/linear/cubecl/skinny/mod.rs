@@ -14,8 +14,8 @@ use crate::cubecl::{array, contiguous, rows, scratch};
 use crate::ops::activation::cubecl::value;
 use crate::ops::activation::{Activation, ActivationKind};
 use crate::ops::norm::cubecl::CubeNorm;
-use crate::ops::weight::PACKED;
-use crate::ops::weight::cubecl::CubeInt8;
+use crate::ops::weight::cubecl::CubeQuantized;
+use crate::quant::Format;
 
 mod simt;
 mod stream;
@@ -27,15 +27,16 @@ mod tile;
 pub(crate) enum CubeWeight<R: CubeRuntime> {
     /// Floats, `[d_output, d_input]`.
     Float(CubeTensor<R>),
-    /// Bytes.
-    Int8(CubeInt8<R>),
+    /// Quantized, in a format that is read by [`Reader::Skinny`](crate::quant::Reader).
+    Quantized(CubeQuantized<R>),
 }
 
-/// A weight's words as a kernel takes them: floats, or bytes and their scales.
+/// A weight as a kernel takes it: floats, or words and their scales.
 struct Stored<R: CubeRuntime> {
     floats: Option<CubeTensor<R>>,
     packed: Option<CubeTensor<R>>,
     scales: Option<CubeTensor<R>>,
+    format: Option<Format>,
     /// Elements from one row to the next.
     stride: usize,
     d_output: usize,
@@ -47,12 +48,11 @@ impl<R: CubeRuntime> CubeWeight<R> {
             Self::Float(weight) => {
                 let d_output = weight.meta.shape()[0];
                 let (floats, stride) = rows(weight);
-                Stored { floats: Some(floats), packed: None, scales: None, stride, d_output }
+                Stored { floats: Some(floats), packed: None, scales: None, format: None, stride, d_output }
             }
-            Self::Int8(CubeInt8 { packed, scales }) => {
-                let [d_output, words] = [packed.meta.shape()[0], packed.meta.shape()[1]];
+            Self::Quantized(CubeQuantized { packed, scales, format, dims: [d_output, d_input] }) => {
                 let (packed, scales) = (Some(contiguous(packed)), Some(contiguous(scales)));
-                Stored { floats: None, packed, scales, stride: words * PACKED, d_output }
+                Stored { floats: None, packed, scales, format: Some(format), stride: d_input, d_output }
             }
         }
     }
@@ -90,7 +90,8 @@ struct Parts {
     gated: bool,
     adds: bool,
     normed: Option<Normed>,
-    int8: bool,
+    /// Of a quantized weight.
+    format: Option<Format>,
 }
 
 impl Parts {
@@ -123,7 +124,7 @@ struct Sizes {
 }
 
 /// `x` times `weight^T`, and what follows: `x` `[rows, d_input]` of at most [`SKINNY_ROWS`](crate::ops::linear::route::SKINNY_ROWS) rows, `weight`
-/// `[d_output, d_input]` of any float dtype, or bytes.
+/// `[d_output, d_input]` of any float dtype, or quantized.
 pub(crate) fn project_skinny<R: CubeRuntime>(
     x: CubeTensor<R>,
     weight: CubeWeight<R>,
@@ -180,7 +181,7 @@ fn bind<R: CubeRuntime>(x: &CubeTensor<R>, weight: &Stored<R>, epilogue: Epilogu
         gated: epilogue.activation.is_some_and(|activation| activation.gated),
         adds: epilogue.residual.is_some(),
         normed: None,
-        int8: weight.packed.is_some(),
+        format: weight.format,
     };
     // What nobody else holds is written where it lies: each element is read by the unit that writes it.
     let free = |residual: &&CubeTensor<R>| {
@@ -213,7 +214,7 @@ fn finished<V: Float>(
 ) -> f32 {
     let mut gate = gate;
     let mut other = other;
-    if comptime!(parts.int8) {
+    if comptime!(parts.format == Some(Format::Int8)) {
         gate *= scales.as_ref().unwrap()[output as usize];
         if comptime!(parts.gated) {
             other *= scales.as_ref().unwrap()[(output + sizes.outputs) as usize];

@@ -13,7 +13,8 @@ use cubecl::prelude::*;
 use super::{CubeWeight, Epilogue, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
 use crate::cubecl::reduce::{RowUnits, lanes_sum, row_sum};
 use crate::cubecl::{array, dtype_of, grid, optional, vector_width};
-use crate::ops::weight::PACKED;
+use crate::quant::Format;
+use crate::quant::int8::PACKED;
 
 /// Rows of a block.
 const BLOCK: usize = 8;
@@ -149,7 +150,7 @@ fn stored<W: Float, N: Size>(
     #[comptime] parts: Parts,
 ) -> Vector<f32, N> {
     let width = N::value();
-    if comptime!(parts.int8) {
+    if comptime!(parts.format == Some(Format::Int8)) {
         let each = comptime!((PACKED / width) as u32);
         let word = packed.as_ref().unwrap()[(at / each) as usize];
         let first = at % each * comptime!(width as u32);

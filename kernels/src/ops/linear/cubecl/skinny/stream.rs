@@ -18,6 +18,7 @@ use super::tile::{CHUNK, GROUP, eight, multiply, planes_sum};
 use super::{Sizes, SizesLaunch, Stored};
 use crate::cubecl::tensor_cores::{Pair, Wide};
 use crate::cubecl::{array, empty, grid, optional};
+use crate::quant::Format;
 
 /// Planes of a cube, among which the inner dimension is shared.
 const PLANES: usize = 16;
@@ -106,7 +107,7 @@ pub(super) fn stream<R: CubeRuntime>(
                 0.0,
             ),
             tiles,
-            weight.packed.is_some(),
+            weight.format,
             x.dtype.into(),
             dtype.into(),
         );
@@ -123,7 +124,7 @@ fn stream_kernel<F: Float, O: Float>(
     out: &mut Array<O>,
     sizes: &Sizes,
     #[comptime] tiles: Tiles,
-    #[comptime] int8: bool,
+    #[comptime] format: Option<Format>,
     #[define(F)] _dtype: StorageType,
     #[define(O)] _out_dtype: StorageType,
 ) {
@@ -159,7 +160,7 @@ fn stream_kernel<F: Float, O: Float>(
     let mut next = Array::<Wide<F>>::new(comptime!(chunks * groups));
     let mut sums = Array::<Pair>::new(comptime!(2 * bands * groups));
     let mut tile = CUBE_POS as u32;
-    read_tile::<F>(weight, packed, &mut next, tile * outputs_each + lane_row, first_column, sizes, tiles, int8);
+    read_tile::<F>(weight, packed, &mut next, tile * outputs_each + lane_row, first_column, sizes, tiles, format);
     while tile < count {
         let first = tile * outputs_each;
         #[unroll]
@@ -168,7 +169,7 @@ fn stream_kernel<F: Float, O: Float>(
         }
         tile += comptime!(tiles.cubes as u32);
         // Beyond the last tile these are zeros.
-        read_tile::<F>(weight, packed, &mut next, tile * outputs_each + lane_row, first_column, sizes, tiles, int8);
+        read_tile::<F>(weight, packed, &mut next, tile * outputs_each + lane_row, first_column, sizes, tiles, format);
 
         #[unroll]
         for i in 0..comptime!(2 * bands * groups) {
@@ -208,7 +209,7 @@ fn stream_kernel<F: Float, O: Float>(
                 let output = first + 2 * (at % width) + i as u32;
                 if output < sizes.outputs {
                     let mut value = sum[i];
-                    if comptime!(int8) {
+                    if comptime!(format == Some(Format::Int8)) {
                         value *= scales.as_ref().unwrap()[output as usize];
                     }
                     out[(at / width * sizes.outputs + output) as usize] = O::cast_from(value);
@@ -230,7 +231,7 @@ fn read_tile<F: Float>(
     first_column: u32,
     sizes: &Sizes,
     #[comptime] tiles: Tiles,
-    #[comptime] int8: bool,
+    #[comptime] format: Option<Format>,
 ) {
     #[unroll]
     for i in 0..comptime!(tiles.chunks) {
@@ -241,7 +242,7 @@ fn read_tile<F: Float>(
             let mut value = Wide::<F>::cast_from(0.0f32);
             if output < sizes.outputs && column < sizes.d_input / 8 {
                 let at = (output * (sizes.weight_stride / 8) + column) as usize;
-                if comptime!(int8) {
+                if comptime!(format == Some(Format::Int8)) {
                     value = eight::<F>(packed.as_ref().unwrap()[at]);
                 } else {
                     value = weight.as_ref().unwrap()[at];

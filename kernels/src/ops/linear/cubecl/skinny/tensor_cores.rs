@@ -27,8 +27,10 @@ use super::tile::{CHUNK, GROUP, eight, multiply, planes_sum};
 use super::{CubeWeight, Epilogue, Normed, Parts, Sizes, SizesLaunch, bind, finished, residual_of};
 use crate::cubecl::reduce::lanes_sum;
 use crate::cubecl::tensor_cores::{Pair, Wide, has_tensor_cores};
-use crate::cubecl::{array, contiguous, dtype_of, grid, launch, multiprocessors, optional, rows, vector_width};
+use crate::cubecl::{array, contiguous, dtype_of, grid, launch, optional, rows, vector_width};
+use crate::multiprocessors::multiprocessors;
 use crate::ops::norm::cubecl::CubeNorm;
+use crate::quant::Format;
 
 /// Planes of a cube of the tensor-core kernel where there are many cubes, and where there are few.
 const PLANES: usize = 8;
@@ -72,7 +74,7 @@ pub(crate) fn on_tensor_cores<R: CubeRuntime>(x: &CubeTensor<R>, weight: &CubeWe
     match weight {
         CubeWeight::Float(weight) => floats_on_tensor_cores(x, weight),
         // A word of bytes is as wide as two elements.
-        CubeWeight::Int8(weight) => {
+        CubeWeight::Quantized(weight) => {
             let whole = |x: &CubeTensor<R>| x.handle.offset_start.unwrap_or(0).is_multiple_of(16);
             let lengths = [stride(x), x.meta.shape()[1], 8];
             is_taken(x) && vector_width(&[x], &lengths) == 8 && whole(&weight.packed)
@@ -417,7 +419,7 @@ fn fetch<F: Float, G: Float>(
             let mut value = Wide::<F>::cast_from(0.0f32);
             if there {
                 let at = (output * weight_stride + column) as usize;
-                if comptime!(parts.int8) {
+                if comptime!(parts.format == Some(Format::Int8)) {
                     value = eight::<F>(packed.as_ref().unwrap()[at]);
                 } else {
                     value = weight.as_ref().unwrap()[at];

@@ -4,7 +4,7 @@ use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use crate::cubecl::tensor_cores::{Half, Pair, Wide};
-use crate::ops::weight::cubecl::bytes;
+use crate::quant::int8::unpack;
 
 /// Outputs of a group: columns of `mma`'s result.
 pub(super) const GROUP: usize = 8;
@@ -64,7 +64,7 @@ pub(super) fn eight<F: Float>(words: Vector<u32, Const<2>>) -> Wide<F> {
     let mut wide = Wide::<f32>::new(0.0);
     #[unroll]
     for i in 0..2usize {
-        let four = bytes(words[i]);
+        let four = unpack(words[i]);
         #[unroll]
         for j in 0..4usize {
             wide[comptime!(4 * i + j)] = four[j];

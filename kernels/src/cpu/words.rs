@@ -1,0 +1,78 @@
+//! Tensors of 32-bit words as slices.
+
+use burn::tensor::{Int, Tensor};
+use burn_ndarray::{NdArray, NdArrayTensor, SharedArray};
+use ndarray::IxDyn;
+
+use super::Values;
+use crate::quant::{QuantizedRow, QuantizedWeight};
+
+/// 32-bit words on the host, where they are anyway.
+pub(crate) struct Words(SharedArray<i32>);
+
+impl Words {
+    pub(crate) fn of<const D: usize>(packed: Tensor<NdArray, D, Int>) -> Self {
+        let shape = packed.dims();
+        let array = match packed.into_primitive() {
+            NdArrayTensor::I32(storage) => storage.into_shared(),
+            primitive => {
+                let data = Tensor::<NdArray, D, Int>::from_primitive(primitive).into_data();
+                let words: Vec<i32> = data.iter::<i32>().collect();
+                SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says")
+            }
+        };
+        if array.is_standard_layout() {
+            Self(array)
+        } else {
+            Self(array.as_standard_layout().into_owned().into_shared())
+        }
+    }
+
+    /// The words, to be changed: copied only where something else holds them.
+    pub(crate) fn into_vec(self) -> Vec<i32> {
+        let size = self.0.len();
+        match self.0.into_owned().into_raw_vec_and_offset() {
+            (words, None | Some(0)) if words.len() == size => words,
+            (words, offset) => words[offset.unwrap_or(0)..][..size].to_vec(),
+        }
+    }
+}
+
+/// A tensor of the given words.
+pub(crate) fn words_tensor<const D: usize>(words: Vec<i32>, shape: [usize; D]) -> Tensor<NdArray, D, Int> {
+    let array = SharedArray::from_shape_vec(IxDyn(&shape), words).expect("as many words as the shape says");
+    Tensor::from_primitive(NdArrayTensor::I32(array.into()))
+}
+
+impl std::ops::Deref for Words {
+    type Target = [i32];
+
+    fn deref(&self) -> &[i32] {
+        self.0.as_slice().expect("words row after row")
+    }
+}
+
+/// The rows of a quantized matrix.
+pub(crate) struct QuantizedRows {
+    packed: Words,
+    scales: Values,
+    words_each: usize,
+    scales_each: usize,
+}
+
+impl QuantizedRows {
+    /// Of a weight that has been checked.
+    pub(crate) fn of(weight: QuantizedWeight<NdArray>) -> Self {
+        let [d_output, words_each] = weight.packed.dims();
+        let scales_each = weight.scales.dims()[0] / d_output;
+        Self { packed: Words::of(weight.packed), scales: Values::rows(weight.scales), words_each, scales_each }
+    }
+
+    #[inline(always)]
+    pub(crate) fn row(&self, at: usize) -> QuantizedRow<'_> {
+        QuantizedRow {
+            words: &self.packed[at * self.words_each..][..self.words_each],
+            scales: &self.scales[at * self.scales_each..][..self.scales_each],
+        }
+    }
+}
