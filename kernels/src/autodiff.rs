@@ -8,6 +8,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
+use crate::quant::{QuantizedWeight, Weight};
 use crate::tensor::{float, primitive};
 
 /// The wrapped backend's view of a float tensor, out of the graph.
@@ -22,6 +23,26 @@ pub(crate) fn inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
     tensor: Tensor<Autodiff<B, C>, D, Int>,
 ) -> Tensor<B, D, Int> {
     Tensor::from_primitive(tensor.into_primitive())
+}
+
+/// The wrapped backend's view of a quantized weight.
+pub(crate) fn inner_quantized<B: Backend, C: CheckpointStrategy>(
+    weight: QuantizedWeight<Autodiff<B, C>>,
+) -> QuantizedWeight<B> {
+    let QuantizedWeight { packed, scales, format } = weight;
+    QuantizedWeight { packed: inner_int(packed), scales: inner(&scales), format }
+}
+
+/// A weight as the operations of the wrapped backend take it, and the tensor of the graph that its gradient goes to, which a
+/// quantized one does not have. Floats are in `dtype`, cast once for the forward and the backward pass.
+pub(crate) fn inner_weight<B: Backend, C: CheckpointStrategy>(
+    weight: Weight<Autodiff<B, C>>,
+    dtype: DType,
+) -> (Weight<B>, Option<Tensor<Autodiff<B, C>, 2>>) {
+    match weight {
+        Weight::Float(weight) => (Weight::Float(inner(&weight).cast(dtype)), Some(weight)),
+        Weight::Quantized(weight) => (Weight::Quantized(inner_quantized(weight)), None),
+    }
 }
 
 /// Takes out the gradient that a parent of an operation has so far, from other uses of it, so that the operation's own
@@ -145,7 +166,9 @@ pub fn backward_from<B: Backend, C: CheckpointStrategy, const D: usize>(
 }
 
 /// Whether a tensor was computed from one that is to have a gradient, or is such itself.
-fn is_tracked<B: Backend, C: CheckpointStrategy, const D: usize>(tensor: &Tensor<Autodiff<B, C>, D>) -> bool {
+pub(crate) fn is_tracked<B: Backend, C: CheckpointStrategy, const D: usize>(
+    tensor: &Tensor<Autodiff<B, C>, D>,
+) -> bool {
     !primitive(tensor.clone()).node.requirement.is_none()
 }
 

@@ -64,13 +64,15 @@ pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};
 pub use ops::embed::{embed, embed_add};
 pub use ops::feed_forward::{FeedForwardGradients, FeedForwardLayer, FeedForwardOutput, feed_forward};
-pub use ops::head_loss::{HeadLossOptions, HeadLossOutput, IGNORED_TARGET, head_loss};
+pub use ops::head_loss::{
+    HeadLossGradients, HeadLossOptions, HeadLossOutput, HeadLossWanted, IGNORED_TARGET, head_loss,
+};
 pub use ops::head_sample::{
     Penalties, SampledRow, SampledRows, Sampling, TokenCounts, draw, head_sample, head_sample_logits,
 };
 #[cfg(feature = "cuda")]
 pub use ops::kernels::{CudaSource, cuda_sources};
-pub use ops::linear::{LinearGradients, LinearOutput, Saved, linear, linear_add, norm_gate_up, norm_linear};
+pub use ops::linear::{LinearGradients, LinearOutput, Saved, Wanted, linear, linear_add, norm_gate_up, norm_linear};
 pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;

@@ -670,7 +670,7 @@ impl<B: Backend> Transformer<B> {
     /// `[batch_size, seq_length]`, without ever holding all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        head_loss(hidden, self.head_weight().into_float(self.activations), targets, options)
+        head_loss(hidden, self.head_weight(), targets, options)
     }
 
     /// A token for each row, `[rows]`, drawn from the prediction of its hidden states, those of the last pass into `cache`. `counts`

@@ -8,9 +8,9 @@ use fireclay_kernels::operands::{
 };
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, Dropout,
-    FeedForwardLayer, HeadLossOptions, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow, SampledRows, Sampling,
-    Weight, dropout, embed, head_sample, linear, linear_add, norm_gate_up, optimizer_step, qkv_attention, qkv_rotary,
-    recorder,
+    FeedForwardLayer, HeadLossOptions, HeadLossWanted, Norm, PackedHeads, RandomKey, RotaryTable, SampledRow,
+    SampledRows, Sampling, Wanted, Weight, dropout, embed, head_sample, linear, linear_add, norm_gate_up,
+    optimizer_step, qkv_attention, qkv_rotary, recorder,
 };
 
 use super::{BenchOptions, Measurement, seconds};
@@ -226,8 +226,9 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
             B::linear_backward(Checked::new(LinearBackward {
                 grad: grad.clone(),
                 x: x.clone(),
-                weight: weight.clone(),
+                weight: Weight::Float(weight.clone()),
                 bias: Some(bias.clone()),
+                wanted: Wanted::ALL,
                 activation: None,
                 dropout: None,
                 sum: None,
@@ -257,6 +258,7 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
                 saved: forward.saved.clone(),
                 hidden: forward.hidden.clone(),
                 layer: operands.layer.clone(),
+                wanted: [Wanted::ALL; 2],
                 dropout: None,
                 sums: [None, None],
             }))
@@ -333,18 +335,20 @@ impl<B: Backend, S: FnMut(Measurement) -> Result<(), Failure>> Bench<B, S> {
         let tokens = self.tokens(rows, vocabulary);
         let (hidden, weight) = (self.random([rows, d_model]), self.random([vocabulary, d_model]));
         let flops = 2.0 * (rows * d_model * vocabulary) as f64;
-        let loss = |gradients| {
+        let loss = |wanted| {
             B::head_loss_forward(Checked::new(HeadLossForward {
                 hidden: hidden.clone(),
-                weight: weight.clone(),
+                weight: Weight::Float(weight.clone()),
                 targets: tokens.clone(),
                 options: HeadLossOptions::new(),
-                gradients,
+                wanted,
             }))
         };
         let (case, dtype) = (|| format!("{rows}x{d_model}x{vocabulary}"), self.name);
-        self.computes(&format!("head_loss {dtype}"), case(), flops, || loss(false))?;
-        self.computes(&format!("head_loss with gradients {dtype}"), case(), 3.0 * flops, || loss(true))?;
+        self.computes(&format!("head_loss {dtype}"), case(), flops, || loss(HeadLossWanted::Nothing))?;
+        self.computes(&format!("head_loss with gradients {dtype}"), case(), 3.0 * flops, || {
+            loss(HeadLossWanted::Both)
+        })?;
 
         // A head 2,560 wide over GPT-2's vocabulary, as decoders have them.
         let sampling = Sampling::greedy().with_temperature(0.8).with_top_k(Some(50)).with_top_p(Some(0.9));

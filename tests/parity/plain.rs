@@ -8,8 +8,8 @@ use fireclay_kernels::operands::{
 use fireclay_kernels::traits::Stepped;
 use fireclay_kernels::{
     Activation, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CachedTokens, Dropout,
-    HeadLossOptions, LayerCache, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable, SampledRows, TokenCounts,
-    Weight, reference,
+    HeadLossOptions, HeadLossWanted, LayerCache, Norm, PackedHeads, Placement, QuantizedWeight, RotaryTable,
+    SampledRows, TokenCounts, Weight, reference,
 };
 
 pub(crate) fn dropout<B: Backend>(x: Tensor<B, 2>, dropout: Dropout) -> Tensor<B, 2> {
@@ -81,7 +81,14 @@ pub(crate) fn head_loss<B: Backend>(
     targets: Tensor<B, 1, Int>,
     options: HeadLossOptions,
 ) -> Tensor<B, 1> {
-    reference::head_loss_forward(HeadLossForward { hidden, weight, targets, options, gradients: false }).loss
+    reference::head_loss_forward(HeadLossForward {
+        hidden,
+        weight: weight.into(),
+        targets,
+        options,
+        wanted: HeadLossWanted::Nothing,
+    })
+    .loss
 }
 
 pub(crate) fn head_sample<B: Backend>(

@@ -4,11 +4,12 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use fireclay_kernels::operands::{Checked, LinearBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
     Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows,
-    Sampling, StepDraw, StepsAhead, TokenCounts, Weight, activate, attention, cached_attention, compile_ahead,
+    Sampling, StepDraw, StepsAhead, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
     decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
     norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
@@ -147,18 +148,22 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         refused("feed_forward", &["down's bias [16]"], || {
             apply(None, FeedForwardLayer { down_bias: bias(16), ..fits() }, None)
         });
-        let half = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
-        refused("feed_forward", &["without dropout"], || {
-            apply(None, FeedForwardLayer { down: make.bytes([8, 8]).into(), ..fits() }, half)
-        });
-        // The same with a weight of bytes.
+        // The same with a quantized weight.
         refused("linear", &["weight [16, 3]", &dims], || linear(x(), make.bytes([16, 12]), None));
         refused("linear", &["bias [4]"], || linear(x(), make.bytes([16, 8]), bias(4)));
         refused("norm_linear", &["gamma [12]"], || norm_linear(x(), Some(&make.rms(12)), make.bytes([16, 8]), None));
         refused("linear_add", &["residual"], || linear_add(x(), make.bytes([16, 8]), None, None, make.float([1, 16])));
-        let drop = Some(Dropout { probability: 0.5, key: RandomKey::new(1) });
-        refused("linear_add", &["without dropout"], || {
-            linear_add(x(), make.bytes([16, 8]), None, drop, make.float([rows, 16]))
+        refused("linear backward", &["weight is quantized"], || {
+            Checked::new(LinearBackward {
+                grad: make.float([rows, 16]),
+                x: x(),
+                weight: make.bytes([16, 8]).into(),
+                bias: None,
+                wanted: Wanted::ALL,
+                activation: None,
+                dropout: None,
+                sum: None,
+            })
         });
         let mut short = make.bytes([16, 8]);
         short.scales = make.float([15]);

@@ -3,13 +3,13 @@
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{
-    Activation, ActivationKind, Format, HeadLossOptions, Norm, QuantizedWeight, Weight, embed, head_loss, linear,
-    linear_add, norm_gate_up, norm_linear,
+    Activation, ActivationKind, Backend, Dropout, FeedForwardLayer, Format, HeadLossOptions, Norm, QuantizedWeight,
+    RandomKey, Weight, embed, feed_forward, head_loss, linear, linear_add, norm_gate_up, norm_linear,
 };
 
 use crate::backend_test;
-use crate::compare::{assert_close, random, values};
-use crate::harness::{dtypes, half_or_single, integers};
+use crate::compare::{Tolerance, assert_close, random, tolerance, values};
+use crate::harness::{dtypes, half_or_single, halves, integers, vector};
 use crate::plain;
 
 backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::<B>(device) {
@@ -32,6 +32,83 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
         (values(&loss), values(&gradient))
     };
     assert_eq!(run(true), run(false));
+});
+
+/// What is computed with two weights in every operation that has a gradient: `[up, down]`, of `[24, 16]` and `[16, 24]`, and the
+/// gradients of the input and of the biases of a projection and of a feed-forward layer.
+fn with_weights<B: Backend>(
+    [up, down]: [Weight<Autodiff<B>>; 2],
+    dtype: DType,
+    device: &B::Device,
+) -> Vec<Tensor<B, 2>> {
+    let tracked = |seed, shape| {
+        Tensor::<Autodiff<B>, 2>::from_inner(random::<B, 2>(seed, shape, device).cast(dtype)).require_grad()
+    };
+    let (input, up_bias, down_bias) = (tracked(1, [7, 16]), tracked(2, [1, 24]), tracked(3, [1, 16]));
+    let gelu = Activation::plain(ActivationKind::GeluTanh);
+    let kept = Dropout { probability: 0.25, key: RandomKey::new(3) };
+    let layer = FeedForwardLayer {
+        up: up.clone(),
+        up_bias: Some(vector(&up_bias)),
+        activation: gelu,
+        down: down.clone(),
+        down_bias: Some(vector(&down_bias)),
+    };
+    let tokens = integers::<Autodiff<B>, 2>(vec![0, 23, 5], [1, 3], device);
+    let looked_up = embed(up.clone(), tokens, dtype.into());
+    let x = Tensor::cat(vec![input.clone(), looked_up.reshape([3, 16])], 0);
+    let y = feed_forward(x.clone(), None, layer, Some(kept));
+    let y = y + linear(linear(x.clone(), up.clone(), Some(vector(&up_bias))), down, Some(vector(&down_bias)));
+    let targets = integers::<Autodiff<B>, 1>((0..10).map(|at| at * 7 % 24).collect(), [10], device);
+    let options = HeadLossOptions::new().with_weight(10.0);
+    let loss = head_loss(y.clone(), up, targets, options) + y.cast(DType::F32).sum_dim(0).sum_dim(1).reshape([1]);
+    let gradients = loss.clone().backward();
+    let of = |x: &Tensor<Autodiff<B>, 2>| x.grad(&gradients).expect("a gradient").cast(DType::F32);
+    let mut all = vec![loss.inner().reshape([1, 1])];
+    all.extend([&input, &up_bias, &down_bias].map(of));
+    all
+}
+
+backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
+    let single = std::iter::once((FloatDType::F32, tolerance::<B>(&device)));
+    let halves = halves::<B>(&device).into_iter().map(|half| (half.into(), Tolerance::new(2e-2, half)));
+    for (dtype, tolerance) in single.chain(halves) {
+        let weights = [[24, 16], [16, 24]].map(|shape| random::<B, 2>(shape[0] as u64, shape, &device) * 0.5);
+        let floats = |tracked: bool, weights: &[Tensor<B, 2>; 2]| {
+            weights.clone().map(|weight| {
+                let weight = Tensor::<Autodiff<B>, 2>::from_inner(weight.cast(dtype));
+                Weight::Float(if tracked { weight.require_grad() } else { weight })
+            })
+        };
+        let compare = |what: &str, weights: [Weight<Autodiff<B>>; 2], wanted: &[Tensor<B, 2>]| {
+            let given = with_weights::<B>(weights, dtype.into(), &device);
+            for (at, (given, wanted)) in given.iter().zip(wanted).enumerate() {
+                assert_close(&format!("{what} {dtype:?}, result {at}"), given, wanted, tolerance);
+            }
+        };
+        let wanted = with_weights::<B>(floats(true, &weights), dtype.into(), &device);
+        compare("frozen", floats(false, &weights), &wanted);
+        let [tracked, frozen] = [true, false].map(|tracked| floats(tracked, &weights));
+        compare("up is frozen", [frozen[0].clone(), tracked[1].clone()], &wanted);
+        compare("down is frozen", [tracked[0].clone(), frozen[1].clone()], &wanted);
+        for format in Format::ALL {
+            let quantized = weights.clone().map(|weight| {
+                let values: Vec<f32> = weight.clone().into_data().iter::<f32>().collect();
+                let quantized = QuantizedWeight::<B>::quantize(format, &values, weight.dims(), &device);
+                quantized.expect("the device works").expect("rows that the format stores")
+            });
+            let wide = quantized.each_ref().map(|weight| plain::dequantize(weight, FloatDType::F32));
+            let wanted = with_weights::<B>(floats(true, &wide), dtype.into(), &device);
+            let tracked = quantized.map(|QuantizedWeight { packed, scales, format }| {
+                Weight::Quantized(QuantizedWeight {
+                    packed: Tensor::from_inner(packed),
+                    scales: Tensor::from_inner(scales),
+                    format,
+                })
+            });
+            compare(format.name(), tracked, &wanted);
+        }
+    }
 });
 
 backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device) {

@@ -9,7 +9,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
-use crate::autodiff::{inner, inner_int, take_sum};
+use crate::autodiff::{inner, inner_int, inner_quantized, take_sum};
 use crate::checked::Checked;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -31,7 +31,7 @@ struct Lookup<B: EmbedOps> {
 }
 
 impl<B: EmbedOps> Lookup<B> {
-    fn new<C: CheckpointStrategy>(table: &Tensor<Autodiff<B, C>, 2>, tokens: &Tensor<B, 2, Int>) -> Self {
+    fn new(table: &Weight<B>, tokens: &Tensor<B, 2, Int>) -> Self {
         Self { tokens: tokens.clone(), table: table.dims() }
     }
 
@@ -80,12 +80,21 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
     fn embed(operands: Checked<EmbedForward<Self>>) -> Tensor<Self, 3> {
         let _products = operands.products().enter();
         let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
-        let (table, tokens) = (table.into_float(dtype), inner_int(tokens));
+        // Rows are looked up as they are stored, and cast then.
+        let (table, parameter) = match table {
+            Weight::Float(table) => (Weight::Float(inner(&table)), table),
+            // Nothing is tracked in its place.
+            Weight::Quantized(table) => {
+                let table = inner_quantized(table);
+                let untracked = Tensor::from_inner(table.scales.clone().unsqueeze());
+                (Weight::Quantized(table), untracked)
+            }
+        };
+        let tokens = inner_int(tokens);
         let saved = Lookup::new(&table, &tokens);
-        let forward =
-            EmbedForward { table: Weight::Float(inner(&table)), tokens, dtype, added: added.as_ref().map(inner) };
+        let forward = EmbedForward { table, tokens, dtype, added: added.as_ref().map(inner) };
         let output = primitive(embed_forward::<B>(Checked::new(forward)));
-        let (table, part) = (primitive(table).node, Forward::current());
+        let (table, part) = (primitive(parameter).node, Forward::current());
         float(match added {
             None => match EmbedNode(part).prepare::<C>([table]).compute_bound().stateful() {
                 OpsKind::Tracked(node) => node.finish(saved, output),

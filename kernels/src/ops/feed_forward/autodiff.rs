@@ -11,10 +11,10 @@ use super::{
     FeedForwardBackward, FeedForwardForward, FeedForwardLayer, FeedForwardOps, feed_forward_backward,
     feed_forward_forward,
 };
-use crate::autodiff::{inner, take_sum};
+use crate::autodiff::{inner, inner_weight, take_sum};
 use crate::checked::Checked;
 use crate::ops::dropout::Dropout;
-use crate::ops::linear::{Saved, float_weight};
+use crate::ops::linear::{Saved, Wanted};
 use crate::ops::norm::norm_rows;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -35,21 +35,20 @@ struct State<B: FeedForwardOps> {
 }
 
 impl<B: FeedForwardOps> State<B> {
-    /// Four products: two weights' gradients, and two gradients of what they are multiplied with. The gradient before the activation is written, and read
-    /// twice; sums are read, too.
-    fn call(&self, sums: &[Option<Tensor<B, 2>>; 2]) -> Call {
+    /// Four products: two weights' gradients, where they are wanted, and two gradients of what they are multiplied with. The
+    /// gradient before the activation is written, and read twice; sums are read, too.
+    fn call(&self, sums: &[Option<Tensor<B, 2>>; 2], wanted: [Wanted; 2]) -> Call {
         let FeedForwardLayer { up, down, .. } = &self.layer;
         let ([rows, d_model], [width, _], [_, d_ff]) = (self.x.dims(), up.dims(), down.dims());
         let bytes = self.x.dtype().size();
-        let tables: usize = [up, down]
-            .iter()
-            .zip(sums)
-            .map(|(weight, sum)| weight.dims().iter().product::<usize>() * if sum.is_some() { 8 } else { 4 })
-            .sum();
+        let of_tables = [up, down].into_iter().zip(sums).zip(wanted).filter(|(_, wanted)| wanted.weight);
+        let table = |weight: &Weight<B>| weight.dims().iter().product::<usize>();
+        let tables: usize = of_tables.map(|((weight, sum), _)| table(weight) * if sum.is_some() { 8 } else { 4 }).sum();
         let moved = rows * (2 * d_model + 3 * width) * bytes + tables;
         let [x, saved, hidden] = [&self.x, self.saved.tensor(), &self.hidden].map(recorder::operand);
         let call = Call::reads([x, saved, hidden, up.operand(), down.operand()]).and(moved as u64);
-        call.computes(4 * (rows * d_model * (width + d_ff)) as u64)
+        let products = wanted.map(|wanted| if wanted.weight { 2 } else { 1 });
+        call.computes(2 * (rows * d_model * (products[0] * width + products[1] * d_ff)) as u64)
     }
 }
 
@@ -59,20 +58,23 @@ impl<B: FeedForwardOps> Backward<B, 6> for FeedForwardNode {
     fn backward(self, ops: Ops<Self::State, 6>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
         let sums = [1, 3].map(|parent| take_sum(&ops, parent, &ops.state.x, grads));
+        let wanted = [1, 3]
+            .map(|weight| Wanted { weight: ops.parents[weight].is_some(), bias: ops.parents[weight + 1].is_some() });
         let _forward = self.0.enter();
-        let _op = recorder::op("feed_forward backward", || ops.state.call(&sums));
+        let _op = recorder::op("feed_forward backward", || ops.state.call(&sums, wanted));
         let State { x, saved, hidden, layer, dropout } = ops.state;
         let nodes = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(node) = nodes[5] {
             grads.register::<B>(node, grad.clone());
         }
         let grad = float(grad);
-        let operands = FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums };
+        let operands = FeedForwardBackward { grad, x, saved, hidden, layer, wanted, dropout, sums };
         let gradients = feed_forward_backward::<B>(Checked::new(operands));
-        for (node, gradient) in
-            [nodes[0], nodes[1], nodes[3]].into_iter().zip([gradients.x, gradients.up, gradients.down])
-        {
-            if let Some(node) = node {
+        if let Some(node) = nodes[0] {
+            grads.register::<B>(node, primitive(gradients.x));
+        }
+        for (node, gradient) in [nodes[1], nodes[3]].into_iter().zip([gradients.up, gradients.down]) {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
                 grads.register::<B>(node, primitive(gradient));
             }
         }
@@ -93,18 +95,10 @@ impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C>
             Some(norm) => norm_rows(x, norm),
             None => x,
         };
-        let (up, down) = (float_weight(up, &x), float_weight(down, &x));
         let input = inner(&x);
-        // In the dtype of the input, cast once for the forward and the backward pass.
-        let [up_matrix, down_matrix] = [&up, &down].map(|weight| inner(weight).cast(x.dtype()));
+        let [(up, up_parameter), (down, down_parameter)] = [up, down].map(|weight| inner_weight(weight, x.dtype()));
         let shift = |bias: &Option<Tensor<Self, 1>>| bias.as_ref().map(inner);
-        let layer = FeedForwardLayer {
-            up: Weight::Float(up_matrix),
-            up_bias: shift(&up_bias),
-            activation,
-            down: Weight::Float(down_matrix),
-            down_bias: shift(&down_bias),
-        };
+        let layer = FeedForwardLayer { up, up_bias: shift(&up_bias), activation, down, down_bias: shift(&down_bias) };
         let forward = feed_forward_forward::<B>(Checked::new(FeedForwardForward {
             x: input.clone(),
             norm: None,
@@ -113,12 +107,13 @@ impl<B: FeedForwardOps, C: CheckpointStrategy> FeedForwardOps for Autodiff<B, C>
             dropout,
         }));
         let untracked = || primitive(Tensor::<Self, 2>::from_inner(input.clone())).node;
+        let of_weight = |weight: Option<Tensor<Self, 2>>| weight.map_or_else(untracked, |it| primitive(it).node);
         let of_bias = |bias: Option<Tensor<Self, 1>>| bias.map_or_else(untracked, |bias| primitive(bias).node);
         let nodes = [
             primitive(x).node,
-            primitive(up).node,
+            of_weight(up_parameter),
             of_bias(up_bias),
-            primitive(down).node,
+            of_weight(down_parameter),
             of_bias(down_bias),
             primitive(residual).node,
         ];

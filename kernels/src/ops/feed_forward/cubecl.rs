@@ -8,7 +8,7 @@ use crate::checked::Checked;
 use crate::ops::dropout::dropout_rows;
 use crate::ops::linear::cubecl::gemm::{product, product_by_slopes};
 use crate::ops::linear::cubecl::{activation_gradient, parameter_gradients};
-use crate::ops::linear::{Saved, float_weight};
+use crate::ops::linear::{Saved, Wanted, float_weight};
 use crate::tensor::{float, primitive};
 
 impl<R, F, I, BT> FeedForwardOps for CubeBackend<R, F, I, BT>
@@ -19,16 +19,18 @@ where
     BT: BoolElement,
 {
     fn feed_forward_backward(operands: Checked<FeedForwardBackward<Self>>) -> FeedForwardGradients<Self> {
-        let FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums } = operands.into_inner();
+        let FeedForwardBackward { grad, x, saved, hidden, layer, wanted, dropout, sums } = operands.into_inner();
         let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
         let [up, down] = [up, down].map(|weight| primitive(float_weight(weight, &x)));
         let [up_sum, down_sum] = sums.map(|sum| sum.map(primitive));
         let dtype = x.dtype();
 
         let grad = primitive(dropout_rows(grad, dropout));
-        let (d_down, down_bias) = parameter_gradients(grad.clone(), primitive(hidden), down_sum, down_bias.is_some());
+        let [up_wanted, down_wanted] = wanted;
+        let down_wanted = Wanted { bias: down_wanted.bias && down_bias.is_some(), ..down_wanted };
+        let up_wanted = Wanted { bias: up_wanted.bias && up_bias.is_some(), ..up_wanted };
+        let (d_down, down_bias) = parameter_gradients(grad.clone(), primitive(hidden), down_sum, down_wanted);
 
-        let has_bias = up_bias.is_some();
         let fused = match &saved {
             Saved::Slopes(slopes) => product_by_slopes(&grad, &down, &primitive(slopes.clone())),
             Saved::Product(_) => None,
@@ -41,12 +43,12 @@ where
             }
             None => activation_gradient(product(grad, down, dtype, dtype), saved, up_bias, activation),
         };
-        let (d_up, up_bias) = parameter_gradients(grad.clone(), primitive(x), up_sum, has_bias);
+        let (d_up, up_bias) = parameter_gradients(grad.clone(), primitive(x), up_sum, up_wanted);
         FeedForwardGradients {
             x: float(product(grad, up, dtype, dtype)),
-            up: float(d_up),
+            up: d_up.map(float),
             up_bias: up_bias.map(float),
-            down: float(d_down),
+            down: d_down.map(float),
             down_bias: down_bias.map(float),
         }
     }

@@ -15,7 +15,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::activation::Activation;
 use super::dropout::Dropout;
-use super::linear::{LinearOps, Saved};
+use super::linear::{LinearOps, Saved, Wanted};
 use super::norm::Norm;
 use super::reshape::{as_dims, as_rows};
 use crate::checked::{Checked, Operands, part};
@@ -48,7 +48,7 @@ pub struct FeedForwardForward<B: Backend> {
     pub norm: Option<Norm<B>>,
     /// The residual stream, `[rows, d_model]`, which is `x` as it was before any norm.
     pub residual: Tensor<B, 2>,
-    /// The weights; of bytes only without dropout.
+    /// The weights.
     pub layer: FeedForwardLayer<B>,
     /// Dropout of what is added to the residual stream.
     pub dropout: Option<Dropout>,
@@ -85,8 +85,6 @@ impl<B: Backend> Operands for FeedForwardForward<B> {
                 part(op, name, bias).float().fits(bias.dims() == [weight.dims()[0]], &x);
             }
         }
-        let of_bytes = [up, down].into_iter().any(|weight| matches!(weight, Weight::Quantized(_)));
-        assert!(!of_bytes || self.dropout.is_none(), "{op}: a weight of bytes is for inference, without dropout");
     }
 }
 
@@ -119,8 +117,10 @@ pub struct FeedForwardBackward<B: Backend> {
     pub saved: Saved<B>,
     /// Input of the second projection, `[rows, d_ff]`.
     pub hidden: Tensor<B, 2>,
-    /// The weights, of floats in the dtype of `x`.
+    /// The weights, in the dtype of `x` or quantized.
     pub layer: FeedForwardLayer<B>,
+    /// Which gradients of the parameters of `up` and `down` are wanted.
+    pub wanted: [Wanted; 2],
     /// The dropout of the forward pass.
     pub dropout: Option<Dropout>,
     /// What the gradients of `up` and `down` are added to, f32 of their shapes: in their place, where nothing else holds them.
@@ -140,9 +140,12 @@ impl<B: Backend> Operands for FeedForwardBackward<B> {
         part(op, "saved", self.saved.tensor()).shaped(&[rows, width], &x).alike(&x);
         part(op, "hidden", &self.hidden).shaped(&[rows, d_ff], &x).alike(&x);
         let weights = [("up", up, up_bias, [width, d_model]), ("down", down, down_bias, [d_model, d_ff])];
-        for ((name, weight, bias, shape), sum) in weights.into_iter().zip(&self.sums) {
-            let Weight::Float(weight) = weight else { panic!("{op}: {name} is of bytes, which have no gradient") };
-            part(op, name, weight).shaped(&shape, &x).alike(&x);
+        for (((name, weight, bias, shape), sum), wanted) in weights.into_iter().zip(&self.sums).zip(self.wanted) {
+            weight.check(op, name, weight.dims() == shape, &x);
+            wanted.check(op, name, weight);
+            if let Weight::Float(weight) = weight {
+                part(op, name, weight).alike(&x);
+            }
             if let Some(bias) = bias {
                 part(op, &format!("{name}'s bias"), bias).float().fits(bias.dims() == [shape[0]], &x);
             }
@@ -158,13 +161,13 @@ impl<B: Backend> Operands for FeedForwardBackward<B> {
 pub struct FeedForwardGradients<B: Backend> {
     /// Of the input of the first projection, `[rows, d_model]`, in its dtype.
     pub x: Tensor<B, 2>,
-    /// Of the first projection, f32, with what it was to be added to.
-    pub up: Tensor<B, 2>,
-    /// Of its bias, f32, where there is one.
+    /// Of the first projection, f32, if it is wanted, with what it was to be added to.
+    pub up: Option<Tensor<B, 2>>,
+    /// Of its bias, f32, if it is wanted and there is one.
     pub up_bias: Option<Tensor<B, 1>>,
-    /// Of the second projection, f32, with what it was to be added to.
-    pub down: Tensor<B, 2>,
-    /// Of its bias, f32, where there is one.
+    /// Of the second projection, f32, if it is wanted, with what it was to be added to.
+    pub down: Option<Tensor<B, 2>>,
+    /// Of its bias, f32, if it is wanted and there is one.
     pub down_bias: Option<Tensor<B, 1>>,
 }
 
@@ -176,7 +179,7 @@ pub trait FeedForwardOps: LinearOps {
     fn feed_forward(operands: Checked<FeedForwardForward<Self>>) -> Tensor<Self, 2> {
         reference::feed_forward(operands.into_inner())
     }
-    /// Forward of [`feed_forward`] where a backward pass follows; without a norm, and of weights of floats.
+    /// Forward of [`feed_forward`] where a backward pass follows; without a norm.
     fn feed_forward_forward(operands: Checked<FeedForwardForward<Self>>) -> FeedForwardOutput<Self> {
         reference::feed_forward_forward(operands.into_inner())
     }
@@ -190,7 +193,7 @@ pub trait FeedForwardOps: LinearOps {
 /// stream `x` `[.., d_model]`, in its dtype. Where the activation gates, it is SwiGLU's like (Shazeer, 2020).
 ///
 /// # Panics
-/// If the sizes do not fit each other, the activation gates and `up` has an odd number of rows, or there is dropout with a weight of bytes.
+/// If the sizes do not fit each other, or the activation gates and `up` has an odd number of rows.
 pub fn feed_forward<B: FeedForwardOps, const D: usize>(
     x: Tensor<B, D>,
     norm: Option<&Norm<B>>,

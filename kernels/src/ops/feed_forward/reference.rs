@@ -7,7 +7,7 @@ use super::{
 };
 use crate::checked::Checked;
 use crate::ops::linear::{
-    LinearBackward, LinearForward, LinearGradients, float_weight, linear_backward, linear_forward, linear_rows,
+    LinearBackward, LinearForward, LinearGradients, linear_backward, linear_forward, linear_rows,
 };
 
 /// Body of [`feed_forward`](crate::feed_forward()) where no gradient is wanted.
@@ -41,14 +41,15 @@ pub fn feed_forward_forward<B: FeedForwardOps>(operands: FeedForwardForward<B>) 
 
 /// Reference backward of [`feed_forward`](crate::feed_forward()).
 pub fn feed_forward_backward<B: FeedForwardOps>(operands: FeedForwardBackward<B>) -> FeedForwardGradients<B> {
-    let FeedForwardBackward { grad, x, saved, hidden, layer, dropout, sums: [up_sum, down_sum] } = operands;
+    let FeedForwardBackward { grad, x, saved, hidden, layer, wanted, dropout, sums: [up_sum, down_sum] } = operands;
+    let [up_wanted, down_wanted] = wanted;
     let FeedForwardLayer { up, up_bias, activation, down, down_bias } = layer;
-    let (up, down) = (float_weight(up, &x), float_weight(down, &x));
     let LinearGradients { x: grad, weight: down, bias: down_bias } = linear_backward(Checked::new(LinearBackward {
         grad,
         x: hidden,
         weight: down,
         bias: down_bias,
+        wanted: down_wanted,
         activation: None,
         dropout,
         sum: down_sum,
@@ -58,6 +59,7 @@ pub fn feed_forward_backward<B: FeedForwardOps>(operands: FeedForwardBackward<B>
         x,
         weight: up,
         bias: up_bias,
+        wanted: up_wanted,
         activation: Some((activation, saved)),
         dropout: None,
         sum: up_sum,

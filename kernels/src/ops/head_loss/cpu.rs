@@ -3,9 +3,12 @@
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
-use super::{HeadLossBackward, HeadLossForward, HeadLossOps, HeadLossOutput};
+use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted};
 use crate::checked::Checked;
 use crate::cpu::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
+use crate::ops::linear::cpu::{DOT_PRODUCT_ROWS, quantized_product};
+use crate::ops::linear::float_weight;
+use crate::quant::Weight;
 
 /// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
 const LOGITS: usize = 1 << 20;
@@ -16,8 +19,8 @@ impl HeadLossOps for NdArray {
     }
 
     /// Gradients for an upstream gradient of one are as they came.
-    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
-        let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands.into_inner();
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
+        let HeadLossBackward { grad, gradients: HeadLossGradients { hidden, weight }, sum } = operands.into_inner();
         let grad = Values::rows(grad)[0];
         let scaled = |gradient: Tensor<NdArray, 2>| {
             if grad == 1.0 {
@@ -33,20 +36,35 @@ impl HeadLossOps for NdArray {
             );
             tensor(values, shape)
         };
-        let d_weight = scaled(d_weight);
-        let d_weight = match sum {
-            Some(sum) => sum + d_weight,
-            None => d_weight,
-        };
-        (scaled(d_hidden), d_weight)
+        let weight = weight.map(scaled).map(|weight| match sum {
+            Some(sum) => sum + weight,
+            None => weight,
+        });
+        HeadLossGradients { hidden: scaled(hidden), weight }
     }
 }
 
+/// What logits come from.
+enum Head {
+    /// Floats, `[vocabulary, d_model]`.
+    Weight(Values),
+    /// All of them are there, `[rows, vocabulary]`.
+    Logits(Values),
+}
+
 fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArray> {
-    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
+    let HeadLossForward { hidden, weight, targets, options, wanted } = operands;
+    let (gradients, both) = (wanted != HeadLossWanted::Nothing, wanted == HeadLossWanted::Both);
     let [rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
-    let (hidden, weight) = (Values::rows(hidden), Values::rows(weight));
+    let head = match weight {
+        // A quantized weight is read as it is stored for the logits of a few rows.
+        Weight::Quantized(weight) if !gradients && rows <= DOT_PRODUCT_ROWS => {
+            Head::Logits(Values::rows(quantized_product(hidden.clone(), weight, None, None)))
+        }
+        weight => Head::Weight(Values::rows(float_weight(weight, &hidden))),
+    };
+    let hidden = Values::rows(hidden);
     // The token of each target that counts.
     let token = |target: i64| usize::try_from(target).ok().filter(|token| *token < vocabulary);
     let targets: Vec<Option<usize>> = integers(targets).into_iter().map(token).collect();
@@ -58,7 +76,7 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
 
     let mut loss = 0.0f64;
     let mut d_hidden = zeros(if gradients { rows * d_model } else { 0 });
-    let mut d_weight = zeros(if gradients { vocabulary * d_model } else { 0 });
+    let mut d_weight = zeros(if both { vocabulary * d_model } else { 0 });
     let mut logits = zeros(chunk * vocabulary);
     // The nats of each row.
     let nats: Vec<std::sync::atomic::AtomicU32> = (0..chunk).map(|_| Default::default()).collect();
@@ -66,11 +84,14 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         let size = chunk.min(rows - start);
         let logits = &mut logits[..size * vocabulary];
         let hidden = Matrix::of(&hidden[start * d_model..], d_model);
-        // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
-        // [size, vocabulary].
-        unsafe {
-            let head = Matrix::of(&weight, d_model).transposed();
-            wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
+        match &head {
+            // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
+            // [size, vocabulary].
+            Head::Weight(weight) => unsafe {
+                let head = Matrix::of(weight, d_model).transposed();
+                wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
+            },
+            Head::Logits(all) => logits.copy_from_slice(&all[start * vocabulary..][..size * vocabulary]),
         }
         for_rows(
             logits,
@@ -100,18 +121,26 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         );
         let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
         loss += row_nats.map(f64::from).sum::<f64>();
-        if gradients {
+        if gradients && let Head::Weight(weight) = &head {
             let d_logits = Matrix::of(logits, vocabulary);
             let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
-            let d_weight = Matrix::of_mut(&mut d_weight, d_model).transposed();
-            let head = Matrix::of(&weight, d_model);
-            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, `d_weight` [vocabulary, d_model].
+            let of_weight = both.then(|| Matrix::of_mut(&mut d_weight, d_model).transposed());
+            let head = Matrix::of(weight, d_model);
+            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, and `d_weight`, if it is wanted,
+            // [vocabulary, d_model].
             rayon::join(
                 || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, head, false) },
-                || unsafe { wide_product([d_model, size, vocabulary], d_weight, hidden.transposed(), d_logits, true) },
+                || {
+                    if let Some(out) = of_weight {
+                        unsafe { wide_product([d_model, size, vocabulary], out, hidden.transposed(), d_logits, true) }
+                    }
+                },
             );
         }
     }
-    let gradients = gradients.then(|| (tensor(d_hidden, [rows, d_model]), tensor(d_weight, [vocabulary, d_model])));
+    let gradients = gradients.then(|| HeadLossGradients {
+        hidden: tensor(d_hidden, [rows, d_model]),
+        weight: both.then(|| tensor(d_weight, [vocabulary, d_model])),
+    });
     HeadLossOutput { loss: tensor(vec![(loss / f64::from(counted)) as f32], [1]), gradients }
 }

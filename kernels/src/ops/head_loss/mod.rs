@@ -16,8 +16,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::reshape::{ReshapeOps, as_rows};
+use super::weight::WeightOps;
 use crate::checked::{Checked, Operands, part};
 use crate::mutation::{call, parts};
+use crate::quant::Weight;
 use crate::recorder::{self, Call};
 use crate::selection::dispatch;
 
@@ -71,12 +73,33 @@ impl Default for HeadLossOptions {
 pub struct HeadLossOutput<B: Backend> {
     /// Mean over the targets that count, times the options' weight, `[1]` f32, nats; zero where none counts.
     pub loss: Tensor<B, 1>,
-    /// Where asked for, the gradients for an upstream gradient of one: of the hidden states, in their dtype, and of
-    /// the weight, f32.
-    pub gradients: Option<(Tensor<B, 2>, Tensor<B, 2>)>,
+    /// Where asked for, the gradients for an upstream gradient of one.
+    pub gradients: Option<HeadLossGradients<B>>,
 }
 
 parts!(HeadLossOutput { loss, gradients });
+
+/// The gradients of the head's loss.
+#[derive(Clone, Debug)]
+pub struct HeadLossGradients<B: Backend> {
+    /// Of the hidden states, `[rows, d_model]`, in their dtype.
+    pub hidden: Tensor<B, 2>,
+    /// Of the weight, f32 `[vocabulary, d_model]`, if it is wanted.
+    pub weight: Option<Tensor<B, 2>>,
+}
+
+parts!(HeadLossGradients { hidden, weight });
+
+/// Which gradients of the head's loss are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadLossWanted {
+    /// None.
+    Nothing,
+    /// Of the hidden states, where the weight is frozen.
+    Hidden,
+    /// Of the hidden states and of the weight, which is of floats.
+    Both,
+}
 
 /// What [`head_loss`] computes with.
 #[derive(Clone, Debug)]
@@ -84,14 +107,14 @@ pub struct HeadLossForward<B: Backend> {
     /// `[rows, d_model]`.
     pub hidden: Tensor<B, 2>,
     /// `[vocabulary, d_model]`.
-    pub weight: Tensor<B, 2>,
+    pub weight: Weight<B>,
     /// `[rows]`.
     pub targets: Tensor<B, 1, Int>,
     /// Smoothing, weight and chunk.
     pub options: HeadLossOptions,
-    /// Whether the gradients for an upstream gradient of one are wanted, too: one pass over the vocabulary gives both,
-    /// and the backward pass scales them, and adds them to what there is.
-    pub gradients: bool,
+    /// Which gradients for an upstream gradient of one are wanted, too: one pass over the vocabulary gives all, and the
+    /// backward pass scales them, and adds them to what there is.
+    pub wanted: HeadLossWanted,
 }
 
 impl<B: Backend> Operands for HeadLossForward<B> {
@@ -99,7 +122,10 @@ impl<B: Backend> Operands for HeadLossForward<B> {
         let op = "head_loss";
         let hidden = part(op, "hidden", &self.hidden).float();
         let ([rows, d_model], [_, columns]) = (self.hidden.dims(), self.weight.dims());
-        part(op, "weight", &self.weight).float().fits(columns == d_model, &hidden);
+        self.weight.check(op, "weight", columns == d_model, &hidden);
+        if let (HeadLossWanted::Both, Some(format)) = (self.wanted, self.weight.format()) {
+            panic!("{op}: weight is {}, and has no gradient", format.name());
+        }
         part(op, "targets", &self.targets).integer().shaped(&[rows], &hidden);
     }
 }
@@ -109,10 +135,8 @@ impl<B: Backend> Operands for HeadLossForward<B> {
 pub struct HeadLossBackward<B: Backend> {
     /// Gradient of the loss, `[1]`.
     pub grad: Tensor<B, 1>,
-    /// Gradient of the hidden states for an upstream gradient of one.
-    pub d_hidden: Tensor<B, 2>,
-    /// That of the weight, f32.
-    pub d_weight: Tensor<B, 2>,
+    /// The gradients for an upstream gradient of one.
+    pub gradients: HeadLossGradients<B>,
     /// What the gradient of the weight is added to, f32 of its shape: in its place, where nothing else holds it.
     pub sum: Option<Tensor<B, 2>>,
 }
@@ -120,17 +144,20 @@ pub struct HeadLossBackward<B: Backend> {
 impl<B: Backend> Operands for HeadLossBackward<B> {
     fn check(&self) {
         let op = "head_loss backward";
-        let hidden = part(op, "gradient of hidden", &self.d_hidden).float();
-        let weight = part(op, "gradient of weight", &self.d_weight).of(DType::F32).fits(true, &hidden);
-        if let Some(sum) = &self.sum {
-            part(op, "sum", sum).of(DType::F32).shaped(&self.d_weight.dims(), &weight);
+        let hidden = part(op, "gradient of hidden", &self.gradients.hidden).float();
+        if let Some(weight) = &self.gradients.weight {
+            let dims = weight.dims();
+            let weight = part(op, "gradient of weight", weight).of(DType::F32).fits(true, &hidden);
+            if let Some(sum) = &self.sum {
+                part(op, "sum", sum).of(DType::F32).shaped(&dims, &weight);
+            }
         }
         part(op, "grad", &self.grad).of(DType::F32).shaped(&[1], &hidden);
     }
 }
 
 /// Output projection and cross entropy on a backend.
-pub trait HeadLossOps: ReshapeOps {
+pub trait HeadLossOps: ReshapeOps + WeightOps {
     /// Body of [`head_loss`]; [`Autodiff`](burn::backend::Autodiff) ties forward and backward together here.
     fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
         head_loss_forward(operands).loss
@@ -139,8 +166,8 @@ pub trait HeadLossOps: ReshapeOps {
     fn head_loss_forward(operands: Checked<HeadLossForward<Self>>) -> HeadLossOutput<Self> {
         reference::head_loss_forward(operands.into_inner())
     }
-    /// Backward of [`head_loss`]: the gradients of the hidden states and of the weight, the latter with what it was to be added to.
-    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+    /// Backward of [`head_loss`]: the gradients, that of the weight with what it was to be added to.
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
         reference::head_loss_backward(operands.into_inner())
     }
 }
@@ -156,13 +183,14 @@ pub trait HeadLossOps: ReshapeOps {
 /// If the number of targets and of rows differ, or `d_model` of `hidden` and of `weight`.
 pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
     hidden: Tensor<B, D>,
-    weight: Tensor<B, 2>,
+    weight: impl Into<Weight<B>>,
     targets: Tensor<B, T, Int>,
     options: HeadLossOptions,
 ) -> Tensor<B, 1> {
+    let weight = weight.into();
     let _op = recorder::op("head_loss", || {
         let flops = 2 * hidden.dims().iter().product::<usize>() * weight.dims()[0];
-        Call::reads([recorder::operand(&hidden), recorder::operand(&weight)]).computes(flops as u64)
+        Call::reads([recorder::operand(&hidden), weight.operand()]).computes(flops as u64)
     });
     let targets = targets.flatten::<1>(0, T - 1);
     let hidden = as_rows(hidden);
@@ -171,7 +199,7 @@ pub fn head_loss<B: HeadLossOps, const D: usize, const T: usize>(
         weight,
         targets,
         options,
-        gradients: false
+        wanted: HeadLossWanted::Nothing,
     })))
 }
 
@@ -179,8 +207,6 @@ pub(crate) fn head_loss_forward<B: HeadLossOps>(operands: Checked<HeadLossForwar
     dispatch!(B: HeadLossOps::head_loss_forward(operands))
 }
 
-pub(crate) fn head_loss_backward<B: HeadLossOps>(
-    operands: Checked<HeadLossBackward<B>>,
-) -> (Tensor<B, 2>, Tensor<B, 2>) {
+pub(crate) fn head_loss_backward<B: HeadLossOps>(operands: Checked<HeadLossBackward<B>>) -> HeadLossGradients<B> {
     dispatch!(B: HeadLossOps::head_loss_backward(operands))
 }

@@ -3,19 +3,21 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 
-use super::{HeadLossBackward, HeadLossForward, HeadLossOutput};
+use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOutput, HeadLossWanted};
+use crate::ops::weight::WeightOps;
 
 /// f32 logits held at a time when no chunk is asked for: 256 MB.
 const LOGITS: usize = 1 << 26;
 
 /// Reference forward of [`head_loss`](crate::head_loss()) over `[rows, d_model]`.
-pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOutput<B> {
-    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
+pub fn head_loss_forward<B: WeightOps>(operands: HeadLossForward<B>) -> HeadLossOutput<B> {
+    let HeadLossForward { hidden, weight, targets, options, wanted } = operands;
+    let gradients = wanted != HeadLossWanted::Nothing;
     let device = hidden.device();
     let [rows, _] = hidden.dims();
     let [vocabulary, d_model] = weight.dims();
     let dtype = hidden.dtype();
-    let weight = weight.cast(dtype);
+    let weight = weight.into_float(dtype.into()).cast(dtype);
     let chunk = options.chunk.unwrap_or(LOGITS / vocabulary).clamp(1, rows);
     let smoothing = options.label_smoothing;
 
@@ -55,29 +57,34 @@ pub fn head_loss_forward<B: Backend>(operands: HeadLossForward<B>) -> HeadLossOu
             }
             let d_logits = (d_logits * weighed).cast(dtype);
             d_hidden.push(d_logits.clone().matmul(weight.clone()));
-            let part = d_logits.transpose().matmul(hidden).cast(DType::F32);
-            d_weight = Some(match d_weight {
-                Some(sum) => sum + part,
-                None => part,
-            });
+            if wanted == HeadLossWanted::Both {
+                let part = d_logits.transpose().matmul(hidden).cast(DType::F32);
+                d_weight = Some(match d_weight {
+                    Some(sum) => sum + part,
+                    None => part,
+                });
+            }
         }
     }
     let gradients = gradients.then(|| {
-        let d_weight = d_weight.unwrap_or_else(|| Tensor::zeros([vocabulary, d_model], (&device, DType::F32)));
-        (if d_hidden.is_empty() { hidden } else { Tensor::cat(d_hidden, 0) }, d_weight)
+        let zeros = || Tensor::zeros([vocabulary, d_model], (&device, DType::F32));
+        let weight = (wanted == HeadLossWanted::Both).then(|| d_weight.unwrap_or_else(zeros));
+        HeadLossGradients { hidden: if d_hidden.is_empty() { hidden } else { Tensor::cat(d_hidden, 0) }, weight }
     });
     HeadLossOutput { loss, gradients }
 }
 
 /// Reference backward of [`head_loss`](crate::head_loss()).
-pub fn head_loss_backward<B: Backend>(operands: HeadLossBackward<B>) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands;
+pub fn head_loss_backward<B: Backend>(operands: HeadLossBackward<B>) -> HeadLossGradients<B> {
+    let HeadLossBackward { grad, gradients: HeadLossGradients { hidden, weight }, sum } = operands;
     let scale = grad.reshape([1, 1]);
-    let dtype = d_hidden.dtype();
-    let d_weight = d_weight * scale.clone();
-    let d_weight = match sum {
-        Some(sum) => sum + d_weight,
-        None => d_weight,
-    };
-    (d_hidden * scale.cast(dtype), d_weight)
+    let dtype = hidden.dtype();
+    let weight = weight.map(|weight| {
+        let weight = weight * scale.clone();
+        match sum {
+            Some(sum) => sum + weight,
+            None => weight,
+        }
+    });
+    HeadLossGradients { hidden: hidden * scale.cast(dtype), weight }
 }

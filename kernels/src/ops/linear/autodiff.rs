@@ -8,8 +8,8 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
 
-use super::{LinearBackward, LinearForward, LinearOps, Saved, float_weight, linear_backward, linear_forward, normed};
-use crate::autodiff::{inner, take_sum};
+use super::{LinearBackward, LinearForward, LinearOps, Saved, Wanted, linear_backward, linear_forward, normed};
+use crate::autodiff::{inner, inner_weight, take_sum};
 use crate::checked::Checked;
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
@@ -27,7 +27,7 @@ struct State<B: LinearOps> {
     /// The operation that the backward pass is recorded as.
     name: &'static str,
     x: Tensor<B, 2>,
-    weight: Tensor<B, 2>,
+    weight: Weight<B>,
     bias: Option<Tensor<B, 1>>,
     activation: Option<(Activation, Saved<B>)>,
     dropout: Option<Dropout>,
@@ -38,28 +38,30 @@ impl<B: LinearOps> Backward<B, 4> for LinearNode {
 
     fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
-        let sum = take_sum(&ops, 1, &ops.state.weight, grads);
+        let sum = take_sum(&ops, 1, &ops.state.x, grads);
         let State { name, x, weight, bias, activation, dropout } = ops.state;
         let _forward = self.0.enter();
+        let [x_node, weight_node, bias_node, residual_node] = ops.parents.map(|parent| parent.map(|node| node.id));
+        let wanted = Wanted { weight: weight_node.is_some(), bias: bias_node.is_some() };
         let _op = recorder::op(name, || {
             let ([rows, d_input], [d_output, _]) = (x.dims(), weight.dims());
             // A sum is read, too.
-            let table = d_output * d_input * if sum.is_some() { 8 } else { 4 };
+            let table = if wanted.weight { d_output * d_input * if sum.is_some() { 8 } else { 4 } } else { 0 };
             let written = rows * (d_input + d_output) * x.dtype().size() + table;
-            let call = Call::reads([recorder::operand(&x), recorder::operand(&weight)]).and(written as u64);
-            call.computes(4 * (rows * d_input * d_output) as u64)
+            let call = Call::reads([recorder::operand(&x), weight.operand()]).and(written as u64);
+            let products = if wanted.weight { 2 } else { 1 };
+            call.computes(2 * products * (rows * d_input * d_output) as u64)
         });
-        let [x_node, weight_node, bias_node, residual_node] = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(node) = residual_node {
             grads.register::<B>(node, grad.clone());
         }
-        let operands = LinearBackward { grad: float(grad), x, weight, bias, activation, dropout, sum };
+        let operands = LinearBackward { grad: float(grad), x, weight, bias, wanted, activation, dropout, sum };
         let gradients = linear_backward::<B>(Checked::new(operands));
         if let Some(node) = x_node {
             grads.register::<B>(node, primitive(gradients.x));
         }
-        if let Some(node) = weight_node {
-            grads.register::<B>(node, primitive(gradients.weight));
+        if let (Some(node), Some(weight)) = (weight_node, gradients.weight) {
+            grads.register::<B>(node, primitive(weight));
         }
         if let (Some(node), Some(bias)) = (bias_node, gradients.bias) {
             grads.register::<B>(node, primitive(bias));
@@ -76,21 +78,19 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
             _ => "linear backward",
         };
         let LinearForward { x, weight, bias, activation, dropout, residual, .. } = normed(operands.into_inner());
-        let weight = float_weight(weight, &x);
-        // In the dtype of the input, cast once for the forward and the backward pass.
-        let (input, matrix) = (inner(&x), inner(&weight).cast(x.dtype()));
+        let (input, (weight, parameter)) = (inner(&x), inner_weight(weight, x.dtype()));
         let shift = bias.as_ref().map(inner);
         let forward = linear_forward::<B>(Checked::new(LinearForward {
             activation,
             dropout,
             residual: residual.as_ref().map(inner),
             keeps: true,
-            ..LinearForward::new(input.clone(), Weight::Float(matrix.clone()), shift.clone())
+            ..LinearForward::new(input.clone(), weight.clone(), shift.clone())
         }));
-        let untracked = || primitive(Tensor::<Self, 2>::from_inner(matrix.clone())).node;
+        let untracked = || primitive(Tensor::<Self, 2>::from_inner(input.clone())).node;
         let nodes = [
             primitive(x).node,
-            primitive(weight).node,
+            parameter.map_or_else(untracked, |weight| primitive(weight).node),
             bias.map_or_else(untracked, |bias| primitive(bias).node),
             residual.map_or_else(untracked, |residual| primitive(residual).node),
         ];
@@ -98,7 +98,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         let activation = activation.zip(forward.saved);
         float(match LinearNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
-                node.finish(State { name, x: input, weight: matrix, bias: shift, activation, dropout }, output)
+                node.finish(State { name, x: input, weight, bias: shift, activation, dropout }, output)
             }
             OpsKind::UnTracked(node) => node.finish(output),
         })

@@ -4,7 +4,9 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 
 use super::reference::activation_gradient;
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
+use super::{
+    LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, float_weight, normed,
+};
 use crate::checked::Checked;
 use crate::cpu::{
     DotProducts, Matrix, QuantizedRows, Values, new_columns, new_product, sum_over_rows, tensor, wide_product,
@@ -54,14 +56,16 @@ impl LinearOps for NdArray {
     }
 
     fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
-        let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
+        let LinearBackward { grad, x, weight, bias, wanted, activation, dropout, sum } = operands.into_inner();
         let grad = dropout_rows(grad, dropout);
         let grad = match activation {
             Some((activation, Saved::Slopes(slopes))) => activate_by_slopes(grad, slopes, activation),
             Some((activation, saved)) => activation_gradient(grad, saved, bias.clone(), activation),
             None => grad,
         };
-        linear_backward(grad, x, weight, bias.is_some(), sum)
+        let wanted = Wanted { bias: wanted.bias && bias.is_some(), ..wanted };
+        let weight = float_weight(weight, &x);
+        linear_backward(grad, x, weight, wanted, sum)
     }
 }
 
@@ -153,7 +157,7 @@ fn linear_backward(
     grad: Tensor<NdArray, 2>,
     x: Tensor<NdArray, 2>,
     weight: Tensor<NdArray, 2>,
-    has_bias: bool,
+    wanted: Wanted,
     sum: Option<Tensor<NdArray, 2>>,
 ) -> LinearGradients<NdArray> {
     let [rows, d_input] = x.dims();
@@ -180,7 +184,7 @@ fn linear_backward(
         d_weight
     };
     let bias = || {
-        has_bias.then(|| {
+        wanted.bias.then(|| {
             sum_over_rows(
                 rows,
                 d_output,
@@ -194,10 +198,10 @@ fn linear_backward(
         })
     };
     // Where one runs out of slabs, the others still have some.
-    let (d_x, (d_weight, bias)) = rayon::join(d_x, || rayon::join(d_weight, bias));
+    let (d_x, (d_weight, bias)) = rayon::join(d_x, || rayon::join(|| wanted.weight.then(d_weight), bias));
     LinearGradients {
         x: tensor(d_x, [rows, d_input]),
-        weight: tensor(d_weight, [d_output, d_input]),
+        weight: d_weight.map(|d_weight| tensor(d_weight, [d_output, d_input])),
         bias: bias.map(|bias| tensor(bias, [d_output])),
     }
 }

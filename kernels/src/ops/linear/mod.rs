@@ -1,7 +1,7 @@
 //! Projections, alone and with what stands before and after them in a transformer.
 //!
 //! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
-//! another one is cast, and parameter gradients are f32. Weights of bytes have no gradient.
+//! another one is cast, and parameter gradients are f32. Gradients flow through quantized weights, which have none.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -40,7 +40,7 @@ pub struct LinearForward<B: Backend> {
     pub x: Tensor<B, 2>,
     /// Norm of the rows of `x`, its weights `[d_input]`.
     pub norm: Option<Norm<B>>,
-    /// `[d_output, d_input]`; of bytes only without dropout.
+    /// `[d_output, d_input]`.
     pub weight: Weight<B>,
     /// `[d_output]`.
     pub bias: Option<Tensor<B, 1>>,
@@ -50,7 +50,7 @@ pub struct LinearForward<B: Backend> {
     pub dropout: Option<Dropout>,
     /// What is added, `[rows, d_output]`.
     pub residual: Option<Tensor<B, 2>>,
-    /// Whether a backward pass follows, so that what it needs is kept. Then `weight` is of floats, and there is no norm.
+    /// Whether a backward pass follows, so that what it needs is kept. Then there is no norm.
     pub keeps: bool,
 }
 
@@ -110,10 +110,6 @@ impl<B: Backend> Operands for LinearForward<B> {
         if let Some(residual) = &self.residual {
             part(op, "residual", residual).float().fits(residual.dims() == [rows, d_output], &x);
         }
-        if matches!(self.weight, Weight::Quantized(_)) {
-            let for_inference = self.dropout.is_none() && !self.keeps;
-            assert!(for_inference, "{op}: a weight of bytes is for inference, without dropout and gradients");
-        }
         assert!(!self.keeps || self.norm.is_none(), "{op}: the norm has a backward pass of its own");
     }
 }
@@ -157,6 +153,27 @@ impl<B: Backend> Saved<B> {
     }
 }
 
+/// Which gradients of a projection's parameters are wanted: those of frozen ones are not computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Of the weight; never of a quantized one.
+    pub weight: bool,
+    /// Of the bias, if there is one.
+    pub bias: bool,
+}
+
+impl Wanted {
+    /// All of them.
+    pub const ALL: Self = Self { weight: true, bias: true };
+
+    /// Panics if a quantized weight is to have a gradient.
+    #[track_caller]
+    pub(crate) fn check<B: Backend>(self, op: &str, name: &str, weight: &Weight<B>) {
+        let quantized = weight.format().filter(|_| self.weight);
+        assert!(quantized.is_none(), "{op}: {name} is quantized, and has no gradient");
+    }
+}
+
 /// What the gradients of a projection are computed with.
 #[derive(Clone, Debug)]
 pub struct LinearBackward<B: Backend> {
@@ -164,10 +181,12 @@ pub struct LinearBackward<B: Backend> {
     pub grad: Tensor<B, 2>,
     /// `[rows, d_input]`.
     pub x: Tensor<B, 2>,
-    /// `[d_output, d_input]`, in the dtype of `x`.
-    pub weight: Tensor<B, 2>,
+    /// `[d_output, d_input]`, in the dtype of `x` or quantized.
+    pub weight: Weight<B>,
     /// `[d_output]`.
     pub bias: Option<Tensor<B, 1>>,
+    /// Which gradients of parameters are wanted.
+    pub wanted: Wanted,
     /// The activation, and what the forward pass saved of it.
     pub activation: Option<(Activation, Saved<B>)>,
     /// The dropout of the forward pass.
@@ -181,7 +200,8 @@ impl<B: Backend> Operands for LinearBackward<B> {
         let op = "linear backward";
         let x = part(op, "x", &self.x).float();
         let ([rows, d_input], [d_output, columns]) = (self.x.dims(), self.weight.dims());
-        part(op, "weight", &self.weight).float().fits(columns == d_input, &x);
+        self.weight.check(op, "weight", columns == d_input, &x);
+        self.wanted.check(op, "weight", &self.weight);
         if let Some(bias) = &self.bias {
             part(op, "bias", bias).float().fits(bias.dims() == [d_output], &x);
         }
@@ -204,9 +224,9 @@ impl<B: Backend> Operands for LinearBackward<B> {
 pub struct LinearGradients<B: Backend> {
     /// `[rows, d_input]`, of the input's dtype.
     pub x: Tensor<B, 2>,
-    /// `[d_output, d_input]`, f32; with what it was to be added to.
-    pub weight: Tensor<B, 2>,
-    /// `[d_output]` f32, where there is a bias.
+    /// `[d_output, d_input]`, f32, if it is wanted; with what it was to be added to.
+    pub weight: Option<Tensor<B, 2>>,
+    /// `[d_output]` f32, if it is wanted and there is a bias.
     pub bias: Option<Tensor<B, 1>>,
 }
 
@@ -264,7 +284,7 @@ pub fn norm_linear<B: LinearOps, const D: usize>(
 /// `residual` and the result are `[.., d_output]`.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or there is dropout with a weight of bytes.
+/// If the sizes do not fit each other.
 pub fn linear_add<B: LinearOps, const D: usize>(
     x: Tensor<B, D>,
     weight: impl Into<Weight<B>>,

@@ -27,22 +27,23 @@ pub fn linear_forward<B: LinearOps>(operands: LinearForward<B>) -> LinearOutput<
 
 /// Reference backward of [`linear`](crate::linear()).
 pub fn linear_backward<B: LinearOps>(operands: LinearBackward<B>) -> LinearGradients<B> {
-    let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands;
+    let LinearBackward { grad, x, weight, bias, wanted, activation, dropout, sum } = operands;
     let grad = dropout_rows(grad, dropout);
     let grad = match activation {
         Some((activation, saved)) => activation_gradient(grad, saved, bias.clone(), activation),
         None => grad,
     };
+    let bias = bias.filter(|_| wanted.bias);
     let bias = bias.map(|_| grad.clone().cast(DType::F32).sum_dim(0).squeeze_dim::<1>(0));
-    let d_weight = grad.clone().transpose().matmul(x.clone()).cast(DType::F32);
-    LinearGradients {
-        weight: match sum {
-            Some(sum) => sum + d_weight,
-            None => d_weight,
-        },
-        x: grad.matmul(weight.cast(x.dtype())),
-        bias,
-    }
+    let weight_gradient = wanted.weight.then(|| {
+        let gradient = grad.clone().transpose().matmul(x.clone()).cast(DType::F32);
+        match sum {
+            Some(sum) => sum + gradient,
+            None => gradient,
+        }
+    });
+    let weight = float_weight(weight, &x).cast(x.dtype());
+    LinearGradients { x: grad.matmul(weight), weight: weight_gradient, bias }
 }
 
 /// The gradient of a projection before its activation, from that behind it.

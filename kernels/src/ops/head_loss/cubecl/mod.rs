@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 use self::row_pass::{Passes, Weights, exponential, first_pass, read_again, within_row};
 use self::scale::{add_scaled, scaled};
 use self::target_rows::TargetRows;
-use super::{HeadLossBackward, HeadLossForward, HeadLossOps, HeadLossOutput};
+use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_sum, row_vector};
 use crate::cubecl::{array, cast_padded, contiguous, empty, grid, rows};
@@ -43,21 +43,22 @@ where
         head_loss_forward(operands.into_inner())
     }
 
-    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
-        let HeadLossBackward { grad, d_hidden, d_weight, sum } = operands.into_inner();
-        let (scale, d_weight) = (primitive(grad), primitive(d_weight));
-        let d_weight = match sum {
-            Some(sum) => add_scaled(primitive(sum), d_weight, &scale),
-            None => scaled(d_weight, &scale),
-        };
-        (float(scaled(primitive(d_hidden), &scale)), float(d_weight))
+    fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
+        let HeadLossBackward { grad, gradients: HeadLossGradients { hidden, weight }, sum } = operands.into_inner();
+        let scale = primitive(grad);
+        let weight = weight.map(|weight| match sum {
+            Some(sum) => add_scaled(primitive(sum), primitive(weight), &scale),
+            None => scaled(primitive(weight), &scale),
+        });
+        HeadLossGradients { hidden: float(scaled(primitive(hidden), &scale)), weight: weight.map(float) }
     }
 }
 
 fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement>(
     operands: HeadLossForward<CubeBackend<R, F, I, BT>>,
 ) -> HeadLossOutput<CubeBackend<R, F, I, BT>> {
-    let HeadLossForward { hidden, weight, targets, options, gradients } = operands;
+    let HeadLossForward { hidden, weight, targets, options, wanted } = operands;
+    let gradients = wanted != HeadLossWanted::Nothing;
     let [n_rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
     let (dtype, device) = (hidden.dtype(), hidden.device());
@@ -67,7 +68,7 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
         2 => vocabulary.next_multiple_of(if vocabulary < TILES { VECTOR } else { TILE }),
         _ => vocabulary,
     };
-    let head = cast_padded(primitive(weight), padded, dtype);
+    let head = cast_padded(primitive(weight.into_float(dtype.into())), padded, dtype);
     let targets = contiguous(targets.into_primitive());
     let chunk = match options.chunk {
         Some(chunk) => chunk,
@@ -90,23 +91,27 @@ fn head_loss_forward<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolEle
             loss_of_rows(logits, TargetRows { targets: &targets, nats: &nats, share, start, vocabulary, smoothing });
         if gradients {
             d_hidden.push(float(product(d_logits.clone(), head.clone(), dtype, dtype)));
-            let d_logits = transposed(d_logits);
-            d_weight = Some(match d_weight {
-                Some(sum) => product_into(sum, d_logits, input, dtype),
-                None => product(d_logits, input, dtype, DType::F32),
-            });
+            if wanted == HeadLossWanted::Both {
+                let d_logits = transposed(d_logits);
+                d_weight = Some(match d_weight {
+                    Some(sum) => product_into(sum, d_logits, input, dtype),
+                    None => product(d_logits, input, dtype, DType::F32),
+                });
+            }
         }
     }
     let loss = float(mean(&nats, &targets, vocabulary, options.weight));
     let gradients = gradients.then(|| {
-        let d_weight = d_weight.map_or_else(|| Tensor::zeros([padded, d_model], (&device, DType::F32)), float);
-        let d_weight = d_weight.narrow(0, 0, vocabulary);
-        let d_hidden = match d_hidden.len() {
+        let weight = (wanted == HeadLossWanted::Both).then(|| {
+            let zeros = || Tensor::zeros([padded, d_model], (&device, DType::F32));
+            d_weight.map_or_else(zeros, float).narrow(0, 0, vocabulary)
+        });
+        let hidden = match d_hidden.len() {
             0 => hidden,
             1 => d_hidden.remove(0),
             _ => Tensor::cat(d_hidden, 0),
         };
-        (d_hidden, d_weight)
+        HeadLossGradients { hidden, weight }
     });
     HeadLossOutput { loss, gradients }
 }

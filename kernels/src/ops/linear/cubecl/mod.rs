@@ -17,9 +17,11 @@ use self::gemm::{Added, product, product_activate, product_add, product_and_row_
 use self::layout::transposed;
 use self::skinny::{CubeWeight, Epilogue, norm_project_skinny, on_tensor_cores, project_skinny};
 use super::route::SKINNY_ROWS;
-use super::{LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, float_weight, normed};
+use super::{
+    LinearBackward, LinearForward, LinearGradients, LinearOps, LinearOutput, Saved, Wanted, float_weight, normed,
+};
 use crate::checked::Checked;
-use crate::cubecl::reduce::row_vector;
+use crate::cubecl::reduce::{row_vector, sum_over_rows};
 use crate::cubecl::{array, contiguous, empty, grid, launch, rows};
 use crate::ops::activation::Activation;
 use crate::ops::activation::cubecl::{activate, activate_backward, activate_by_slopes};
@@ -82,17 +84,18 @@ where
     }
 
     fn linear_backward(operands: Checked<LinearBackward<Self>>) -> LinearGradients<Self> {
-        let LinearBackward { grad, x, weight, bias, activation, dropout, sum } = operands.into_inner();
+        let LinearBackward { grad, x, weight, bias, wanted, activation, dropout, sum } = operands.into_inner();
         let mut grad = primitive(dropout_rows(grad, dropout));
-        let has_bias = bias.is_some();
+        let wanted = Wanted { bias: wanted.bias && bias.is_some(), ..wanted };
         if let Some((activation, saved)) = activation {
             grad = activation_gradient(grad, saved, bias, activation);
         }
-        let [x, weight] = [x, weight].map(primitive);
+        let weight = primitive(float_weight(weight, &x));
+        let x = primitive(x);
         let dtype = x.dtype;
-        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum.map(primitive), has_bias);
+        let (d_weight, bias) = parameter_gradients(grad.clone(), x, sum.map(primitive), wanted);
         let d_x = product(grad, weight, dtype, dtype);
-        LinearGradients { x: float(d_x), weight: float(d_weight), bias: bias.map(float) }
+        LinearGradients { x: float(d_x), weight: d_weight.map(float), bias: bias.map(float) }
     }
 }
 
@@ -115,23 +118,27 @@ where
     }
 }
 
-/// The gradients of a weight, f32 and added to `sum`, and of a bias, from that of the outputs `[rows, d_output]` and the inputs `[rows, d_input]`.
+/// The gradients of a weight, f32 and added to `sum`, and of a bias, as far as they are wanted, from that of the outputs
+/// `[rows, d_output]` and the inputs `[rows, d_input]`.
 pub(crate) fn parameter_gradients<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
     sum: Option<CubeTensor<R>>,
-    has_bias: bool,
-) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
+    wanted: Wanted,
+) -> (Option<CubeTensor<R>>, Option<CubeTensor<R>>) {
+    if !wanted.weight {
+        return (None, wanted.bias.then(|| sum_over_rows(grad)));
+    }
     let (dtype, columns) = (x.dtype, transposed(grad));
-    if has_bias {
+    if wanted.bias {
         let [weight, bias] = product_and_row_sums(sum, columns, x, dtype);
-        return (weight, Some(bias));
+        return (Some(weight), Some(bias));
     }
     let weight = match sum {
         Some(sum) => product_into(sum, columns, x, dtype),
         None => product(columns, x, dtype, DType::F32),
     };
-    (weight, None)
+    (Some(weight), None)
 }
 
 /// A projection of few rows in one launch on Hopper, where nothing is kept or dropped. None where another kernel is for it.
