@@ -8,14 +8,15 @@ use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use clap::ValueEnum;
 use fireclay::Failure;
-use fireclay::backend::{BackendName, OnBackend};
+use fireclay::backend::{BackendName, OnBackend, RunContext};
+use fireclay::recipe::schema::OptimizerKind;
 use fireclay::tasks::language;
-use fireclay::training::optimizer::{Optimizer, ParameterGradients};
+use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
 use fireclay_datasets::{BatchKey, Corpus, TextCorpus, Tokenizer, TokenizerKind};
-use fireclay_kernels::{AdamW, Backend, HeadLossOptions, SampledRows, Sampling};
+use fireclay_kernels::{Backend, HeadLossOptions, SampledRows, Sampling};
 use fireclay_model::TransformerConfig;
 
-const ADAMW: AdamW = AdamW {
+const SETTINGS: Settings = Settings {
     learning_rate: 3e-3,
     beta_1: 0.9,
     beta_2: 0.95,
@@ -43,19 +44,19 @@ impl OnBackend for Counting {
     /// How the model counts.
     type Output = String;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<String, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<String, Failure> {
         let text = "one two three four five six seven eight nine ten. ".repeat(200);
         let tokenizer = Tokenizer::train(TokenizerKind::Char, &text)?;
         let corpus = Corpus::Text(TextCorpus::new(tokenizer.encode(&text)?, 64, 0.1)?);
 
         let config = TransformerConfig::llama(tokenizer.vocab_size(), 128, 64, 2, 4).with_init_deviation(0.1);
         let mut model = config.init::<Autodiff<B>>(1, &device)?;
-        let mut optimizer = Optimizer::new(&model);
+        let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
         for step in 0..self.steps {
             let batch = corpus.batch(BatchKey::new(1, step), 8)?;
             let loss = language::loss(&model, &batch, HeadLossOptions::new(), &device);
             let gradients = ParameterGradients::take(&model, loss.backward());
-            (model, _) = optimizer.step(model, gradients, ADAMW);
+            (model, _) = optimizer.step(model, gradients, SETTINGS);
             if step % 20 == 0 {
                 println!("step {step}: loss {:.3}", loss.into_scalar());
             }

@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use fireclay_kernels::devices::{self, DeviceInfo};
-use fireclay_kernels::{Backend, use_wait_seconds};
+use fireclay_kernels::{Backend, Rank, use_wait_seconds};
 
 use crate::failure::Failure;
 
@@ -27,11 +27,27 @@ pub trait OnBackend {
     /// What it gives.
     type Output;
 
-    /// Does the work on `device`.
+    /// Does the work where `context` says.
     ///
     /// # Errors
     /// Whatever the work runs into.
-    fn run<B: Backend>(self, device: B::Device) -> Result<Self::Output, Failure>;
+    fn run<B: Backend>(self, context: RunContext<B>) -> Result<Self::Output, Failure>;
+}
+
+/// Where work runs.
+#[derive(Clone, Debug)]
+pub struct RunContext<B: Backend> {
+    /// The device of this process.
+    pub device: B::Device,
+    /// Which of the processes that work together this one is.
+    pub rank: Rank,
+}
+
+impl<B: Backend> RunContext<B> {
+    /// One process, on `device`.
+    pub fn only(device: B::Device) -> Self {
+        Self { device, rank: Rank::ONLY }
+    }
 }
 
 impl BackendName {
@@ -162,7 +178,7 @@ fn wait_as_asked() -> Result<(), Failure> {
 #[cfg(any(feature = "ndarray", feature = "wgpu", feature = "cuda"))]
 fn run_on<B: Backend, W: OnBackend>(work: W) -> Result<W::Output, Failure> {
     let device = B::Device::default();
-    let result = work.run::<B>(device.clone());
+    let result = work.run::<B>(RunContext::only(device.clone()));
     let synced = B::sync(&device);
     let output = result?;
     synced.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;

@@ -8,6 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 use crate::batch::IGNORED_TARGET;
+use crate::corpus::BatchKey;
 use crate::error::DataError;
 use crate::labels::Labels;
 use crate::pieces::PieceTokenizer;
@@ -262,21 +263,25 @@ impl EncodedUtterances {
         self.rows.len().div_ceil(batch_size.max(1)).max(1) as u64
     }
 
-    /// The training batch of a step: a pure function of `seed` and `step`.
+    /// The training batch of a step, `batch_size` rows for each of the key's ranks: a pure function of `key`.
     ///
     /// In an epoch every utterance comes once, among others of about its length; the last batch may be smaller. The
     /// utterances are varied as far as a row has room.
-    pub fn batch(&self, seed: u64, step: u64, batch_size: usize, variation: Variation) -> UtteranceBatch {
-        let steps = self.steps_per_epoch(batch_size);
-        let drawn_for = (seed, step / steps, batch_size);
+    pub fn batch(&self, key: BatchKey, batch_size: usize, variation: Variation) -> UtteranceBatch {
+        let BatchKey { seed, step, rank, ranks } = key;
+        let all_rows = batch_size * ranks as usize;
+        let steps = self.steps_per_epoch(all_rows);
+        let drawn_for = (seed, step / steps, all_rows);
         let mut kept = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
         let epoch = match kept.take() {
             Some(epoch) if epoch.drawn_for == drawn_for => epoch,
-            _ => Epoch { drawn_for, batches: self.order(seed, step / steps, batch_size.max(1)) },
+            _ => Epoch { drawn_for, batches: self.order(seed, step / steps, all_rows.max(1)) },
         };
         let epoch = kept.insert(epoch);
         let rows = epoch.batches.get((step % steps) as usize).into_iter().flatten().enumerate();
         let rows: Vec<_> = rows
+            .skip(rank as usize * batch_size)
+            .take(batch_size)
             .map(|(row, index)| {
                 let mut rng = Generator::new(seed.wrapping_add(WITHIN_ROWS), step, row as u64);
                 self.varied(&self.rows[*index], &mut rng, variation)
@@ -442,7 +447,7 @@ mod tests {
         };
         let mut seen = BTreeSet::new();
         for step in 0..100 {
-            let batch = all.batch(2, step, 1, Variation { swap_values: 0.9, ..AS_IT_IS });
+            let batch = all.batch(BatchKey::new(2, step), 1, Variation { swap_values: 0.9, ..AS_IT_IS });
             let length = batch.lengths()[0] as usize;
             let tags: Vec<i32> = batch.targets()[1..length - 1].iter().copied().filter(|tag| *tag != NO).collect();
             seen.insert((batch.ids()[1..length - 1].to_vec(), tags));
@@ -520,7 +525,8 @@ mod tests {
         assert_eq!(all.steps_per_epoch(10), 11);
         let mut orders = BTreeSet::new();
         for epoch in 0..3 {
-            let batches: Vec<_> = (0..11).map(|step| all.batch(5, epoch * 11 + step, 10, AS_IT_IS)).collect();
+            let batches: Vec<_> =
+                (0..11).map(|step| all.batch(BatchKey::new(5, epoch * 11 + step), 10, AS_IT_IS)).collect();
             let intents: Vec<i32> =
                 batches.iter().flat_map(|batch| batch.targets().iter().copied().step_by(batch.seq_length())).collect();
             assert_eq!(intents.iter().copied().collect::<BTreeSet<_>>(), (0..103).collect());
@@ -538,11 +544,12 @@ mod tests {
     fn a_batch_depends_on_its_seed_and_step_only() {
         let (all, again) = (encoded(16), encoded(16));
         let steps = [(7, 0), (7, 1), (9, 0), (7, 5), (7, 1), (7, 0)];
-        let drawn: Vec<_> = steps.iter().map(|(seed, step)| all.batch(*seed, *step, 2, varied(0.5))).collect();
+        let drawn: Vec<_> =
+            steps.iter().map(|(seed, step)| all.batch(BatchKey::new(*seed, *step), 2, varied(0.5))).collect();
         for ((seed, step), batch) in steps.iter().zip(&drawn).rev() {
-            assert_eq!(&again.batch(*seed, *step, 2, varied(0.5)), batch);
+            assert_eq!(&again.batch(BatchKey::new(*seed, *step), 2, varied(0.5)), batch);
         }
-        assert!((0..50).any(|seed| all.batch(seed, 0, 2, varied(0.5)) != drawn[0]));
+        assert!((0..50).any(|seed| all.batch(BatchKey::new(seed, 0), 2, varied(0.5)) != drawn[0]));
     }
 
     #[test]
@@ -551,7 +558,7 @@ mod tests {
         let pieces_at = |probability: f64| -> i32 {
             (0..500)
                 .map(|step| {
-                    all.batch(3, step, 4, Variation { split_words: probability, ..AS_IT_IS })
+                    all.batch(BatchKey::new(3, step), 4, Variation { split_words: probability, ..AS_IT_IS })
                         .lengths()
                         .iter()
                         .sum::<i32>()
@@ -568,16 +575,16 @@ mod tests {
         let all = encoded(6);
         assert_eq!(all.cut(), 0);
         for step in 0..100 {
-            let batch = all.batch(1, step, 4, Variation { split_words: 0.9, ..AS_IT_IS });
+            let batch = all.batch(BatchKey::new(1, step), 4, Variation { split_words: 0.9, ..AS_IT_IS });
             assert!(batch.seq_length() <= 6);
             assert_eq!(batch.tag_count(), 8);
-            assert!(all.batch(1, step, 4, varied(0.9)).seq_length() <= 6);
+            assert!(all.batch(BatchKey::new(1, step), 4, varied(0.9)).seq_length() <= 6);
         }
     }
 
     #[test]
     fn the_parts_of_a_split_batch_are_its_rows() {
-        let batch = encoded(16).batch(1, 0, 4, AS_IT_IS);
+        let batch = encoded(16).batch(BatchKey::new(1, 0), 4, AS_IT_IS);
         let parts = batch.clone().split(3);
         assert_eq!(parts.iter().map(UtteranceBatch::batch_size).collect::<Vec<_>>(), [2, 2]);
         assert!(parts.iter().all(|part| part.seq_length() == batch.seq_length()));
@@ -588,7 +595,7 @@ mod tests {
 
     #[test]
     fn a_batch_reaches_the_device_as_it_is() {
-        let batch = encoded(16).batch(1, 0, 4, AS_IT_IS);
+        let batch = encoded(16).batch(BatchKey::new(1, 0), 4, AS_IT_IS);
         let there = batch.to_device::<NdArray>(&Default::default());
         assert_eq!(there.ids.dims(), [4, batch.seq_length()]);
         let values = |data: TensorData| data.iter::<i64>().map(|value| value as i32).collect::<Vec<_>>();
@@ -605,6 +612,6 @@ mod tests {
     fn no_utterances_give_empty_batches() {
         let all = EncodedUtterances::new(&[], &Labels::of(&[]), &pieces(), 8).expect("room for words");
         assert!(all.is_empty() && all.batches(4).is_empty());
-        assert_eq!(all.batch(1, 3, 4, AS_IT_IS).batch_size(), 0);
+        assert_eq!(all.batch(BatchKey::new(1, 3), 4, AS_IT_IS).batch_size(), 0);
     }
 }

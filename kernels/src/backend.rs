@@ -3,6 +3,7 @@
 use crate::ops::activation::ActivationOps;
 use crate::ops::attention::AttentionOps;
 use crate::ops::cached_attention::CachedAttentionOps;
+use crate::ops::collective::CollectiveOps;
 use crate::ops::decode_step::DecodeStepOps;
 use crate::ops::download::DownloadOps;
 use crate::ops::dropout::DropoutOps;
@@ -40,6 +41,7 @@ backend! {
     ActivationOps,
     AttentionOps,
     CachedAttentionOps,
+    CollectiveOps,
     DecodeStepOps,
     DownloadOps,
     DropoutOps,

@@ -57,6 +57,7 @@ pub use ops::attention::{
     AttentionGradients, AttentionMask, AttentionOptions, AttentionOutput, attention, attention_weights, qkv_attention,
 };
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
+pub use ops::collective::{Rank, all_reduce};
 pub use ops::decode_step::{
     Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, StepDraw, StepsAhead, decode_step,
 };
@@ -89,6 +90,7 @@ pub mod traits {
     pub use crate::ops::activation::ActivationOps;
     pub use crate::ops::attention::AttentionOps;
     pub use crate::ops::cached_attention::CachedAttentionOps;
+    pub use crate::ops::collective::CollectiveOps;
     pub use crate::ops::decode_step::DecodeStepOps;
     pub use crate::ops::download::DownloadOps;
     pub use crate::ops::dropout::DropoutOps;
@@ -115,6 +117,7 @@ pub mod operands {
     pub use crate::ops::activation::{ActivateBackward, ActivateForward};
     pub use crate::ops::attention::{AttentionBackward, AttentionForward, QkvAttentionBackward, QkvAttentionForward};
     pub use crate::ops::cached_attention::CachedAttention;
+    pub use crate::ops::collective::AllReduce;
     pub use crate::ops::decode_step::{DecodeBody, DecodePlanned, DecodeStep};
     pub use crate::ops::dropout::DropoutForward;
     pub use crate::ops::embed::{EmbedBackward, EmbedForward};
@@ -137,6 +140,7 @@ pub mod reference {
         attention_backward, attention_forward, qkv_attention_backward, qkv_attention_forward,
     };
     pub use crate::ops::cached_attention::reference::cached_attention;
+    pub use crate::ops::collective::reference::all_reduce;
     pub use crate::ops::dropout::reference::dropout_forward;
     pub use crate::ops::embed::reference::{embed_backward, embed_forward};
     pub use crate::ops::feed_forward::reference::{feed_forward, feed_forward_backward, feed_forward_forward};

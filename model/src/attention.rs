@@ -5,10 +5,11 @@ use burn::tensor::Tensor;
 
 use fireclay_kernels::{
     AttentionOptions, Backend, LayerCache, Norm, NormKind, PackedHeads, Placement, RotaryTable, attention,
-    attention_weights, cached_attention, norm, norm_linear, qkv_attention, qkv_rotary, reshape, rotary,
+    attention_weights, cached_attention, norm, qkv_attention, qkv_rotary, reshape, rotary,
 };
 
 use crate::layer::LayerConfig;
+use crate::linear::Linear;
 use crate::matrix::Matrix;
 use crate::parameters::{Initializer, LayerNorm};
 use crate::pass::{Pass, Site};
@@ -17,7 +18,7 @@ use crate::pass::{Pass, Site};
 #[derive(Module, Debug)]
 pub struct Attention<B: Backend> {
     /// Queries, keys and values, `[(n_heads + 2 * n_kv_heads) * head_dim, d_model]`.
-    pub qkv: Matrix<B>,
+    pub qkv: Linear<B>,
     /// Their bias.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
     /// RMS norm of each query head.
@@ -25,7 +26,7 @@ pub struct Attention<B: Backend> {
     /// RMS norm of each key head.
     pub key_norm: Option<LayerNorm<B>>,
     /// Output projection, `[d_model, n_heads * head_dim]`.
-    pub output: Matrix<B>,
+    pub output: Linear<B>,
     /// Its bias.
     pub output_bias: Option<Param<Tensor<B, 1>>>,
     n_heads: usize,
@@ -41,11 +42,11 @@ impl<B: Backend> Attention<B> {
         let (query_norm, key_norm) = (config.qk_norm.then(head_norm), config.qk_norm.then(head_norm));
         let [deviation, residual_deviation] = config.init_deviations;
         Self {
-            qkv: init.matrix([config.qkv_width(), config.d_model], deviation).into(),
+            qkv: Matrix::from(init.matrix([config.qkv_width(), config.d_model], deviation)).into(),
             qkv_bias: config.qkv_bias.then(|| init.zeros(config.qkv_width())),
             query_norm,
             key_norm,
-            output: init.matrix([config.d_model, heads], residual_deviation).into(),
+            output: Matrix::from(init.matrix([config.d_model, heads], residual_deviation)).into(),
             output_bias: config.output_bias.then(|| init.zeros(config.d_model)),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
@@ -88,7 +89,7 @@ impl<B: Backend> Attention<B> {
     /// Queries, keys and values of tokens in one tensor, a line for each, and how they lie in it.
     fn qkv(&self, x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> (Tensor<B, 2>, PackedHeads) {
         let bias = self.qkv_bias.as_ref().map(Param::val);
-        let qkv = norm_linear(x, pre_norm, self.qkv.weight(), bias);
+        let qkv = self.qkv.forward(x, pre_norm, bias);
         let [_, width] = qkv.dims();
         let head_dim = width / (self.n_heads + 2 * self.n_kv_heads);
         let heads = PackedHeads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, head_dim };

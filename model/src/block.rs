@@ -4,12 +4,13 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{Backend, LayerCache, linear_add, norm};
+use fireclay_kernels::{Backend, LayerCache, norm};
 
 use crate::attention::Attention;
 use crate::config::NormPlacement;
 use crate::feed_forward::FeedForward;
 use crate::layer::LayerConfig;
+use crate::linear::Linear;
 use crate::parameters::{Initializer, LayerNorm};
 use crate::pass::{Pass, Site};
 
@@ -38,6 +39,23 @@ impl<B: Backend> Block<B> {
             feed_forward: FeedForward::new(config, init),
             norm_placement: config.norm_placement,
         }
+    }
+
+    /// Its linear layers.
+    pub(crate) fn linears(&self) -> [&Linear<B>; 4] {
+        let Self { attention, feed_forward, .. } = self;
+        [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
+    }
+
+    /// Its linear layers, by their paths.
+    pub(crate) fn linears_mut(&mut self) -> [(&'static str, &mut Linear<B>); 4] {
+        let Self { attention, feed_forward, .. } = self;
+        [
+            ("attention.qkv", &mut attention.qkv),
+            ("attention.output", &mut attention.output),
+            ("feed_forward.up", &mut feed_forward.up),
+            ("feed_forward.down", &mut feed_forward.down),
+        ]
     }
 
     /// The residual stream `x` `[batch_size * seq_length, d_model]` after this block.
@@ -77,6 +95,6 @@ impl<B: Backend> Block<B> {
     fn add_attention(&self, heads: Tensor<B, 2>, x: Tensor<B, 2>, pass: &Pass<B>, layer: usize) -> Tensor<B, 2> {
         let Attention { output, output_bias, .. } = &self.attention;
         let dropout = pass.dropout(layer, Site::AttentionOutput);
-        linear_add(heads, output.weight(), output_bias.as_ref().map(Param::val), dropout, x)
+        output.add_to(x, heads, output_bias.as_ref().map(Param::val), dropout)
     }
 }

@@ -6,6 +6,7 @@ use burn::tensor::Tensor;
 use fireclay_kernels::{Activation, Backend, FeedForwardLayer, Norm, feed_forward};
 
 use crate::layer::LayerConfig;
+use crate::linear::Linear;
 use crate::matrix::Matrix;
 use crate::parameters::Initializer;
 use crate::pass::{Pass, Site};
@@ -14,11 +15,11 @@ use crate::pass::{Pass, Site};
 #[derive(Module, Debug)]
 pub struct FeedForward<B: Backend> {
     /// First projection, `[d_ff, d_model]`; gate, then up, `[2 * d_ff, d_model]` where gated.
-    pub up: Matrix<B>,
+    pub up: Linear<B>,
     /// Its bias.
     pub up_bias: Option<Param<Tensor<B, 1>>>,
     /// Second projection, `[d_model, d_ff]`.
-    pub down: Matrix<B>,
+    pub down: Linear<B>,
     /// Its bias.
     pub down_bias: Option<Param<Tensor<B, 1>>>,
     #[module(skip)]
@@ -29,9 +30,9 @@ impl<B: Backend> FeedForward<B> {
     pub(crate) fn new(config: &LayerConfig, init: &mut Initializer<'_, B>) -> Self {
         let [deviation, residual_deviation] = config.init_deviations;
         Self {
-            up: init.matrix([config.up_width(), config.d_model], deviation).into(),
+            up: Matrix::from(init.matrix([config.up_width(), config.d_model], deviation)).into(),
             up_bias: config.feed_forward_bias.then(|| init.zeros(config.up_width())),
-            down: init.matrix([config.d_model, config.d_ff], residual_deviation).into(),
+            down: Matrix::from(init.matrix([config.d_model, config.d_ff], residual_deviation)).into(),
             down_bias: config.feed_forward_bias.then(|| init.zeros(config.d_model)),
             activation: config.activation,
         }
@@ -45,13 +46,14 @@ impl<B: Backend> FeedForward<B> {
         pass: &Pass<B>,
         layer: usize,
     ) -> Tensor<B, 2> {
-        let weights = FeedForwardLayer {
-            up: self.up.weight(),
-            up_bias: self.up_bias.as_ref().map(Param::val),
-            activation: self.activation,
-            down: self.down.weight(),
-            down_bias: self.down_bias.as_ref().map(Param::val),
-        };
-        feed_forward(x, pre_norm, weights, pass.dropout(layer, Site::FeedForwardOutput))
+        let [up_bias, down_bias] = [&self.up_bias, &self.down_bias].map(|bias| bias.as_ref().map(Param::val));
+        let dropout = pass.dropout(layer, Site::FeedForwardOutput);
+        if self.up.adapter.is_some() || self.down.adapter.is_some() {
+            let hidden = self.up.activated(x.clone(), pre_norm, up_bias, self.activation);
+            return self.down.add_to(x, hidden, down_bias, dropout);
+        }
+        let (up, down) = (self.up.base.weight(), self.down.base.weight());
+        let weights = FeedForwardLayer { up, up_bias, activation: self.activation, down, down_bias };
+        feed_forward(x, pre_norm, weights, dropout)
     }
 }

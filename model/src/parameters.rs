@@ -2,7 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
 use fireclay_kernels::{Backend, Norm, NormKind, RandomKey, reshape};
@@ -98,7 +98,34 @@ impl<B: Backend> LayerNorm<B> {
 /// Paths read `blocks.0.attention.qkv`.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
     let found = collect(module, true).into_iter();
-    found.filter_map(|Found { path, id, shape, values }| Some((path, id, shape, values?))).collect()
+    found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
+}
+
+/// [`named_parameters`] that are trained: those that are not frozen.
+pub fn trained_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
+    let found = collect(module, true).into_iter().filter(|found| found.trained);
+    found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
+}
+
+/// The module with those parameters trained of which `trained` says so by their paths.
+pub(crate) fn set_trained<B: Backend, M: Module<B>>(module: M, trained: impl Fn(&str) -> bool) -> M {
+    struct Setter<F> {
+        path: Vec<String>,
+        trained: F,
+    }
+    impl<B: Backend, F: Fn(&str) -> bool> ModuleMapper<B> for Setter<F> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let trained = (self.trained)(&path_of(&self.path));
+            param.set_require_grad(trained)
+        }
+        fn enter_module(&mut self, name: &str, container: &str) {
+            self.path.push(segment(name, container));
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+    }
+    module.map(&mut Setter { path: Vec::new(), trained })
 }
 
 /// Path and shape of every parameter of a module, in the order of [`named_parameters`]; values are not touched.
@@ -107,9 +134,10 @@ pub(crate) fn parameter_shapes<B: Backend, M: Module<B>>(module: &M) -> Vec<(Str
 }
 
 /// What entering the field `name` of a `container` adds to a parameter's path: nothing within a
-/// [`Matrix`](crate::matrix::Matrix), which goes by its own name.
+/// [`Matrix`](crate::matrix::Matrix) and for the base of a [`Linear`](crate::linear::Linear), which go by their own names.
 pub(crate) fn segment(name: &str, container: &str) -> String {
-    if container.ends_with(":Matrix") { String::new() } else { name.to_string() }
+    let unnamed = container.ends_with(":Matrix") || (container.ends_with(":Linear") && name == "base");
+    if unnamed { String::new() } else { name.to_string() }
 }
 
 /// A parameter's path, from the [`segment`]s on the way to it.
@@ -123,6 +151,8 @@ struct Found<B: Backend> {
     id: ParamId,
     shape: Vec<usize>,
     values: Option<Tensor<B, 1>>,
+    /// If values are asked for.
+    trained: bool,
 }
 
 fn collect<B: Backend, M: Module<B>>(module: &M, values: bool) -> Vec<Found<B>> {
@@ -135,7 +165,8 @@ fn collect<B: Backend, M: Module<B>>(module: &M, values: bool) -> Vec<Found<B>> 
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             let shape = param.lazy_shape().to_vec();
             let values = self.values.then(|| reshape(param.val(), [shape.iter().product::<usize>()]));
-            self.found.push(Found { path: path_of(&self.path), id: param.id, shape, values });
+            let trained = self.values && param.val().is_require_grad();
+            self.found.push(Found { path: path_of(&self.path), id: param.id, shape, values, trained });
         }
         fn enter_module(&mut self, name: &str, container: &str) {
             self.path.push(segment(name, container));

@@ -1,6 +1,6 @@
 //! The transformer: embeddings, blocks, final norm and output head.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::ExecutionError;
@@ -18,8 +18,9 @@ use crate::block::Block;
 use crate::cache::{Cache, RowId, Weights};
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::heads::UtteranceHeads;
+use crate::linear::{Adapter, Linear};
 use crate::matrix::Matrix;
-use crate::parameters::{Initializer, LayerNorm};
+use crate::parameters::{Initializer, LayerNorm, set_trained};
 use crate::pass::{Pass, Seen};
 
 /// One transformer for training, prefill and decode, whatever its family.
@@ -214,7 +215,7 @@ impl<B: Backend> Transformer<B> {
     pub fn with_copies(mut self) -> Self {
         self.weights = Weights::new();
         let dtype = self.activations.into();
-        self.matrices_mut().for_each(|(_, matrix)| matrix.make_copy(dtype));
+        self.all_matrices_mut().for_each(|(_, matrix)| matrix.make_copy(dtype));
         self
     }
 
@@ -222,33 +223,46 @@ impl<B: Backend> Transformer<B> {
     /// parameters again.
     pub fn take_copies(&mut self) -> HashMap<ParamId, Tensor<B, 2>> {
         self.weights = Weights::new();
-        self.matrices_mut().filter_map(|(_, matrix)| matrix.take_copy()).collect()
+        self.all_matrices_mut().filter_map(|(_, matrix)| matrix.take_copy()).collect()
     }
 
     /// Gives the model the copies that were taken from it.
     pub fn put_copies(&mut self, mut copies: HashMap<ParamId, Tensor<B, 2>>) {
         self.weights = Weights::new();
-        for (_, matrix) in self.matrices_mut() {
+        for (_, matrix) in self.all_matrices_mut() {
             if let Some(copy) = copies.remove(&matrix.parameter.id) {
                 matrix.put_copy(copy);
             }
         }
     }
 
-    /// Every matrix of which operations may read a stored copy in another dtype, by its path.
+    /// Embedding, head and the weights of linear layers, by their paths: all that may be quantized.
     pub(crate) fn matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
-        let outer = [("embedding", Some(&mut self.embedding)), ("head", self.head.as_mut())];
+        self.all_matrices_mut().filter(|(path, _)| !path.contains(".adapter."))
+    }
+
+    /// Every matrix of which operations may read a copy in another dtype, by its path.
+    fn all_matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
+        let Self { embedding, head, blocks, .. } = self;
+        let outer = [("embedding", Some(embedding)), ("head", head.as_mut())];
         let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));
-        let inner = self.blocks.iter_mut().enumerate().flat_map(|(layer, Block { attention, feed_forward, .. })| {
-            let matrices = [
-                ("attention.qkv", &mut attention.qkv),
-                ("attention.output", &mut attention.output),
-                ("feed_forward.up", &mut feed_forward.up),
-                ("feed_forward.down", &mut feed_forward.down),
-            ];
-            matrices.map(|(path, matrix)| (format!("blocks.{layer}.{path}"), matrix))
+        let linears = blocks.iter_mut().enumerate().flat_map(|(layer, block)| {
+            block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear))
         });
-        outer.chain(inner)
+        outer.chain(linears.flat_map(|(path, Linear { base, adapter })| {
+            let adapter = adapter.iter_mut().flat_map(|Adapter { a, b, .. }| [("a", a), ("b", b)]);
+            let adapter: Vec<_> = adapter.map(|(name, matrix)| (format!("{path}.adapter.{name}"), matrix)).collect();
+            std::iter::once((path, base)).chain(adapter)
+        }))
+    }
+
+    /// With the parameters trained of which `trained` says so by their paths, such as `blocks.0.attention.qkv`, and all others
+    /// frozen: these have no gradient, and an optimizer keeps nothing for them. What is quantized is never trained.
+    pub fn with_trained(mut self, trained: impl Fn(&str) -> bool) -> Self {
+        let quantized: HashSet<String> =
+            self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect();
+        self.weights = Weights::new();
+        set_trained(self, |path| trained(path) && !quantized.contains(path))
     }
 
     /// With every large matrix quantized: operations read it so from then on, and the parameters stay as they are. Matrices
@@ -499,6 +513,10 @@ impl<B: Backend> Transformer<B> {
         if self.token_type_embedding.is_some() {
             return declined("token types");
         }
+        let adapted = |block: &Block<B>| block.linears().into_iter().any(|linear| linear.adapter.is_some());
+        if self.blocks.iter().any(adapted) {
+            return declined("adapters");
+        }
         let [window] = config.windows()[..] else { return declined("layers with windows of their own") };
         let rotary = match (&self.rotary_cos, &self.rotary_sin) {
             (Some(cos), Some(sin)) => Some(RotaryTable { cos: cos.clone(), sin: sin.clone() }),
@@ -508,15 +526,15 @@ impl<B: Backend> Transformer<B> {
         let value = |bias: &Option<Param<Tensor<B, 1>>>| bias.as_ref().map(Param::val);
         let block = |block: &Block<B>| DecodeBlock {
             attention_norm: block.attention_norm.weights(),
-            qkv: block.attention.qkv.weight(),
+            qkv: block.attention.qkv.base.weight(),
             qkv_bias: value(&block.attention.qkv_bias),
             placement: block.attention.placed_by(rotary.clone()),
-            output: block.attention.output.weight(),
+            output: block.attention.output.base.weight(),
             output_bias: value(&block.attention.output_bias),
             feed_forward_norm: block.feed_forward_norm.weights(),
-            up: block.feed_forward.up.weight(),
+            up: block.feed_forward.up.base.weight(),
             up_bias: value(&block.feed_forward.up_bias),
-            down: block.feed_forward.down.weight(),
+            down: block.feed_forward.down.base.weight(),
             down_bias: value(&block.feed_forward.down_bias),
         };
         Ok(DecodeModel {
@@ -644,12 +662,7 @@ impl<B: Backend> Transformer<B> {
 
     /// Whether any matrix is quantized.
     pub(crate) fn is_quantized(&self) -> bool {
-        let of_block = |block: &Block<B>| {
-            let (attention, feed_forward) = (&block.attention, &block.feed_forward);
-            [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
-                .into_iter()
-                .any(Matrix::is_quantized)
-        };
+        let of_block = |block: &Block<B>| block.linears().into_iter().any(|linear| linear.base.is_quantized());
         self.embedding.is_quantized()
             || self.head.as_ref().is_some_and(Matrix::is_quantized)
             || self.blocks.iter().any(of_block)

@@ -10,7 +10,7 @@ use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
 use super::{BenchOptions, Measurement};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::precision::{CachePrecision, Precision};
@@ -39,7 +39,7 @@ pub struct DecodeBench<S> {
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for DecodeBench<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let cpu = B::is_synchronous();
         let own = if cpu { "llama-15m" } else { "qwen3-0.6b" };
         let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };

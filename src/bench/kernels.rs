@@ -14,7 +14,7 @@ use fireclay_kernels::{
 };
 
 use super::{BenchOptions, Measurement, seconds};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::ceilings::Ceilings;
 use crate::failure::Failure;
 use crate::precision::Precision;
@@ -82,7 +82,7 @@ pub struct KernelBench<S> {
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for KernelBench<S> {
     type Output = ();
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let cpu = B::is_synchronous();
         let scale = if cpu { &CPU } else { &GPU };
         let half = !cpu && B::supports_dtype(&device, DType::BF16);

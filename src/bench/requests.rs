@@ -8,7 +8,7 @@ use fireclay_model::{PAGE_TOKENS, Transformer};
 
 use super::decode::{Drawn, LAST, TIMED, decode};
 use super::{BenchOptions, Measurement};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::generation::Generator;
 use crate::inference::generation::scheduler::{Load, Request, RequestId, Scheduler, SchedulerOptions};
@@ -45,7 +45,7 @@ struct Served {
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let cpu = B::is_synchronous();
         let own = if cpu { "llama-15m" } else { "qwen3-0.6b" };
         let sizes = if self.options.sizes.is_empty() { vec![own.to_string()] } else { self.options.sizes.clone() };

@@ -1,11 +1,11 @@
 //! Training steps, in tokens a second, and epochs of utterances.
 
 use fireclay_datasets::{Corpus, Labels, PieceTokenizer, TextCorpus, Tokenizer, Utterance, Utterances};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Rank};
 
 use super::sizes::{TrainSize, trainer};
 use super::{BenchOptions, Measurement, seconds};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::ceilings::Peaks;
 use crate::failure::Failure;
 use crate::recipe::Recipe;
@@ -23,7 +23,7 @@ pub struct TrainBench<S> {
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for TrainBench<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let cpu = B::is_synchronous();
         let own: &[&str] = if cpu {
             &["cpu-4x128", "cpu-6x384", "cpu-6x256", "intent-slot"]
@@ -75,7 +75,8 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     let recipe = asked(recipe, options)?;
     let (batch_size, seq_length) = (recipe.training.batch_size, recipe.training.seq_length);
     let task = Task::Language(random_language(vocab_size, seq_length, batch_size)?);
-    let batches = (0..8).map(|step| task.batch(&recipe.training, step)).collect::<Result<Vec<Batch>, _>>()?;
+    let batches =
+        (0..8).map(|step| task.batch(&recipe.training, step, Rank::ONLY)).collect::<Result<Vec<Batch>, _>>()?;
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let mut batches = batches.iter().cycle();
     let mut last = None;
@@ -154,7 +155,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     let recipe = changed(recipe, options)?;
     let task = Task::IntentSlot(random_utterances(recipe.training.seq_length)?);
     // Full batches only.
-    let batches = (0..8).map(|step| task.batch(&recipe.training, step));
+    let batches = (0..8).map(|step| task.batch(&recipe.training, step, Rank::ONLY));
     let mut batches = batches.collect::<Result<Vec<Batch>, _>>()?;
     let batch_size = recipe.training.batch_size;
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));

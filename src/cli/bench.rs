@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use fireclay::Failure;
-use fireclay::backend::{BackendName, OnBackend};
+use fireclay::backend::{BackendName, OnBackend, RunContext};
 use fireclay::bench::{
     BenchOptions, DecodeBench, Earlier, KernelBench, Measurement, RequestsBench, TrainBench, compare, peer_ratios,
     read_lines, run_peer, shown,
@@ -182,17 +182,17 @@ struct Both<'a> {
 impl OnBackend for Both<'_> {
     type Output = ();
 
-    fn run<B: fireclay_kernels::Backend>(self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: fireclay_kernels::Backend>(self, context: RunContext<B>) -> Result<(), Failure> {
         let Self { options, show } = self;
         let (training, decoding): (Vec<String>, Vec<String>) =
             options.sizes.iter().cloned().partition(|name| fireclay::bench::TRAINERS.contains(&name.as_str()));
         let (all, none) = (options.sizes.is_empty(), Vec::is_empty);
         if all || !none(&training) {
             let options = BenchOptions { sizes: training, ..options.clone() };
-            TrainBench { options, show: &mut *show }.run::<B>(device.clone())?;
+            TrainBench { options, show: &mut *show }.run::<B>(context.clone())?;
         }
         if all || !none(&decoding) {
-            DecodeBench { options: BenchOptions { sizes: decoding, ..options }, show }.run::<B>(device)?;
+            DecodeBench { options: BenchOptions { sizes: decoding, ..options }, show }.run::<B>(context)?;
         }
         Ok(())
     }

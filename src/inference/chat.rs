@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::generation::scheduler::Scheduler;
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
@@ -399,7 +399,7 @@ const HELP: &str = "/reset forgets the conversation, /system TEXT sets what the 
 impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         // Before the weights: a model without one is not worth waiting for.
         let template = ChatTemplate::open(&self.model)?;
         let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;

@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_datasets::read_text;
 use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
 
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
@@ -86,7 +86,7 @@ fn windows(tokens: usize, context: usize, stride: usize) -> Vec<Window> {
 impl OnBackend for EvaluationRun {
     type Output = Evaluation;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<Evaluation, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Evaluation, Failure> {
         let LanguageModel { model, tokenizer } = LanguageModel::<B>::open(&self.model, self.precision, &device)?;
         let longest = model.config().context_length;
         let context = self.context.unwrap_or(longest.min(CONTEXT));

@@ -9,7 +9,7 @@ use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Tokens, Transformer};
 use serde_json::{Value, json};
 
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::tagging::{Predictions, heads, read_labels};
 use crate::precision::Precision;
@@ -267,7 +267,7 @@ pub struct PredictionRun<S> {
 impl<S: FnMut(&str, &Prediction)> OnBackend for PredictionRun<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let predictor = Predictor::<B>::open(&self.model, self.precision, device)?;
         loop {
             let (texts, failure) = self.texts.next();

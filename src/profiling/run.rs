@@ -7,7 +7,7 @@ use fireclay_kernels::Backend;
 use fireclay_kernels::recorder::{RecorderError, Recording, Report};
 
 use super::{Ceilings, Profile};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::generation::{GenerationOptions, Generator, Prepared};
 use crate::inference::prediction::Predictor;
@@ -40,7 +40,7 @@ pub struct ProfileTraining {
 impl OnBackend for ProfileTraining {
     type Output = Profile;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
         let Self { recipe, options } = self;
         let mut trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
         let mut steps = |count: u64| -> Result<Vec<StepOutput<B>>, Failure> {
@@ -85,7 +85,7 @@ pub struct ProfileGeneration {
 impl OnBackend for ProfileGeneration {
     type Output = Profile;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
         let Self { model, prompts, generation, precision, cache, options } = self;
         let generator = Generator::<B>::open(&model, precision, device.clone())?.with_cache(cache)?.without_ends();
         let write = |tokens: u64, decoding: &mut dyn FnMut() -> Result<(), Failure>| {
@@ -134,7 +134,7 @@ pub struct ProfilePrediction {
 impl OnBackend for ProfilePrediction {
     type Output = Profile;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<Profile, Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
         let Self { model, texts, precision, options } = self;
         let predictor = Predictor::<B>::open(&model, precision, device.clone())?;
         let texts: Vec<&str> = texts.iter().map(String::as_str).collect();

@@ -112,6 +112,14 @@ impl Default for DataRecipe {
     }
 }
 
+/// Which optimizer updates the parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OptimizerKind {
+    /// AdamW (Loshchilov and Hutter, 2019).
+    #[serde(rename = "adamw")]
+    AdamW,
+}
+
 /// The `[training]` of a recipe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -136,6 +144,8 @@ pub struct TrainingRecipe {
     pub schedule: ScheduleKind,
     /// Steps at the end in which the rate of `wsd` falls; 0 for a fifth of all.
     pub decay_steps: u64,
+    /// `adamw`.
+    pub optimizer: OptimizerKind,
     /// AdamW's decay of the first moment.
     pub beta_1: f64,
     /// AdamW's decay of the second moment.
@@ -195,6 +205,7 @@ impl Default for TrainingRecipe {
             warmup_steps: 100,
             schedule: ScheduleKind::Cosine,
             decay_steps: 0,
+            optimizer: OptimizerKind::AdamW,
             beta_1: 0.9,
             beta_2: 0.95,
             epsilon: 1e-8,

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::served::{Served, ServedEncoder, ServedWriter};
 use super::{Phase, Shared};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::embedding::Embedder;
 use crate::inference::generation::Generator;
@@ -84,7 +84,7 @@ pub(super) struct Engine<R> {
 impl<R: FnOnce() + Send> OnBackend for Engine<R> {
     type Output = ();
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let (_, config) = ModelFolder::new(&self.model).config()?;
         match config.attention {
             AttentionDirection::Causal => {

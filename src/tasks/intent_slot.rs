@@ -6,7 +6,9 @@
 use std::path::Path;
 
 use burn::tensor::Tensor;
-use fireclay_datasets::{EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation};
+use fireclay_datasets::{
+    BatchKey, EncodedUtterances, Labels, PieceTokenizer, Utterance, UtteranceBatch, Utterances, Variation,
+};
 use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
 
@@ -121,9 +123,9 @@ impl IntentSlot {
         ModelSizes::of_utterances(&self.labels, &self.pieces)
     }
 
-    pub(crate) fn batch(&self, training: &TrainingRecipe, step: u64, rows: usize) -> UtteranceBatch {
+    pub(crate) fn batch(&self, training: &TrainingRecipe, key: BatchKey, rows: usize) -> UtteranceBatch {
         let TrainingRecipe { split_words, swap_values, hide_words, .. } = *training;
-        self.train.batch(training.seed, step, rows, Variation { split_words, swap_values, hide_words })
+        self.train.batch(key, rows, Variation { split_words, swap_values, hide_words })
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {

@@ -12,6 +12,7 @@ use std::path::Path;
 
 use fireclay_datasets::BatchKey;
 use fireclay_kernels::Backend;
+use fireclay_kernels::Rank;
 use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
@@ -44,15 +45,16 @@ impl Task {
         }
     }
 
-    /// The rows of a training step: a pure function of the recipe's seed and `step`.
+    /// The rows of a training step that are `rank`'s: a pure function of the recipe's seed, `step` and `rank`.
     ///
     /// # Errors
     /// If the data is in files that cannot be read any more.
-    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Result<Batch, Failure> {
+    pub fn batch(&self, training: &TrainingRecipe, step: u64, rank: Rank) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
+        let key = BatchKey { seed: training.seed, step, rank: rank.rank as u64, ranks: rank.ranks as u64 };
         match self {
-            Self::Language(language) => Ok(language.corpus.batch(BatchKey::new(training.seed, step), rows)?.into()),
-            Self::IntentSlot(task) => Ok(task.batch(training, step, rows).into()),
+            Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
+            Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
         }
     }
 

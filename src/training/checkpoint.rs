@@ -1,4 +1,4 @@
-//! What a checkpoint holds: a model folder, the optimizer's moments, and the state of the run.
+//! What a checkpoint holds: a model folder, what the optimizer keeps, and the state of the run.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::recipe::schema::Recipe;
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
 use crate::tasks::{Task, Validation};
-use crate::training::optimizer::Optimizer;
+use crate::training::optim::Optimizer;
 use crate::training::origin::Origin;
 use crate::training::trainer::Trainer;
 
@@ -74,11 +74,8 @@ pub fn save<B: Backend>(folder: &RunFolder, trainer: &Trainer<B>, state: &RunSta
 
 fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
     trainer.save(folder)?;
-    let moments = trainer.optimizer().moments();
-    let views = moments.flat_map(|(name, first, second)| {
-        [("first", first), ("second", second)]
-            .map(|(kind, tensor)| (format!("{kind}.{name}"), Moment { shape: tensor.dims(), tensor }))
-    });
+    let state_tensors = trainer.optimizer().state();
+    let views = state_tensors.map(|(name, tensor)| (name, Kept { shape: tensor.dims(), tensor }));
     let file = folder.join(OPTIMIZER);
     safetensors::serialize_to_file(views, None, &file)
         .map_err(|error| match error {
@@ -91,13 +88,13 @@ fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> R
     write_atomic(&folder.join(STATE), text.as_bytes())
 }
 
-/// A moment as it is saved: read from the device when it is written, so that the host holds one at a time.
-struct Moment<'a, B: Backend> {
+/// A tensor of the optimizer as it is saved: read from the device when it is written, so that the host holds one at a time.
+struct Kept<'a, B: Backend> {
     shape: [usize; 1],
     tensor: &'a Tensor<B, 1>,
 }
 
-impl<B: Backend> View for Moment<'_, B> {
+impl<B: Backend> View for Kept<'_, B> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
@@ -133,9 +130,11 @@ pub fn load<B: Backend>(
     let file = checkpoint.join(OPTIMIZER);
     let bytes = fs::read(&file).map_err(Failure::io(&file))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| damaged(&file, &error.to_string()))?;
-    let read = |kind: &str, name: &str, size: usize| {
-        let name = format!("{kind}.{name}");
-        let view = tensors.tensor(&name).map_err(|_| damaged(&file, &format!("{name} is missing")))?;
+    let read = |name: &str, size: usize| {
+        // Checkpoints written when AdamW was the only optimizer do not name it.
+        let older = name.strip_prefix("adamw.").unwrap_or(name);
+        let view = tensors.tensor(name).or_else(|_| tensors.tensor(older));
+        let view = view.map_err(|_| damaged(&file, &format!("{name} is missing")))?;
         if view.shape() != [size] || view.dtype() != Dtype::F32 {
             return Err(damaged(&file, &format!("{name} is not {size} values of f32")));
         }
@@ -143,8 +142,7 @@ pub fn load<B: Backend>(
         let values: Vec<f32> = chunks.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
         Ok(Tensor::from_data(TensorData::new(values, [size]), &device))
     };
-    let moments = |name: &str, size| Ok::<_, Failure>((read("first", name, size)?, read("second", name, size)?));
-    let optimizer = Optimizer::new(trainer.model()).with_moments(state.step, moments)?;
+    let optimizer = Optimizer::new(state.recipe.training.optimizer, trainer.model()).with_state(state.step, read)?;
     trainer.restore(state.step, optimizer);
     // A run that was killed between a checkpoint and its publication.
     if state.best.is_some_and(|best| best.step == state.step) {

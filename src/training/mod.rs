@@ -4,7 +4,7 @@ mod batches;
 mod chart;
 pub mod checkpoint;
 pub mod events;
-pub mod optimizer;
+pub mod optim;
 pub mod origin;
 mod session;
 pub mod trainer;
@@ -22,7 +22,7 @@ use serde_json::Value;
 pub use trainer::{StepOutput, Trainer, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::progress::show_preparing;
 use crate::recipe::{Recipe, TaskName};
@@ -170,13 +170,13 @@ impl TrainingRun {
 impl OnBackend for TrainingRun {
     type Output = Outcome;
 
-    fn run<B: Backend>(self, device: B::Device) -> Result<Outcome, Failure> {
+    fn run<B: Backend>(self, RunContext { device, rank }: RunContext<B>) -> Result<Outcome, Failure> {
         let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, command, wandb, begun } =
             self;
         let resumed_at = resumed.as_ref().map(|state| state.step);
         let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device);
         let (trainer, best) = match prepared {
-            Ok(prepared) => prepared,
+            Ok((trainer, best)) => (trainer.with_rank(rank), best),
             // It was stopped while tokens were made, which stay.
             Err(_) if interrupter.should_stop() => {
                 folder.forget_if_empty();

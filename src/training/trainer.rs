@@ -9,7 +9,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
-use fireclay_kernels::{AdamW, Backend, RandomKey, backward, compile_ahead};
+use fireclay_kernels::{Backend, RandomKey, Rank, backward, compile_ahead};
 use fireclay_model::{ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
@@ -18,7 +18,7 @@ use crate::recipe::schema::Recipe;
 use crate::tasks::counts::TargetCounts;
 use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
 use crate::training::batches::Batches;
-use crate::training::optimizer::{Optimizer, ParameterGradients};
+use crate::training::optim::{Optimizer, ParameterGradients, Settings};
 
 /// Everything that a training step changes, and what it reads.
 pub struct Trainer<B: Backend> {
@@ -30,6 +30,7 @@ pub struct Trainer<B: Backend> {
     optimizer: Optimizer<B>,
     step: u64,
     device: B::Device,
+    rank: Rank,
     /// Bytes in use at the most, where somebody asked.
     peak_memory: Option<u64>,
     /// Whether the kernels of a step were compiled ahead of the first one.
@@ -97,7 +98,7 @@ impl<B: Backend> Trainer<B> {
         let activations = recipe.training.precision.activations::<B>(&device)?;
         recipe.suits(model.config(), &task)?;
         let products = recipe.training.precision.f32_products();
-        let optimizer = Optimizer::new(&model);
+        let optimizer = Optimizer::new(recipe.training.optimizer, &model);
         Ok(Self {
             recipe: recipe.clone(),
             task: Arc::new(task),
@@ -106,9 +107,17 @@ impl<B: Backend> Trainer<B> {
             optimizer,
             step: 0,
             device,
+            rank: Rank::ONLY,
             peak_memory: None,
             compiled: false,
         })
+    }
+
+    /// As one of several ranks, each of which has its own rows of every batch; the only one unless this is called. The gradients
+    /// of all are added up.
+    pub fn with_rank(mut self, rank: Rank) -> Self {
+        (self.rank, self.batches) = (rank, None);
+        self
     }
 
     /// Goes on from a checkpoint's step and optimizer.
@@ -149,7 +158,7 @@ impl<B: Backend> Trainer<B> {
     pub fn train_step(&mut self) -> Result<StepOutput<B>, Failure> {
         let mut batches = match self.batches.take() {
             Some(batches) if batches.next_step() == self.step => batches,
-            _ => Batches::new(&self.task, &self.recipe.training, self.step)?,
+            _ => Batches::new(&self.task, &self.recipe.training, self.rank, self.step)?,
         };
         let batch = batches.take()?;
         self.batches = Some(batches);
@@ -197,7 +206,7 @@ impl<B: Backend> Trainer<B> {
 
         note_memory::<B>(&mut self.peak_memory, &self.device);
         let learning_rate = self.recipe.schedule().learning_rate(self.step);
-        let adamw = AdamW {
+        let settings = Settings {
             learning_rate,
             beta_1: training.beta_1,
             beta_2: training.beta_2,
@@ -210,8 +219,8 @@ impl<B: Backend> Trainer<B> {
         let zero = || Tensor::zeros([1], &self.device);
         let gradient_norm = match gradients {
             Some(gradients) => {
-                let gradients = ParameterGradients::take(&self.model, gradients);
-                self.optimizer.update(&mut self.model, gradients, adamw)
+                let gradients = ParameterGradients::take(&self.model, gradients).sum_over_ranks(self.rank);
+                self.optimizer.update(&mut self.model, gradients, settings)
             }
             None => zero(),
         };

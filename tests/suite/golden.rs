@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::{Int, Tensor, TensorData};
+use fireclay::recipe::schema::OptimizerKind;
 use fireclay::recipe::{Schedule, ScheduleKind};
-use fireclay::training::optimizer::{Optimizer, ParameterGradients};
+use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
 use fireclay_kernels::{
-    Activation, ActivationKind, AdamW, AttentionMask, AttentionOptions, Backend, HeadLossOptions, Norm, RotaryTable,
-    activate, attention, head_loss, norm, rotary,
+    Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, HeadLossOptions, Norm, RotaryTable, activate,
+    attention, head_loss, norm, rotary,
 };
 use fireclay_model::{ModelFolder, Tokens, Transformer};
 use safetensors::tensor::{Dtype, SafeTensors};
@@ -223,7 +224,7 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
         warmup_steps: number("warmup_steps") as u64,
         steps: steps as u64,
     };
-    let mut optimizer = Optimizer::new(&model);
+    let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
     let (mut losses, mut norms, mut rates) = (Vec::new(), Vec::new(), Vec::new());
     let tokens = golden.int::<Autodiff<B>, 3>("train_tokens", device);
     let targets = golden.int::<Autodiff<B>, 3>("train_targets", device);
@@ -231,7 +232,7 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
         let at = |x: &Tensor<Autodiff<B>, 3, Int>| x.clone().narrow(0, step, 1).squeeze_dim::<2>(0);
         let loss = loss_of(&model, at(&tokens), at(&targets));
         let gradients = ParameterGradients::take(&model, loss.backward());
-        let adamw = AdamW {
+        let settings = Settings {
             learning_rate: schedule.learning_rate(step as u64),
             beta_1: number("beta1"),
             beta_2: number("beta2"),
@@ -241,10 +242,10 @@ fn trains_as_pytorch<B: Backend>(name: &str, device: &B::Device) {
             step: 0,
         };
         let norm;
-        (model, norm) = optimizer.step(model, gradients, adamw);
+        (model, norm) = optimizer.step(model, gradients, settings);
         losses.extend(values(&loss.inner()));
         norms.extend(values(&norm));
-        rates.push(adamw.learning_rate as f32);
+        rates.push(settings.learning_rate as f32);
     }
     let check = |what: &str, ours: &[f32], bound| {
         assert_near::<B>(&format!("{name}: {what}"), ours, golden.values(what), bound, device);

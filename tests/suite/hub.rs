@@ -168,7 +168,7 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
             context: Some(context),
             stride: Some(stride),
         };
-        let evaluation = run.run::<B>(device.clone())?;
+        let evaluation = run.run::<B>(fireclay::backend::RunContext::only(device.clone()))?;
         assert_eq!((evaluation.tokens, evaluation.bytes), (tokens.len() - 1, TEXT.len()));
         let wanted = sum / (tokens.len() - 1) as f64;
         assert!((evaluation.loss / wanted - 1.0).abs() < 1e-3, "{} instead of {wanted}", evaluation.loss);
@@ -187,7 +187,7 @@ backend_test!(int8_weights_predict_nearly_as_well::<B>(device) {
             context: Some(64),
             stride: None,
         };
-        Ok(run.run::<B>(device.clone())?.loss)
+        Ok(run.run::<B>(fireclay::backend::RunContext::only(device.clone()))?.loss)
     };
     let (whole, bytes) = (loss(Precision::F32)?, loss(Precision::Int8)?);
     assert_ne!(whole, bytes, "bytes are not floats");

@@ -3,6 +3,7 @@
 //! A backend that is not built in or not present fails the tests. What a machine lacks, such as a dtype, is a skip, which
 //! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
 
+mod adapters;
 mod cli;
 #[path = "../parity/compare.rs"]
 #[allow(dead_code, reason = "some comparisons are for operations alone")]
@@ -71,8 +72,9 @@ macro_rules! backend_test {
                 type Output = ();
                 fn run<$backend: fireclay_kernels::Backend>(
                     self,
-                    $device: $backend::Device,
+                    context: fireclay::backend::RunContext<$backend>,
                 ) -> Result<(), fireclay::Failure> {
+                    let $device = context.device;
                     $body
                     Ok(())
                 }

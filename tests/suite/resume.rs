@@ -94,6 +94,36 @@ fn a_killed_run_resumes_to_the_same_bytes() {
     assert_eq!(weights(&straight), weights(&killed));
 }
 
+/// A checkpoint's optimizer as it was saved when AdamW was the only one, without its name.
+fn forget_the_optimizer(file: &Path) {
+    let bytes = std::fs::read(file).expect("a checkpoint");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("a readable checkpoint");
+    let older = tensors.iter().map(|(name, view)| (name.strip_prefix("adamw.").expect("its name").to_string(), view));
+    let older: Vec<_> = older.collect();
+    safetensors::serialize_to_file(older, None, &file.with_extension("older")).expect("a file");
+    std::fs::rename(file.with_extension("older"), file).expect("a file");
+}
+
+#[test]
+fn a_run_from_before_optimizers_had_names_resumes_to_the_same_bytes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (straight, older) = (folder.path().join("straight"), folder.path().join("older"));
+    assert!(begin(&straight).wait().expect("it ends").success());
+    let mut child = begin_command(&older).args(["--steps", "20"]).spawn().expect("the program starts");
+    assert!(child.wait().expect("it ends").success());
+    let checkpoint = older.join("training/step-00000020");
+    forget_the_optimizer(&checkpoint.join("optimizer.safetensors"));
+    let state = checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&state).expect("a state");
+    let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(json["recipe"]["training"]["optimizer"].take(), "adamw");
+    json["recipe"]["training"].as_object_mut().expect("a table").remove("optimizer");
+    json["recipe"]["training"]["steps"] = 40.into();
+    std::fs::write(&state, json.to_string()).expect("a file");
+    assert!(resume(&older).wait().expect("it ends").success());
+    assert_eq!(weights(&straight), weights(&older));
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_saves_and_says_how_to_go_on() {

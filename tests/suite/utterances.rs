@@ -10,8 +10,8 @@ use fireclay::recipe::Recipe;
 use fireclay::tasks::{Batch, ClassificationReport, Task, intent_slot, scores};
 use fireclay::training::Trainer;
 use fireclay_datasets::{Utterance, UtteranceBatch};
-use fireclay_kernels::HeadLossOptions;
 use fireclay_kernels::recorder::{Copies, Recording, Source};
+use fireclay_kernels::{HeadLossOptions, Rank};
 use fireclay_model::Tokens;
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ fn recipe(settings: &[(&str, &str)]) -> Recipe {
 }
 
 fn batch(task: &Task, recipe: &Recipe, step: u64) -> UtteranceBatch {
-    match task.batch(&recipe.training, step).expect("in memory") {
+    match task.batch(&recipe.training, step, Rank::ONLY).expect("in memory") {
         Batch::Utterances(batch) => batch,
         Batch::Tokens(_) => panic!("utterances are asked for"),
     }
@@ -406,7 +406,7 @@ backend_test!(utterance_gradients_reach_every_parameter::<B>(device) {
     let trainer = Trainer::<B>::new(&recipe, recipe.task()?, device.clone())?;
     let batch = batch(trainer.task(), &recipe, 0);
     let loss = intent_slot::loss(trainer.model(), &batch, (1.0, 1.0), HeadLossOptions::new(), &device);
-    let gradients = fireclay::training::optimizer::ParameterGradients::take(trainer.model(), loss.backward());
+    let gradients = fireclay::training::optim::ParameterGradients::take(trainer.model(), loss.backward());
     let names = fireclay_model::named_parameters(trainer.model());
     for ((name, ..), gradient) in names.into_iter().zip(gradients.into_inner()) {
         let gradient = gradient.unwrap_or_else(|| panic!("{name} took no part"));

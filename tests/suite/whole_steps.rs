@@ -628,7 +628,10 @@ fn ctrl_c_ends_a_text_with_130_and_keeps_what_was_written() {
     struct Saved<'a>(&'a Path);
     impl fireclay::backend::OnBackend for Saved<'_> {
         type Output = ();
-        fn run<B: Backend>(self, device: B::Device) -> Result<(), Failure> {
+        fn run<B: Backend>(
+            self,
+            fireclay::backend::RunContext { device, .. }: fireclay::backend::RunContext<B>,
+        ) -> Result<(), Failure> {
             let half = B::supports_dtype(&device, DType::BF16);
             save::<B>(if half { [1024, 16, 128] } else { [64, 4, 16] }, self.0, &device)
         }

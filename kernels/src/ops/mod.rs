@@ -5,6 +5,7 @@
 pub(crate) mod activation;
 pub(crate) mod attention;
 pub(crate) mod cached_attention;
+pub(crate) mod collective;
 pub(crate) mod decode_step;
 pub(crate) mod download;
 pub(crate) mod dropout;

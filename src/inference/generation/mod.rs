@@ -13,7 +13,7 @@ use fireclay_kernels::{Backend, CacheDType, Penalties, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
 use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
-use crate::backend::OnBackend;
+use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
 use crate::precision::{CachePrecision, Precision};
@@ -580,7 +580,7 @@ pub enum GenerationEvent<'a> {
 impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
     type Output = ();
 
-    fn run<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
+    fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
         let generator = generator.with_interrupt(self.interrupt.clone());
         // All prompts are read before anything is written.

@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod cached_attention;
+mod collective;
 mod download;
 mod dropout;
 mod embed;

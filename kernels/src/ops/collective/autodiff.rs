@@ -1,0 +1,8 @@
+//! Gradients are exchanged outside of the graph.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+
+use super::CollectiveOps;
+
+impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {}

@@ -1,0 +1,101 @@
+//! A linear layer: its weight, and an adapter that is trained instead of it.
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+use fireclay_kernels::{
+    Activation, Backend, Dropout, Norm, activate, dropout, linear, linear_add, norm, norm_gate_up, norm_linear,
+};
+
+use crate::matrix::Matrix;
+
+/// The weight of a projection, `[d_output, d_input]`, and an adapter, if there is one.
+///
+/// The base may be quantized, or frozen (see [`Transformer::with_trained`](crate::Transformer::with_trained)): gradients flow
+/// through it to what is before it, and it has none itself.
+#[derive(Module, Debug)]
+pub struct Linear<B: Backend> {
+    /// The weight.
+    pub base: Matrix<B>,
+    /// What is added to it.
+    pub adapter: Option<Adapter<B>>,
+}
+
+/// A low-rank adapter (LoRA; Hu et al., 2021): the projection of `x` gets `scale * (x a^T) b^T` added to it.
+#[derive(Module, Debug)]
+pub struct Adapter<B: Backend> {
+    /// `[rank, d_input]`.
+    pub a: Matrix<B>,
+    /// `[d_output, rank]`.
+    pub b: Matrix<B>,
+    /// Factor on what is added.
+    pub scale: f64,
+}
+
+impl<B: Backend> From<Matrix<B>> for Linear<B> {
+    fn from(base: Matrix<B>) -> Self {
+        Self { base, adapter: None }
+    }
+}
+
+impl<B: Backend> Linear<B> {
+    /// `norm(x) weight^T + bias`, of which norm and bias may be missing: `x` `[rows, d_input]`, the result `[rows, d_output]`.
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<B, 2>,
+        pre_norm: Option<&Norm<B>>,
+        bias: Option<Tensor<B, 1>>,
+    ) -> Tensor<B, 2> {
+        let Some(adapter) = &self.adapter else { return norm_linear(x, pre_norm, self.base.weight(), bias) };
+        let x = normed(x, pre_norm);
+        let output = linear(x.clone(), self.base.weight(), bias);
+        adapter.add_to(x, output)
+    }
+
+    /// `activation(norm(x) weight^T + bias)`; see [`norm_gate_up`].
+    pub(crate) fn activated(
+        &self,
+        x: Tensor<B, 2>,
+        pre_norm: Option<&Norm<B>>,
+        bias: Option<Tensor<B, 1>>,
+        activation: Activation,
+    ) -> Tensor<B, 2> {
+        if self.adapter.is_none() {
+            return norm_gate_up(x, pre_norm, self.base.weight(), bias, activation);
+        }
+        activate(self.forward(x, pre_norm, bias), activation)
+    }
+
+    /// `residual + dropped(x weight^T + bias)`; see [`linear_add`].
+    pub(crate) fn add_to(
+        &self,
+        residual: Tensor<B, 2>,
+        x: Tensor<B, 2>,
+        bias: Option<Tensor<B, 1>>,
+        dropped: Option<Dropout>,
+    ) -> Tensor<B, 2> {
+        let Some(adapter) = &self.adapter else { return linear_add(x, self.base.weight(), bias, dropped, residual) };
+        match dropped {
+            None => {
+                let output = linear_add(x.clone(), self.base.weight(), bias, None, residual);
+                adapter.add_to(x, output)
+            }
+            Some(dropped) => residual + dropout(self.forward(x, None, bias), dropped),
+        }
+    }
+}
+
+impl<B: Backend> Adapter<B> {
+    /// `output + scale * (x a^T) b^T`.
+    fn add_to(&self, x: Tensor<B, 2>, output: Tensor<B, 2>) -> Tensor<B, 2> {
+        let inner = linear(x, self.a.weight(), None).mul_scalar(self.scale);
+        linear_add(inner, self.b.weight(), None, None, output)
+    }
+}
+
+fn normed<B: Backend>(x: Tensor<B, 2>, pre_norm: Option<&Norm<B>>) -> Tensor<B, 2> {
+    match pre_norm {
+        Some(weights) => norm(x, weights),
+        None => x,
+    }
+}

@@ -1,0 +1,151 @@
+//! Frozen parameters, and adapters that are trained in their place.
+
+use burn::backend::Autodiff;
+use burn::module::{AutodiffModule, Param};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
+use fireclay::recipe::schema::OptimizerKind;
+use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
+use fireclay_kernels::{Backend, Format, HeadLossOptions, RandomKey};
+use fireclay_model::{Adapter, Block, Linear, Transformer, TransformerConfig, named_parameters};
+
+use crate::backend_test;
+use crate::compare::{assert_close, random, tolerance, values};
+
+const RANK: usize = 4;
+
+/// A small model of Llama's kind.
+fn model<B: Backend>(device: &B::Device) -> Transformer<Autodiff<B>> {
+    TransformerConfig::llama(40, 16, 32, 2, 4).init(3, device).expect("a config that holds together")
+}
+
+/// An adapter of a matrix `[d_output, d_input]`, of values of order one where `zero` does not ask for what training begins from.
+fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::Device) -> Adapter<Autodiff<B>> {
+    let a = Tensor::from_inner(random::<B, 2>(1, [RANK, d_input], device) * 0.2);
+    let b = random::<B, 2>(2, [d_output, RANK], device) * if zero { 0.0 } else { 0.2 };
+    Adapter { a: Param::from_tensor(a).into(), b: Param::from_tensor(Tensor::from_inner(b)).into(), scale: 2.0 }
+}
+
+/// The linear layers of all blocks.
+fn linears<B: Backend>(model: &mut Transformer<Autodiff<B>>) -> impl Iterator<Item = &mut Linear<Autodiff<B>>> {
+    model.blocks.iter_mut().flat_map(|Block { attention, feed_forward, .. }| {
+        [&mut attention.qkv, &mut attention.output, &mut feed_forward.up, &mut feed_forward.down]
+    })
+}
+
+/// The model with an adapter on every linear layer.
+fn adapted<B: Backend>(
+    mut model: Transformer<Autodiff<B>>,
+    zero: bool,
+    device: &B::Device,
+) -> Transformer<Autodiff<B>> {
+    for linear in linears(&mut model) {
+        linear.adapter = Some(adapter(linear.base.val().dims(), zero, device));
+    }
+    model
+}
+
+/// The model with its adapters added to the weights.
+fn merged<B: Backend>(mut model: Transformer<Autodiff<B>>) -> Transformer<Autodiff<B>> {
+    for linear in linears(&mut model) {
+        let Adapter { a, b, scale } = linear.adapter.take().expect("an adapter");
+        let sum = linear.base.val() + b.val().matmul(a.val()).mul_scalar(scale);
+        linear.base = Param::from_tensor(sum.detach()).into();
+    }
+    model
+}
+
+fn batch<B: Backend>(device: &B::Device) -> Tensor<B, 2, Int> {
+    let ids: Vec<i32> = (0..32).map(|at| at * at * 7 % 40).collect();
+    Tensor::<B, 1, Int>::from_data(ids.as_slice(), device).reshape([2, 16])
+}
+
+fn loss<B: Backend>(model: &Transformer<B>, device: &B::Device) -> Tensor<B, 1> {
+    let ids = batch::<B>(device);
+    let hidden = model.forward(ids.clone().narrow(1, 0, 15));
+    model.loss(hidden, ids.narrow(1, 1, 15), HeadLossOptions::new())
+}
+
+backend_test!(a_model_with_adapters_is_the_one_with_merged_weights::<B>(device) {
+    let config = TransformerConfig::llama(40, 16, 32, 2, 4).with_dropout(0.2);
+    let model = config.init::<Autodiff<B>>(3, &device).expect("a config that holds together");
+    let model = adapted(model, false, &device);
+    let plain = values(&loss(&self::model::<B>(&device).valid(), &device))[0];
+    for dropout in [None, Some(RandomKey::new(1))] {
+        let [mut ours, mut wanted] = [model.clone(), merged(model.clone())];
+        // It stands behind the adapters, as behind the weights.
+        ours.set_dropout(dropout);
+        wanted.set_dropout(dropout);
+        let [ours, wanted] = [ours, wanted].map(|model| values(&loss(&model, &device).inner())[0]);
+        assert!((ours - plain).abs() > 1e-2, "the adapters do something: {ours}, and {plain} without");
+        assert!((ours - wanted).abs() < 1e-4, "{ours}, and {wanted} with merged weights");
+    }
+});
+
+backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>(device) {
+    let dtypes = [FloatDType::F32, FloatDType::BF16];
+    for dtype in dtypes.into_iter().filter(|dtype| B::supports_dtype(&device, DType::from(*dtype))) {
+        let model = model::<B>(&device).with_quantized_matrices(Format::Int8).expect("the device works").with_activations(dtype);
+        let model = adapted(model, true, &device).with_trained(|path| path.contains(".adapter."));
+        let mut model = model.with_copies();
+        let before = loss(&model.valid(), &device);
+        let all = |model: &Transformer<Autodiff<B>>| -> Vec<(String, Vec<f32>)> {
+            let parameters = named_parameters(model).into_iter();
+            parameters.map(|(path, _, _, value)| (path, values(&value.inner()))).collect()
+        };
+        let first = all(&model);
+        let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
+        // Two moments of each of two matrices of an adapter, of four linear layers in two blocks.
+        assert_eq!(optimizer.state().count(), 2 * 2 * 4 * 2);
+        assert!(optimizer.state().all(|(name, _)| name.contains(".adapter.")));
+        let settings = Settings {
+            learning_rate: 1e-2,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            max_grad_norm: Some(1.0),
+            step: 0,
+        };
+        for _ in 0..40 {
+            let gradients = ParameterGradients::take(&model, loss(&model, &device).backward());
+            (model, _) = optimizer.step(model, gradients, settings);
+        }
+        let [before, after] = [before, loss(&model.valid(), &device)].map(|loss| values(&loss)[0]);
+        assert!(after < 0.6 * before, "{dtype:?}: from {before} to {after}");
+        for ((path, first), (_, last)) in first.into_iter().zip(all(&model)) {
+            assert_eq!(first != last, path.contains(".adapter."), "{dtype:?}: {path}");
+        }
+    }
+});
+
+backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
+    let trained = |path: &str| path.starts_with("blocks.1.") || path == "final_norm.gamma";
+    let mut model = model::<B>(&device).with_trained(trained);
+    let first: Vec<_> = named_parameters(&model).into_iter().map(|(path, _, _, value)| (path, values(&value.inner()))).collect();
+    // What is trained has the gradient that it has if all is trained.
+    let whole = self::model::<B>(&device);
+    let of_whole = ParameterGradients::take(&whole, loss(&whole, &device).backward()).into_inner();
+    let names: Vec<String> = named_parameters(&whole).into_iter().map(|(path, ..)| path).collect();
+    let wanted: Vec<_> = names.iter().zip(of_whole).filter(|(path, _)| trained(path)).map(|(_, gradient)| gradient).collect();
+    let gradients = ParameterGradients::take(&model, loss(&model, &device).backward());
+    let given = gradients.clone().into_inner();
+    assert_eq!(given.len(), wanted.len());
+    for (given, wanted) in given.into_iter().zip(wanted) {
+        let [given, wanted] = [given, wanted].map(|gradient| gradient.expect("a gradient"));
+        assert_close("a gradient", &given, &wanted, tolerance::<B>(&device));
+    }
+    let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
+    let settings = Settings {
+        learning_rate: 1e-2,
+        beta_1: 0.9,
+        beta_2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        max_grad_norm: None,
+        step: 0,
+    };
+    (model, _) = optimizer.step(model, gradients, settings);
+    for ((path, first), (_, _, _, last)) in first.into_iter().zip(named_parameters(&model)) {
+        assert_eq!(first != values(&last.inner()), trained(&path), "{path}");
+    }
+});
