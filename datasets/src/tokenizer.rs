@@ -15,8 +15,7 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{
-    AddedToken, DecodeStream, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString,
-    PreTokenizer,
+    AddedToken, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
 };
 
 use crate::error::DataError;
@@ -419,9 +418,14 @@ impl Tokenizer {
         self.0.decode(tokens, true).map_err(told)
     }
 
-    /// A decoder for tokens as they come.
+    /// A decoder for tokens as they come, the first of a text.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream(Stream { inner: self.0.decode_stream(true) })
+        self.stream_behind(&[])
+    }
+
+    /// A decoder for tokens as they come, which go on behind those of `before`: a prompt's, of which the last few count.
+    pub fn stream_behind(&self, before: &[u32]) -> TextStream<'_> {
+        TextStream::new(self, before)
     }
 }
 
@@ -525,29 +529,50 @@ fn byte_names() -> HashMap<char, u8> {
     names.into_iter().zip(0..=u8::MAX).filter_map(|(name, byte)| Some((name?, byte))).collect()
 }
 
-type Inner<'a> = DecodeStream<
-    'a,
-    tokenizers::ModelWrapper,
-    tokenizers::NormalizerWrapper,
-    tokenizers::PreTokenizerWrapper,
-    tokenizers::PostProcessorWrapper,
-    tokenizers::DecoderWrapper,
->;
-
-struct Stream<'a> {
-    inner: Inner<'a>,
-}
+/// The most tokens before a text that its own tokens are decoded behind: enough for every decoder to know that its text does not
+/// begin there, and for characters that are cut between tokens.
+const CONTEXT: usize = 8;
 
 /// Turns tokens into text one by one, holding back what is not yet whole UTF-8.
-pub struct TextStream<'a>(Stream<'a>);
+///
+/// Tokens are decoded behind those before them: many decoders drop the space before the first word of what they are given.
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    /// The last tokens that were told, and those that were not yet.
+    tokens: Vec<u32>,
+    /// What all of them decode to that was told.
+    text: String,
+}
 
-impl TextStream<'_> {
+impl<'a> TextStream<'a> {
+    fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
+        let tokens = before[before.len().saturating_sub(CONTEXT)..].to_vec();
+        let mut stream = Self { tokenizer, tokens, text: String::new() };
+        // Tokens that the decoder refuses are the caller's: it is told of them with the first of its own.
+        stream.text = tokenizer.decode(&stream.tokens).unwrap_or_default();
+        // A character that is cut there is whole with what follows.
+        let whole = stream.text.trim_end_matches(char::REPLACEMENT_CHARACTER).len();
+        stream.text.truncate(whole);
+        stream
+    }
+
     /// The text that `token` completes, which may be none yet.
     ///
     /// # Errors
     /// If the tokenizer's decoder refuses the token.
     pub fn push(&mut self, token: u32) -> Result<String, DataError> {
-        self.0.inner.step(token).map(Option::unwrap_or_default).map_err(told)
+        self.tokens.push(token);
+        let text = self.tokenizer.decode(&self.tokens)?;
+        if text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        // A decoder that puts words right may change what was told already: what comes behind it counts.
+        let same = text.bytes().zip(self.text.bytes()).take_while(|(now, told)| now == told).count();
+        let more = text[text.floor_char_boundary(same)..].to_string();
+        let last = self.tokens.len().saturating_sub(CONTEXT);
+        self.tokens.drain(..last.min(self.tokens.len() - 1));
+        self.text = self.tokenizer.decode(&self.tokens)?;
+        Ok(more)
     }
 }
 
@@ -568,6 +593,45 @@ mod tests {
             let streamed: String = tokens.iter().map(|token| stream.push(*token).expect("known token")).collect();
             assert_eq!(streamed, TEXT, "{kind:?}");
         }
+    }
+
+    #[test]
+    fn tokenizers_of_forty_kinds_encode_as_their_package_does_and_go_on_behind_a_prompt() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizer_kinds.json");
+        let golden: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).expect("a golden file")).expect("JSON");
+        let texts: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("texts");
+        let (mut wrong, mut continuations) = (Vec::new(), 0);
+        let cases = golden["cases"].as_array().expect("cases");
+        for case in cases {
+            let base = case["base"].as_str().expect("a name");
+            let mut own = golden["bases"][base].clone();
+            let replaced = case["replaced"].as_object().expect("parts");
+            replaced.iter().for_each(|(part, value)| own[part] = value.clone());
+            let file = tempfile::NamedTempFile::new().expect("a file");
+            std::fs::write(file.path(), own.to_string()).expect("writable");
+            let tokenizer = Tokenizer::load(file.path()).expect("a tokenizer");
+            for (at, text) in texts.iter().enumerate() {
+                let what = || format!("{base} {} {text:?}", case["replaced"]);
+                let wanted: Vec<u32> = serde_json::from_value(case["ids"][at].clone()).expect("ids");
+                let ids = tokenizer.encode(text).map_err(|error| error.to_string());
+                if ids.as_ref() != Ok(&wanted) {
+                    wrong.push(format!("{}: {ids:?}, and not {wanted:?}", what()));
+                }
+                for continued in case["continued"][at].as_array().expect("continuations") {
+                    let cut = continued[0].as_u64().expect("a place") as usize;
+                    let mut stream = tokenizer.stream_behind(&wanted[..cut]);
+                    let behind: Result<String, _> = wanted[cut..].iter().map(|token| stream.push(*token)).collect();
+                    let behind = behind.map_err(|error| error.to_string());
+                    if behind.as_deref().ok() != continued[1].as_str() {
+                        wrong.push(format!("{} behind {cut}: {behind:?}, and not {}", what(), continued[1]));
+                    }
+                    continuations += 1;
+                }
+            }
+        }
+        assert!(cases.len() >= 40 && continuations > 1500, "{} kinds, {continuations} continuations", cases.len());
+        assert!(wrong.is_empty(), "{}:\n{}", wrong.len(), wrong.join("\n"));
     }
 
     #[test]

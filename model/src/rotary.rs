@@ -39,7 +39,14 @@ pub enum RotaryScaling {
         beta_slow: f64,
         /// Tokens that the model was first trained with.
         original_context_length: usize,
+        /// Whether the blend begins and ends at whole pairs.
+        #[serde(default = "yes")]
+        truncate: bool,
     },
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl RotaryScaling {
@@ -56,13 +63,14 @@ impl RotaryScaling {
                     blend(w, factor, kept)
                 })
                 .collect(),
-            Self::Yarn { factor, beta_fast, beta_slow, original_context_length, .. } => {
+            Self::Yarn { factor, beta_fast, beta_slow, original_context_length, truncate, .. } => {
                 // The pair whose wave makes this many turns within the original context.
                 let pair_of = |turns: f64| {
                     head_dim as f64 * (original_context_length as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
                 };
-                let low = pair_of(beta_fast).floor().max(0.0);
-                let high = pair_of(beta_slow).ceil().min(head_dim as f64 - 1.0);
+                let (low, high) = (pair_of(beta_fast), pair_of(beta_slow));
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
                 let width = if high == low { 0.001 } else { high - low };
                 plain.enumerate().map(|(pair, w)| blend(w, factor, 1.0 - (pair as f64 - low) / width)).collect()
             }

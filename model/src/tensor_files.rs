@@ -54,6 +54,9 @@ impl TensorFiles {
         let index = folder.join(INDEX);
         let mut files = Self { files: Vec::new(), tensors: BTreeMap::new() };
         if folder.join(SINGLE).exists() || !index.exists() {
+            if let Some(reason) = instead(folder).filter(|_| !folder.join(SINGLE).exists()) {
+                return Err(WeightsError::Weights { path: folder.into(), reason });
+            }
             files.add(folder.join(SINGLE))?;
             return Ok(files);
         }
@@ -162,6 +165,32 @@ impl TensorFiles {
         Ok(())
     }
 
+    /// Whether two tensors have the same bytes, dtype and shape.
+    ///
+    /// # Errors
+    /// If the file system fails.
+    pub(crate) fn are_same(&self, [a, b]: [&StoredTensor; 2]) -> Result<bool, WeightsError> {
+        if (a.dtype, &a.shape) != (b.dtype, &b.shape) {
+            return Ok(false);
+        }
+        let size = a.bytes();
+        let [mut left, mut right] = [vec![0; PIECE], vec![0; PIECE]];
+        for first in (0..size).step_by(PIECE) {
+            let count = (PIECE as u64).min(size - first) as usize;
+            for (tensor, piece) in [(a, &mut left), (b, &mut right)] {
+                let (path, file) = &self.files[tensor.file];
+                let mut file = file;
+                let read = file.seek(SeekFrom::Start(tensor.start + first));
+                let read = read.and_then(|_| file.read_exact(&mut piece[..count]));
+                read.map_err(|error| WeightsError::Io { path: path.clone(), error })?;
+            }
+            if left[..count] != right[..count] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     fn unsupported(&self, tensor: &StoredTensor, dtype: Dtype) -> WeightsError {
         let reason = format!("dtype {dtype:?} is not supported");
         WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason }
@@ -206,6 +235,9 @@ impl<'a> TensorRow<'a> {
                 Dtype::F32 => self.read_as::<f32, T>(tensor, first, own)?,
                 Dtype::F16 => self.read_as::<f16, T>(tensor, first, own)?,
                 Dtype::BF16 => self.read_as::<bf16, T>(tensor, first, own)?,
+                Dtype::F64 => self.read_as::<f64, T>(tensor, first, own)?,
+                Dtype::F8_E4M3 => self.read_as::<E4m3, T>(tensor, first, own)?,
+                Dtype::F8_E5M2 => self.read_as::<E5m2, T>(tensor, first, own)?,
                 other => return Err(self.files.unsupported(tensor, other)),
             }
             progress((count * tensor.dtype.bitsize() / 8) as u64);
@@ -219,7 +251,7 @@ impl<'a> TensorRow<'a> {
         Ok(())
     }
 
-    fn read_as<S: Stored, T: Stored>(
+    fn read_as<S: Readable, T: Stored>(
         &mut self,
         tensor: &StoredTensor,
         first: u64,
@@ -242,6 +274,24 @@ impl<'a> TensorRow<'a> {
     }
 }
 
+/// What a folder without safetensors has in their place, if it is known.
+fn instead(folder: &Path) -> Option<String> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    let found = |is: &dyn Fn(&str) -> bool| names.iter().find(|name| is(name)).cloned();
+    if let Some(name) = found(&|name| name.starts_with("adapter_model.")) {
+        return Some(format!("{name} is an adapter, and the model that it is for is not here: there is no {SINGLE}"));
+    }
+    let pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
+    let (name, how) = match (found(&|name| name.ends_with(".gguf")), found(&pickled)) {
+        (Some(name), _) => (name, "GGUF is not supported"),
+        (None, Some(name)) => (name, "pickled weights may run code when they are read, and are not: convert them"),
+        (None, None) => return None,
+    };
+    Some(format!("there is no {SINGLE}, but {name}; {how}"))
+}
+
 /// The file of each tensor, as an index says.
 fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     let text = fs::read_to_string(path).map_err(|error| WeightsError::Io { path: path.into(), error })?;
@@ -257,8 +307,12 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     named.iter().map(file).collect()
 }
 
+/// The dtypes of floats that can be read.
+pub(crate) const READABLE: [Dtype; 6] =
+    [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
+
 /// A float as files have it.
-pub(crate) trait Stored: Copy {
+pub(crate) trait Readable {
     /// Bytes.
     const SIZE: usize;
     /// Its name in files.
@@ -266,7 +320,10 @@ pub(crate) trait Stored: Copy {
 
     /// From its bytes, least first.
     fn load(bytes: &[u8]) -> f32;
+}
 
+/// A float as files have it, and models, too.
+pub(crate) trait Stored: Readable + Copy {
     /// The nearest one.
     fn of(value: f32) -> Self;
 
@@ -277,7 +334,51 @@ pub(crate) trait Stored: Copy {
     fn fetch(bytes: &[u8]) -> Self;
 }
 
-impl Stored for f32 {
+impl Readable for f64 {
+    const SIZE: usize = 8;
+    const DTYPE: Dtype = Dtype::F64;
+
+    #[inline(always)]
+    fn load(bytes: &[u8]) -> f32 {
+        let mut own = [0; 8];
+        own.copy_from_slice(bytes);
+        Self::from_le_bytes(own) as f32
+    }
+}
+
+/// Four bits of exponent and three of fraction, without infinities: FP8 (Micikevicius et al., 2022).
+pub(crate) struct E4m3;
+
+impl Readable for E4m3 {
+    const SIZE: usize = 1;
+    const DTYPE: Dtype = Dtype::F8_E4M3;
+
+    #[inline(always)]
+    fn load(bytes: &[u8]) -> f32 {
+        let (exponent, fraction) = (i32::from(bytes[0] >> 3 & 15), f32::from(bytes[0] & 7));
+        let magnitude = match (exponent, bytes[0] & 7) {
+            (15, 7) => f32::NAN,
+            (0, _) => fraction * 2f32.powi(-9),
+            _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
+        };
+        if bytes[0] & 128 == 0 { magnitude } else { -magnitude }
+    }
+}
+
+/// Five bits of exponent and two of fraction: the upper half of an f16.
+pub(crate) struct E5m2;
+
+impl Readable for E5m2 {
+    const SIZE: usize = 1;
+    const DTYPE: Dtype = Dtype::F8_E5M2;
+
+    #[inline(always)]
+    fn load(bytes: &[u8]) -> f32 {
+        f16::from_le_bytes([0, bytes[0]]).to_f32()
+    }
+}
+
+impl Readable for f32 {
     const SIZE: usize = 4;
     const DTYPE: Dtype = Dtype::F32;
 
@@ -285,7 +386,9 @@ impl Stored for f32 {
     fn load(bytes: &[u8]) -> f32 {
         Self::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
     }
+}
 
+impl Stored for f32 {
     #[inline(always)]
     fn of(value: f32) -> Self {
         value
@@ -304,7 +407,7 @@ impl Stored for f32 {
 
 macro_rules! stored_half {
     ($half:ty, $dtype:ident) => {
-        impl Stored for $half {
+        impl Readable for $half {
             const SIZE: usize = 2;
             const DTYPE: Dtype = Dtype::$dtype;
 
@@ -312,7 +415,9 @@ macro_rules! stored_half {
             fn load(bytes: &[u8]) -> f32 {
                 Self::from_le_bytes([bytes[0], bytes[1]]).to_f32()
             }
+        }
 
+        impl Stored for $half {
             #[inline(always)]
             fn of(value: f32) -> Self {
                 Self::from_f32(value)
@@ -372,6 +477,22 @@ mod tests {
     }
 
     #[test]
+    fn floats_of_eight_and_sixty_four_bits_are_read_exactly() {
+        // As torch has them: float8_e4m3fn and float8_e5m2.
+        let e4m3 =
+            [(0x00, 0.0), (0x01, 2f32.powi(-9)), (0x08, 2f32.powi(-6)), (0x38, 1.0), (0x7e, 448.0), (0xb9, -1.125)];
+        for (byte, value) in e4m3 {
+            assert_eq!(E4m3::load(&[byte]), value, "{byte:#x}");
+        }
+        assert!(E4m3::load(&[0x7f]).is_nan() && E4m3::load(&[0xff]).is_nan());
+        for (byte, value) in [(0x01, 2f32.powi(-16)), (0x3c, 1.0), (0x7b, 57344.0), (0xbd, -1.25)] {
+            assert_eq!(E5m2::load(&[byte]), value, "{byte:#x}");
+        }
+        assert!(E5m2::load(&[0x7c]).is_infinite() && E5m2::load(&[0x7d]).is_nan());
+        assert_eq!(f64::load(&(-0.1f64).to_le_bytes()), -0.1);
+    }
+
+    #[test]
     fn tensors_are_read_as_one_row_in_pieces_of_any_size() {
         let (folder, _) = file(GOOD);
         let files = TensorFiles::open(folder.path()).expect("a good file");
@@ -421,6 +542,21 @@ mod tests {
             assert!(message.contains("damaged"), "{to}: {message}");
         }
         assert!(refusal(&GOOD.replace("[2,3]", "[2]").replace("24", "8")).contains("16 bytes too long"));
+    }
+
+    #[test]
+    fn a_folder_without_safetensors_says_what_it_has() {
+        for (name, word) in [
+            ("pytorch_model.bin", "convert"),
+            ("adapter_model.safetensors", "is an adapter"),
+            ("model-q4_0.gguf", "GGUF"),
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            fs::write(folder.path().join(name), b"").expect("writable");
+            fs::write(folder.path().join("config.json"), b"{}").expect("writable");
+            let message = TensorFiles::open(folder.path()).expect_err("no weights").to_string();
+            assert!(message.contains(name) && message.contains(word), "{message}");
+        }
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::config::TransformerConfig;
 use crate::error::WeightsError;
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
-use crate::tensor_files::{Stored, StoredTensor, TensorFiles, TensorRow};
+use crate::tensor_files::{READABLE, Stored, StoredTensor, TensorFiles, TensorRow};
 use crate::transformer::Transformer;
 
 const CONFIG: &str = "config.json";
@@ -64,11 +64,22 @@ impl ModelFolder {
     /// # Errors
     /// If it is missing, not JSON, or describes nothing that can be built.
     pub fn config(&self) -> Result<(Family, TransformerConfig), WeightsError> {
+        hub::read(&self.json()?).map_err(|error| WeightsError::Config { path: self.path.join(CONFIG), error })
+    }
+
+    /// The keys of `config.json` that are passed over since nothing is known of them: they may change what the model computes.
+    ///
+    /// # Errors
+    /// As [`config`](Self::config).
+    pub fn unknown_keys(&self) -> Result<Vec<String>, WeightsError> {
+        let (family, _) = self.config()?;
+        Ok(hub::unknown_keys(family, &self.json()?))
+    }
+
+    fn json(&self) -> Result<Value, WeightsError> {
         let path = self.path.join(CONFIG);
         let text = fs::read_to_string(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
-        let json: Value =
-            serde_json::from_str(&text).map_err(|error| WeightsError::Json { path: path.clone(), error })?;
-        hub::read(&json).map_err(|error| WeightsError::Config { path, error })
+        serde_json::from_str(&text).map_err(|error| WeightsError::Json { path, error })
     }
 
     /// Reads the model onto `device`, its parameters as f32.
@@ -123,6 +134,14 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let files = TensorFiles::open(&self.path)?;
+        // What is stored counts: an output projection of its own, whatever the config says of it.
+        let [table, head] = [family.embedding_name(), family.head_name()].map(|name| stored_as(files.tensors(), name?));
+        let config = &match (table, head) {
+            (Some((_, table)), Some((_, head))) if config.tied_embeddings && !files.are_same([table, head])? => {
+                TransformerConfig { tied_embeddings: false, ..config.clone() }
+            }
+            _ => config.clone(),
+        };
         let blank = config.init_with(&mut Initializer::<B>::blank(device));
         let mut model = blank.map_err(|error| WeightsError::Config { path: self.path.join(CONFIG), error })?;
         if fresh_heads.is_some() {
@@ -163,7 +182,12 @@ impl ModelFolder {
         let mut problems = Vec::new();
         let tensors = family.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
         for tensor in tensors {
-            let Some((name, stored)) = stored_as(files.tensors(), &tensor.name) else {
+            let mut found = stored_as(files.tensors(), &tensor.name);
+            // Of a pair that is one, either may be stored.
+            if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
+                found = family.head_name().and_then(|name| stored_as(files.tensors(), name));
+            }
+            let Some((name, stored)) = found else {
                 problems.push(format!("{} is missing", tensor.name));
                 continue;
             };
@@ -247,7 +271,13 @@ struct Part {
 fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Option<(&'a String, &'a StoredTensor)> {
     let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
     let prefixed = || OPTIONAL_PREFIXES.iter().find_map(|prefix| stored.get_key_value(&format!("{prefix}{name}")));
-    stored.get_key_value(name).or_else(|| stored.get_key_value(bare?)).or_else(prefixed)
+    let found = stored.get_key_value(name).or_else(|| stored.get_key_value(bare?)).or_else(prefixed);
+    // As TensorFlow calls a norm's weights, and with it the oldest checkpoints.
+    let older = || {
+        let norm = [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")];
+        norm.into_iter().find_map(|(now, then)| Some(format!("{}{then}", name.strip_suffix(now)?)))
+    };
+    found.or_else(|| stored_as(stored, &older()?))
 }
 
 /// What is wrong with a stored tensor for a parameter of `shape`.
@@ -257,8 +287,7 @@ fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<S
     if stored.shape != wanted {
         return Some(format!("{name} has shape {:?} instead of {wanted:?}", stored.shape));
     }
-    let known = [Dtype::F32, Dtype::F16, Dtype::BF16].contains(&stored.dtype);
-    (!known).then(|| format!("{name} has dtype {:?}, which is not supported", stored.dtype))
+    (!READABLE.contains(&stored.dtype)).then(|| format!("{name} has dtype {:?}, which is not supported", stored.dtype))
 }
 
 /// Reads parameters one after the other.

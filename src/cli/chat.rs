@@ -13,7 +13,7 @@ use fireclay::stdout;
 use serde_json::json;
 
 use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
-use super::signals::interrupt_on_signals;
+use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct ChatArgs {
@@ -88,7 +88,8 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         system: args.system,
         context: args.context,
         lines: spoken_lines(typed)?,
-        interrupt: interrupt_on_signals(true)?,
+        // On a pipe nobody types on after an answer that was broken off.
+        interrupt: if typed { interrupt_on_signals(true)? } else { end_on_signals()? },
         show,
     };
     args.run.backend().run(run)?;

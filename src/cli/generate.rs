@@ -81,6 +81,12 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
             );
         }
         GenerationEvent::Begun(_) => {}
+        GenerationEvent::Refused(number, failure) => {
+            if json {
+                stdout::line(json!({ "event": "error", "prompt": number, "message": failure.to_string() }));
+            }
+            eprintln!("fireclay: prompt {number}: {failure}");
+        }
     };
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;

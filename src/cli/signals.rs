@@ -62,6 +62,12 @@ pub(super) fn interrupt_on_signals(term_ends: bool) -> Result<Interrupt, Failure
     Ok(interrupt)
 }
 
+/// A signal ends the program, as if nobody handled it: but its exit code is the one that shells have.
+pub(super) fn end_on_signals() -> Result<Interrupt, Failure> {
+    on_signals(|| std::process::exit(code().into()))?;
+    Ok(Interrupt::default())
+}
+
 /// The first signal asks a server to finish its answers, the second ends the program.
 #[cfg(feature = "serve")]
 pub(super) fn drain_on_signals(stop: impl Fn() -> bool + Send + 'static) -> Result<(), Failure> {

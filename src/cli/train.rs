@@ -341,6 +341,11 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     if let Some(init) = &args.init {
         recipe.init = Some(init.clone());
     }
+    // Corpora take the place of the data that the default recipe has.
+    let is_corpora = |setting: &String| ["corpora=", "data.corpora="].iter().any(|key| setting.starts_with(key));
+    if args.recipe.is_none() && args.data.is_none() && args.run.set.iter().any(is_corpora) {
+        recipe.data.source.clear();
+    }
     let steps = args.steps.map(|steps| format!("training.steps={steps}"));
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
     let settings: Vec<String> = steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect();

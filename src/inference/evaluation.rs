@@ -11,6 +11,7 @@ use crate::backend::{OnBackend, RunContext};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
+use crate::model_folder::assert_known;
 use crate::precision::Precision;
 
 /// Tokens of a window where nothing else is asked for.
@@ -104,6 +105,8 @@ impl OnBackend for EvaluationRun {
             return Err(Failure::new(format!("{shown}: {} tokens are too few to predict any", tokens.len())));
         }
 
+        assert_known(&tokens, model.config().vocab_size, &tokenizer)?;
+
         let begun = Instant::now();
         let targets = tokens.len() - 1;
         let windows = windows(tokens.len(), context, stride);
@@ -135,6 +138,12 @@ impl OnBackend for EvaluationRun {
             }
         }
         loss += read_scalars(waiting)?.iter().sum::<f64>();
+        if !loss.is_finite() {
+            return Err(Failure::new(format!(
+                "the loss is {loss}: the model's weights are damaged, or its values overflow in bf16 or f16 (then --precision f32 \
+                 helps)"
+            )));
+        }
         Ok(Evaluation { loss, tokens: targets, bytes: text.len(), elapsed: begun.elapsed() })
     }
 }

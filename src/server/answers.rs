@@ -38,6 +38,8 @@ pub(super) struct Taken {
     pub(super) calls: Option<ToolStyle>,
     /// Whether a text may have more than one.
     pub(super) parallel_calls: bool,
+    /// The prompt's last tokens of each choice, behind which its own are decoded.
+    pub(super) prompts: Vec<Vec<u32>>,
 }
 
 /// The texts of a request. Those that are dropped end on the device, too.
@@ -65,16 +67,17 @@ impl<'a> Answers<'a> {
         deadline: Instant,
         record: Arc<Record>,
     ) -> Self {
-        let choice = |events| {
+        let choice = |(at, events): (usize, _)| {
+            let prompt = taken.prompts.get(at).map_or(&[][..], Vec::as_slice);
             Some(Choice {
                 events,
-                writer: Writer::new(&served.tokenizer, &taken.stop),
+                writer: Writer::new(&served.tokenizer, prompt, &taken.stop),
                 calls: taken.calls.map(ToolCalls::new),
                 called: 0,
                 most_calls: if taken.parallel_calls { usize::MAX } else { 1 },
             })
         };
-        Self { choices: events.into_iter().map(choice).collect(), deadline, record, tokens: 0 }
+        Self { choices: events.into_iter().enumerate().map(choice).collect(), deadline, record, tokens: 0 }
     }
 
     /// The next piece of any of the texts; none when all are complete.

@@ -22,9 +22,10 @@ pub(super) struct Grammars {
 
 impl Grammars {
     pub(super) fn new(token_bytes: &[Vec<u8>], vocabulary: usize, ends: &[u32]) -> Self {
+        // Tokens that the model has no row for are never written.
         let mut token_bytes = token_bytes.to_vec();
-        token_bytes.resize(vocabulary.max(token_bytes.len()), Vec::new());
-        let mut ends = ends.to_vec();
+        token_bytes.resize(vocabulary, Vec::new());
+        let mut ends: Vec<u32> = ends.iter().copied().filter(|end| (*end as usize) < vocabulary).collect();
         if ends.is_empty() {
             // One that the model does not have: texts end when they are complete.
             ends.push(token_bytes.len() as u32);

@@ -146,18 +146,48 @@ impl Language {
         seed: u64,
         device: &B::Device,
     ) -> Result<String, Failure> {
-        let beginning = || {
-            let end = self.corpus.end_token().and_then(|end| self.tokenizer.token(end));
-            end.unwrap_or_else(|| if self.tokenizer.encode("\n").is_ok() { "\n".into() } else { " ".into() })
-        };
-        let from = if prompt.is_empty() { beginning() } else { prompt.to_string() };
+        let from = if prompt.is_empty() { self.beginning()? } else { prompt.to_string() };
         let generator = Generator::new(model, self.tokenizer.clone(), device.clone());
-        let context = generator.model().config().context_length;
-        let wanted = tokens.min(context.saturating_sub(1)).max(1);
+        let room = self.room_behind(&from, generator.model().config().context_length)?;
+        let wanted = tokens.min(room);
         let options = GenerationOptions { max_tokens: Some(wanted), seed, ..GenerationOptions::default() };
         let prepared = generator.prepare(&from, &options)?;
         let written = generator.generate(&prepared, &options, |_| {})?.text;
         Ok(if prompt.is_empty() { written } else { format!("{prompt}{written}") })
+    }
+
+    /// What a sample without a prompt begins from: what ends a text, or else a line break, a space, or any token there is.
+    fn beginning(&self) -> Result<String, Failure> {
+        let end = self.corpus.end_token().and_then(|end| self.tokenizer.token(end));
+        let common = ["\n", " "].map(String::from).into_iter();
+        let tokens = (0..self.tokenizer.vocab_size() as u32).filter_map(|token| self.tokenizer.decode(&[token]).ok());
+        let known = |text: &String| self.tokenizer.encode(text).is_ok_and(|tokens| !tokens.is_empty());
+        let beginning = end.into_iter().chain(common).chain(tokens).find(known);
+        beginning.ok_or_else(|| Failure::new("the vocabulary has no token that a sample could begin from"))
+    }
+
+    /// How many tokens a sample may have behind `prompt`.
+    ///
+    /// # Errors
+    /// If the prompt holds what the vocabulary lacks, or leaves no room.
+    fn room_behind(&self, prompt: &str, context_length: usize) -> Result<usize, Failure> {
+        let length = self.tokenizer.encode(prompt)?.len();
+        match context_length.saturating_sub(length) {
+            0 => Err(Failure::new(format!(
+                "the prompt has {length} tokens, and the model's context {context_length}: nothing could follow"
+            ))),
+            room => Ok(room),
+        }
+    }
+
+    /// Checks that the model could go on from a prompt for samples.
+    ///
+    /// # Errors
+    /// If the prompt holds what the vocabulary lacks, or fills the context.
+    pub(crate) fn check_sample(&self, prompt: &str, context_length: usize) -> Result<(), Failure> {
+        let from = if prompt.is_empty() { self.beginning()? } else { prompt.to_string() };
+        let checked = self.room_behind(&from, context_length);
+        checked.map(drop).map_err(|failure| Failure::usage(format!("training.sample_prompt: {failure}")))
     }
 
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {

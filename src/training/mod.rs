@@ -226,7 +226,9 @@ fn prepare<B: Backend>(
     let mut watch = show_preparing(|| interrupter.should_stop());
     let Some(state) = resumed else {
         let task = recipe.task_watched(&mut watch)?;
-        return Ok((Trainer::new(&recipe, task, device.clone())?, None));
+        let trainer = Trainer::new(&recipe, task, device.clone())?;
+        trainer.check_sample()?;
+        return Ok((trainer, None));
     };
     // A run that ended between its last checkpoint and its figures has those to come.
     let figures_lack = state.step == recipe.training.steps && !folder.path().join(DONE).exists();
@@ -236,6 +238,7 @@ fn prepare<B: Backend>(
     }
     let task = recipe.task_of(&folder.checkpoint(state.step), &mut watch)?;
     let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;
+    trainer.check_sample()?;
     Ok((trainer, state.best))
 }
 

@@ -296,10 +296,13 @@ impl<B: Backend> Session<B> {
             self.tell(&Event::Confused { step, confusions }, sink)?;
         }
         let (prompt, sample_tokens) = (self.training().sample_prompt.clone(), self.training().sample_tokens);
-        if sample_tokens > 0
-            && let Some(text) = self.trainer.sample(&prompt, sample_tokens)?
-        {
-            self.tell(&Event::Sampled { step, text }, sink)?;
+        if sample_tokens > 0 {
+            match self.trainer.sample(&prompt, sample_tokens) {
+                Ok(Some(text)) => self.tell(&Event::Sampled { step, text }, sink)?,
+                Ok(None) => {}
+                // A sample is for show: the run goes on without it.
+                Err(failure) => self.tell(&Event::Warned { step, text: format!("no sample: {failure}") }, sink)?,
+            }
         }
         let improved = self.best.is_none_or(|best| validation.is_better_than(&best.validation));
         match &mut self.best {

@@ -170,6 +170,20 @@ impl<B: Backend> Trainer<B> {
         self.batches.as_ref().map_or(Duration::ZERO, Batches::waited)
     }
 
+    /// Checks before the first step what samples would fail on at each validation.
+    ///
+    /// # Errors
+    /// If the prompt for samples holds what the vocabulary lacks, or fills the context.
+    pub(crate) fn check_sample(&self) -> Result<(), Failure> {
+        let training = &self.recipe.training;
+        match &*self.task {
+            Task::Language(language) if training.sample_tokens > 0 => {
+                language.check_sample(&training.sample_prompt, self.model.config().context_length)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Text that the model writes now, after a prompt or where that is empty from the beginning of a text; none from a task without
     /// text.
     ///

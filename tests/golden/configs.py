@@ -6,7 +6,9 @@
 
 A case is a raw `config.json`. Weights are no file: element `i` of the tensor that is number `k` by name is
 `0.2 * sin(0.7391 * i + k)`, one more for the scale of a norm, in float32. The loss is the mean cross entropy of
-`tokens` against the token behind each, by eager attention in float32 on the CPU.
+`tokens` against the token behind each, by eager attention in float32 on the CPU; `greedy` are the tokens that follow
+the first eight of `tokens`. An encoder has `states` instead: the sum of its last hidden states, each times
+`sin(0.1 * i)` of its place.
 
 Where Fireclay is to refuse a setting, `refused` names it, and there is no loss.
 """
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "configs.json"
 VOCAB, LAYERS = 64, 3
@@ -27,6 +29,10 @@ TOKENS = [(7 * i * i + 3 * i + 1) % VOCAB for i in range(24)]
 LLAMA = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+)
+BERT = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+    max_position_embeddings=64, hidden_dropout_prob=0.1,
 )
 GPT2 = dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=LAYERS, n_head=4)
 LINEAR = dict(rope_type="linear", factor=4.0)
@@ -55,10 +61,25 @@ def cases():
         yield "llama", {"rope_theta": 100.0, "rope_parameters": scaling} | original, None
         yield "llama", {"rope_theta": 100.0, "rope_scaling": scaling}, None
     yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | {"truncate": True}}, None
-    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | {"truncate": False}}, "truncate"
-    mscale = {"mscale": 0.7, "mscale_all_dim": 0.5}
-    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | mscale}, "mscale"
-    yield "llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"
+    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | {"truncate": False}}, None
+    fast = {"beta_fast": 4.0, "beta_slow": 0.5}
+    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | fast}, None
+    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | fast | {"truncate": False}}, None
+    yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | {"attention_factor": 1.3}}, None
+    for mscale in [{"mscale": 0.7, "mscale_all_dim": 0.5}, {"mscale": 0.7}, {"mscale_all_dim": 0.5}]:
+        yield "llama", {"rope_theta": 100.0, "rope_scaling": YARN | original | mscale}, None
+    # Within the context it scales nothing.
+    yield "llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None
+    yield "llama", {"rope_scaling": {"type": "dynamic", "factor": 8.0}, "max_position_embeddings": 24}, None
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+    yield "llama", {"rope_scaling": long | original}, "longrope"
+    yield "llama", {"partial_rotary_factor": 1.0}, None
+    yield "llama", {"pruned_heads": {"0": [1]}}, "pruned_heads"
+    for family in ["qwen2", "qwen3", "mistral"]:
+        yield family, {"rope_theta": 500.0, "rope_scaling": LINEAR}, None
+        yield family, {"rope_theta": 100.0, "rope_scaling": YARN | original}, None
+        yield family, {"rope_theta": 100.0, "rope_parameters": LLAMA3 | original}, None
+        yield family, {"hidden_act": "gelu", "rms_norm_eps": 1e-3}, None
     yield "llama", {"head_dim": 6}, None
     yield "llama", {"sliding_window": 4}, None
     yield "llama", {"attention_bias": True, "mlp_bias": True}, None
@@ -67,8 +88,12 @@ def cases():
     yield "llama", {"num_key_value_heads": None}, None
     yield "llama", {"max_position_embeddings": ..., "rms_norm_eps": ..., "tie_word_embeddings": ...}, None
     yield "llama", {"tie_word_embeddings": True}, None
-    for activation in ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish"]:
+    activations = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish", "relu2", "quick_gelu", "gelu_fast"]
+    for activation in activations + ["gelu_python", "gelu_accurate", "gelu_python_tanh"]:
         yield "llama", {"hidden_act": activation}, None
+        yield "gpt2", {"activation_function": activation}, None
+    for activation in ["mish", "gelu_10", "laplace", "tanh"]:
+        yield "llama", {"hidden_act": activation}, "hidden_act"
     yield "mistral", {"num_attention_heads": 8, "num_key_value_heads": ..., "max_position_embeddings": ...}, None
     yield "mistral", {"attention_bias": True}, None
     yield "qwen2", {"attention_bias": True}, None
@@ -99,11 +124,19 @@ def cases():
     other = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": 64}
     yield "gpt2", {"n_embd": ..., "n_layer": ..., "n_head": ..., "n_positions": ...} | other, None
     yield "gpt2", {"tie_word_embeddings": False}, None
-    yield "gpt2", {"activation_function": "relu"}, None
+    yield "gpt2", {"layer_norm_epsilon": 1e-3}, None
     yield "gpt2", {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True}, None
     yield "gpt2", {"reorder_and_upcast_attn": True}, None
     yield "gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"
     yield "gpt2", {"scale_attn_weights": False}, "scale_attn_weights"
+    # Encoders.
+    yield "bert", {}, None
+    yield "bert", {"type_vocab_size": ..., "layer_norm_eps": 1e-3}, None
+    for activation in ["gelu_new", "relu", "silu", "gelu_fast"]:
+        yield "bert", {"hidden_act": activation}, None
+    yield "bert", {"position_embedding_type": "absolute", "pooler_type": "first_token_transform"}, None
+    yield "bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"
+    yield "bert", {"is_decoder": True}, "is_decoder"
 
 
 def weights(model):
@@ -114,7 +147,7 @@ def weights(model):
         shape = model.get_parameter(name).shape
         i = numpy.arange(numpy.prod(shape), dtype=numpy.float64)
         values = 0.2 * numpy.sin(0.7391 * i + k)
-        if name.endswith("weight") and ("norm" in name or "ln_" in name):
+        if name.endswith("weight") and any(norm in name for norm in ["norm", "ln_", "LayerNorm"]):
             values += 1
         state[name] = torch.tensor(values.astype(numpy.float32)).reshape(shape)
     model.load_state_dict(state, strict=False)
@@ -125,25 +158,37 @@ def main():
     tokens = torch.tensor([TOKENS])
     tensors, found = {}, []
     for family, more, refused in cases():
-        config = (GPT2 if family == "gpt2" else LLAMA) | {"model_type": family} | more
+        config = {"gpt2": GPT2, "bert": BERT}.get(family, LLAMA) | {"model_type": family} | more
+        kind = AutoModel if family == "bert" else AutoModelForCausalLM
         config = {key: value for key, value in config.items() if value is not ...}
         case = {"config": config}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(folder), attn_implementation="eager", dtype=torch.float32
-            ).eval()
+            # What is refused may be so there, too: the weights are as without it.
+            built = {key: value for key, value in config.items() if key != refused}
+            (Path(folder) / "config.json").write_text(json.dumps(built))
+            loaded = AutoConfig.from_pretrained(folder)
+            more = {"add_pooling_layer": False} if family == "bert" else {}
+            model = kind.from_config(loaded, attn_implementation="eager", dtype=torch.float32, **more).eval()
         case["tensors"] = weights(model)
         if refused:
             case["refused"] = refused
+        elif family == "bert":
+            with torch.no_grad():
+                states = model(tokens).last_hidden_state.flatten().double()
+            case["states"] = (states * torch.sin(0.1 * torch.arange(len(states)).double())).sum().item()
         else:
             with torch.no_grad():
                 case["loss"] = model(tokens, labels=tokens).loss.item()
+                read = tokens[:, :8]
+                for _ in range(min(16, loaded.max_position_embeddings - 8)):
+                    read = torch.cat([read, model(read, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+                case["greedy"] = read[0, 8:].tolist()
         shapes = case.pop("tensors")
         key = json.dumps(shapes, sort_keys=True)
         case["shapes"] = tensors.setdefault(key, len(tensors))
         found.append(case)
-        print(family, more, case.get("loss", f"refused: {refused}"))
+        print(config, case.get("loss", case.get("states", f"refused: {refused}")))
     golden = {"tokens": TOKENS, "shapes": [json.loads(key) for key in tensors], "cases": found}
     lines = ",\n  ".join(json.dumps(case) for case in golden.pop("cases"))
     shapes = ",\n  ".join(json.dumps(shapes) for shapes in golden.pop("shapes"))

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::fs;
 
 use burn::tensor::{Int, Tensor, TensorData};
-use fireclay_kernels::HeadLossOptions;
+use fireclay_kernels::{Backend, HeadLossOptions};
 use fireclay_model::{ModelFolder, Transformer};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
 use crate::backend_test;
+use crate::decoding::greedy;
 use crate::golden::folder;
 
 /// The weights that `tests/golden/configs.py` gives tensors of these shapes, in a file as on the hub.
@@ -18,7 +19,7 @@ fn weights(shapes: &serde_json::Map<String, Value>) -> Vec<u8> {
     names.sort();
     let tensors = names.into_iter().enumerate().map(|(k, name)| {
         let shape: Vec<usize> = serde_json::from_value(shapes[name].clone()).expect("a shape");
-        let scale = name.ends_with("weight") && (name.contains("norm") || name.contains("ln_"));
+        let scale = name.ends_with("weight") && ["norm", "ln_", "LayerNorm"].iter().any(|norm| name.contains(norm));
         let value = |i: usize| (0.2 * (0.7391 * i as f64 + k as f64).sin() + f64::from(u8::from(scale))) as f32;
         let bytes: Vec<u8> = (0..shape.iter().product()).flat_map(|i| value(i).to_le_bytes()).collect();
         (name, shape, bytes)
@@ -33,37 +34,152 @@ fn weights(shapes: &serde_json::Map<String, Value>) -> Vec<u8> {
     safetensors::serialize(views, None).expect("a safetensors file")
 }
 
+/// What a model computes otherwise than transformers does.
+fn difference<B: Backend>(model: &Transformer<B>, tokens: &[i32], case: &Value, device: &B::Device) -> Option<String> {
+    let ids = |values: &[i32]| -> Tensor<B, 2, Int> {
+        Tensor::from_data(TensorData::new(values.to_vec(), [1, values.len()]), device)
+    };
+    if let Some(wanted) = case["states"].as_f64() {
+        let states: Vec<f64> = model.forward(ids(tokens)).into_data().iter::<f64>().collect();
+        let sum: f64 = states.iter().enumerate().map(|(i, state)| state * (0.1 * i as f64).sin()).sum();
+        return ((sum - wanted).abs() > 2e-3).then(|| format!("states {sum}, and not {wanted}"));
+    }
+    let hidden = model.forward(ids(&tokens[..tokens.len() - 1]));
+    let loss = model.loss(hidden, ids(&tokens[1..]), HeadLossOptions::new());
+    let loss = loss.into_data().iter::<f64>().next().expect("a loss");
+    let wanted = case["loss"].as_f64().expect("a loss");
+    if (loss - wanted).abs() > 1e-4 {
+        return Some(format!("loss {loss}, and not {wanted}"));
+    }
+    let prompt: Vec<u32> = tokens[..8].iter().map(|token| *token as u32).collect();
+    let wanted: Vec<u32> = serde_json::from_value(case["greedy"].clone()).expect("tokens");
+    let greedy = greedy(model, &[&prompt], wanted.len(), device).remove(0);
+    (greedy != wanted).then(|| format!("tokens {greedy:?}, and not {wanted:?}"))
+}
+
 backend_test!(settings_of_config_json_are_used_as_in_transformers_or_refused_by_name::<B>(device) {
     let golden = fs::read_to_string(folder("configs.json")).expect("a golden file");
     let golden: Value = serde_json::from_str(&golden).expect("JSON");
     let tokens: Vec<i32> = serde_json::from_value(golden["tokens"].clone()).expect("tokens");
-    let ids = |values: &[i32]| -> Tensor<B, 2, Int> {
-        Tensor::from_data(TensorData::new(values.to_vec(), [1, values.len()]), &device)
-    };
     let files: Vec<Vec<u8>> = golden["shapes"].as_array().expect("shapes").iter()
         .map(|shapes| weights(shapes.as_object().expect("shapes by name"))).collect();
     let cases = golden["cases"].as_array().expect("cases");
-    assert!(cases.len() > 60, "all of them");
+    assert!(cases.len() > 120, "all of them");
     let mut wrong = Vec::new();
     for case in cases {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("config.json"), case["config"].to_string()).expect("writable");
         let file = &files[case["shapes"].as_u64().expect("a number") as usize];
         fs::write(folder.path().join("model.safetensors"), file).expect("writable");
-        let loaded = ModelFolder::new(folder.path()).load::<B>(&device).map_err(|error| error.to_string());
-        let loss = loaded.map(|model: Transformer<B>| {
-            let hidden = model.forward(ids(&tokens[..tokens.len() - 1]));
-            let loss = model.loss(hidden, ids(&tokens[1..]), HeadLossOptions::new());
-            loss.into_data().iter::<f64>().next().expect("a loss")
-        });
-        let fine = match (&loss, case["loss"].as_f64(), case["refused"].as_str()) {
-            (Ok(loss), Some(wanted), None) => (loss - wanted).abs() < 1e-4,
-            (Err(message), None, Some(key)) => message.contains(key),
-            _ => false,
+        let files = ModelFolder::new(folder.path());
+        let loaded = files.load::<B>(&device).map_err(|error| error.to_string());
+        let fault = match (loaded, case["refused"].as_str()) {
+            (Err(message), Some(key)) if message.contains(key) => None,
+            (Err(message), _) => Some(message),
+            (Ok(_), Some(key)) => Some(format!("{key} is not refused")),
+            (Ok(model), None) => difference(&model, &tokens, case, &device),
         };
-        if !fine {
-            wrong.push(format!("{}: {loss:?}, and not {} {}", case["config"], case["loss"], case["refused"]));
+        let unknown = files.unknown_keys().unwrap_or_default();
+        if let Some(fault) = fault.or_else(|| (!unknown.is_empty()).then(|| format!("unknown: {unknown:?}"))) {
+            wrong.push(format!("{}: {fault}", case["config"]));
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+});
+
+/// A folder of a small Llama whose pair of table and head is one, as the config says, and what each tensor is stored as.
+fn llama(tensors: &[(&str, Vec<usize>, Dtype, Vec<u8>)], more: Value) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut config = serde_json::json!({
+        "model_type": "llama", "vocab_size": 4, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 0,
+        "num_attention_heads": 1, "max_position_embeddings": 8, "tie_word_embeddings": true,
+    });
+    more.as_object().expect("fields").iter().for_each(|(key, value)| config[key] = value.clone());
+    fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
+    let views = tensors.iter().map(|(name, shape, dtype, bytes)| {
+        (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("as many bytes as the shape says"))
+    });
+    fs::write(folder.path().join("model.safetensors"), safetensors::serialize(views, None).expect("a file"))
+        .expect("writable");
+    folder
+}
+
+/// `n` numbers as f32, f64 or FP8 with four bits of exponent.
+fn stored(n: usize, dtype: Dtype) -> Vec<u8> {
+    let values = (0..n).map(|at| [0.5f32, -1.0, 0.25, 2.0, -0.125, 1.5, 0.0][at % 7]);
+    match dtype {
+        Dtype::F64 => values.flat_map(|value| f64::from(value).to_le_bytes()).collect(),
+        Dtype::F8_E4M3 => values
+            .map(|value| match value {
+                0.5 => 0x30,
+                -1.0 => 0xb8,
+                0.25 => 0x28,
+                2.0 => 0x40,
+                -0.125 => 0xa0,
+                1.5 => 0x3c,
+                _ => 0,
+            })
+            .collect(),
+        _ => values.flat_map(f32::to_le_bytes).collect(),
+    }
+}
+
+backend_test!(what_is_stored_counts_of_a_tied_pair_and_in_every_dtype::<B>(device) {
+    let (table, head, norm) = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight");
+    let matrix = |name, dtype| (name, vec![4, 4], dtype, stored(16, dtype));
+    let ones = (norm, vec![4], Dtype::F32, 1f32.to_le_bytes().repeat(4));
+    let none = || serde_json::json!({});
+    let logits = |tensors: &[_], more: Value| -> Result<Vec<f32>, String> {
+        let folder = llama(tensors, more);
+        let model = ModelFolder::new(folder.path()).load::<B>(&device).map_err(|error| error.to_string())?;
+        let ids = Tensor::<B, 2, Int>::from_data([[0, 1, 2, 3]], &device);
+        Ok(model.logits(model.forward(ids)).into_data().iter::<f32>().collect())
+    };
+    let tied = logits(&[matrix(table, Dtype::F32), ones.clone()], none()).expect("a pair that is one");
+    assert!(tied.iter().any(|logit| *logit != 0.0));
+    for dtype in [Dtype::F64, Dtype::F8_E4M3] {
+        assert_eq!(logits(&[matrix(table, dtype), ones.clone()], none()), Ok(tied.clone()), "{dtype:?}");
+    }
+    // Either of them may be stored, or both.
+    assert_eq!(logits(&[matrix(head, Dtype::F32), ones.clone()], none()), Ok(tied.clone()));
+    let both = [matrix(table, Dtype::F32), matrix(head, Dtype::F32), ones.clone()];
+    assert_eq!(logits(&both, none()), Ok(tied.clone()));
+    // One that differs is used, whatever the config says, as in transformers.
+    let other = (head, vec![4, 4], Dtype::F32, stored(17, Dtype::F32)[4..].to_vec());
+    let own = [matrix(table, Dtype::F32), other, ones.clone()];
+    let untied = logits(&own, serde_json::json!({ "tie_word_embeddings": false })).expect("a head of its own");
+    assert_ne!(untied, tied);
+    assert_eq!(logits(&own, none()), Ok(untied));
+    // Other integers than floats are refused by name.
+    let message = logits(&[(table, vec![4, 4], Dtype::I8, vec![1; 16]), ones], none()).expect_err("integers");
+    assert!(message.contains("I8") && message.contains(table), "{message}");
+});
+
+backend_test!(keys_that_nobody_knows_are_named_and_weights_that_are_quantized_refused::<B>(device) {
+    let folder = llama(&[], serde_json::json!({ "logit_scale": 0.5, "_tool": 1, "torch_dtype": "float16" }));
+    assert_eq!(ModelFolder::new(folder.path()).unknown_keys().expect("a config"), ["logit_scale"]);
+    let folder = llama(&[], serde_json::json!({ "quantization_config": { "quant_method": "gptq" } }));
+    let refused = ModelFolder::new(folder.path()).load::<B>(&device).expect_err("no GPTQ").to_string();
+    assert!(refused.contains("quantization_config") && refused.contains("gptq"), "{refused}");
+});
+
+backend_test!(norms_of_the_oldest_checkpoints_are_found_by_their_old_names::<B>(device) {
+    let config = fireclay_model::TransformerConfig::bert(20, 8, 8, 1, 2);
+    let model = config.init::<B>(1, &device).expect("a config that holds together");
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = ModelFolder::new(folder.path());
+    files.save(&model)?;
+    let path = folder.path().join("model.safetensors");
+    let bytes = fs::read(&path).expect("a file");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("a safetensors file");
+    let older = tensors.iter().map(|(name, view)| {
+        (name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"), view)
+    });
+    let older: Vec<_> = older.collect();
+    assert!(older.iter().filter(|(name, _)| name.ends_with("LayerNorm.gamma")).count() == 3);
+    fs::write(&path, safetensors::serialize(older, None).expect("a file")).expect("writable");
+    let again = files.load::<B>(&device)?;
+    let ids = || Tensor::<B, 2, Int>::from_data([[0, 1, 2, 3]], &device);
+    let [ours, wanted] = [&again, &model].map(|model| model.forward(ids()).into_data().iter::<f32>().collect::<Vec<_>>());
+    assert_eq!(ours, wanted);
 });

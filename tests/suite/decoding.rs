@@ -35,7 +35,12 @@ pub(crate) fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledR
 }
 
 /// The likeliest tokens behind each prompt, `[prompt][step]`.
-fn greedy<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], steps: usize, device: &B::Device) -> Vec<Vec<u32>> {
+pub(crate) fn greedy<B: Backend>(
+    model: &Transformer<B>,
+    prompts: &[&[u32]],
+    steps: usize,
+    device: &B::Device,
+) -> Vec<Vec<u32>> {
     let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
     let (mut cache, rows, hidden) = read(model, prompts, longest + steps);
     let sampled = likeliest(rows.len(), device);

@@ -89,10 +89,16 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
     written
 }
 
-const ACTIVATIONS: [(ActivationKind, &str); 6] = [
+const ACTIVATIONS: [(ActivationKind, &str); 12] = [
     (ActivationKind::GeluTanh, "gelu_new"),
     (ActivationKind::GeluTanh, "gelu_pytorch_tanh"),
+    (ActivationKind::GeluTanh, "gelu_fast"),
+    (ActivationKind::GeluTanh, "gelu_accurate"),
+    (ActivationKind::GeluTanh, "gelu_python_tanh"),
     (ActivationKind::GeluErf, "gelu"),
+    (ActivationKind::GeluErf, "gelu_python"),
+    (ActivationKind::QuickGelu, "quick_gelu"),
+    (ActivationKind::ReluSquared, "relu2"),
     (ActivationKind::Relu, "relu"),
     (ActivationKind::Silu, "silu"),
     (ActivationKind::Silu, "swish"),
@@ -113,10 +119,13 @@ fn write_scaling(scaling: RotaryScaling) -> Value {
                 "original_max_position_embeddings": original_context_length,
             })
         }
-        RotaryScaling::Yarn { factor, attention_factor, beta_fast, beta_slow, original_context_length } => json!({
-            "rope_type": "yarn", "factor": factor, "attention_factor": attention_factor, "beta_fast": beta_fast,
-            "beta_slow": beta_slow, "original_max_position_embeddings": original_context_length,
-        }),
+        RotaryScaling::Yarn { factor, attention_factor, beta_fast, beta_slow, original_context_length, truncate } => {
+            json!({
+                "rope_type": "yarn", "factor": factor, "attention_factor": attention_factor, "beta_fast": beta_fast,
+                "beta_slow": beta_slow, "original_max_position_embeddings": original_context_length,
+                "truncate": truncate,
+            })
+        }
     }
 }
 
@@ -132,6 +141,19 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         let known: Vec<&str> = FAMILIES.iter().map(|(_, name, _)| *name).collect();
         ConfigError(format!("model_type is '{model_type}'; known are {}", known.join(", ")))
     })?;
+    if family != Family::Fireclay {
+        let pruned = fields.get("pruned_heads").filter(|heads| heads.as_object().is_none_or(|heads| !heads.is_empty()));
+        if let Some(heads) = pruned {
+            return Err(ConfigError(format!("config.json: pruned_heads is {heads}, and is not supported")));
+        }
+        if let Some(quantization) = fields.get("quantization_config") {
+            let method = quantization["quant_method"].as_str().unwrap_or("unknown");
+            return Err(ConfigError(format!(
+                "config.json: quantization_config: weights that are quantized as '{method}' are not supported"
+            )));
+        }
+        fields.refuse(&[("is_encoder_decoder", json!(false)), ("use_mrope", json!(false))])?;
+    }
     let mut read = match family {
         Family::Fireclay => serde_json::from_value(config.get(OWN).cloned().unwrap_or_default())
             .map_err(|error| ConfigError(format!("config.json: {error}")))?,
@@ -354,6 +376,17 @@ impl Fields<'_> {
         Ok(())
     }
 
+    /// What YaRN multiplies cosines and sines by, if it is not the paper's: `attention_factor`, or else a quotient of two, which
+    /// DeepSeek has.
+    fn attention_factor(&self, factor: f64) -> Result<Option<f64>, ConfigError> {
+        if self.get("attention_factor").is_some() {
+            return self.number_or("attention_factor", 1.0).map(Some);
+        }
+        let [one, all] = [self.number_or("mscale", 0.0)?, self.number_or("mscale_all_dim", 0.0)?];
+        let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+        Ok((one != 0.0 && all != 0.0).then(|| magnitude(one) / magnitude(all)))
+    }
+
     /// Rotary positions: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before `rope_theta`, as in
     /// transformers.
     fn rotary(&self, context_length: usize) -> Result<Positions, ConfigError> {
@@ -370,10 +403,7 @@ impl Fields<'_> {
                 "config.json: rope_parameters of their own for some layers are not supported".into(),
             ));
         }
-        scaling.refuse(&[("partial_rotary_factor", json!(1.0)), ("truncate", json!(true))])?;
-        if let Some(name) = ["mscale", "mscale_all_dim"].into_iter().find(|name| scaling.get(name).is_some()) {
-            return Err(ConfigError(format!("config.json: {name} of rotary scaling is not supported")));
-        }
+        scaling.refuse(&[("partial_rotary_factor", json!(1.0))])?;
         let base = scaling.number_or("rope_theta", base)?;
         let kind = if scaling.get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = if scaling.get(kind).is_some() { scaling.text(kind)? } else { "default" };
@@ -384,6 +414,8 @@ impl Fields<'_> {
         };
         let scaling = match kind {
             "default" => RotaryScaling::None,
+            // It scales only beyond the context, which no sequence here is.
+            "dynamic" => RotaryScaling::None,
             "linear" => RotaryScaling::Linear { factor },
             "llama3" => RotaryScaling::Llama3 {
                 factor,
@@ -393,13 +425,11 @@ impl Fields<'_> {
             },
             "yarn" => RotaryScaling::Yarn {
                 factor,
-                attention_factor: match scaling.get("attention_factor") {
-                    Some(_) => Some(scaling.number_or("attention_factor", 1.0)?),
-                    None => None,
-                },
+                attention_factor: scaling.attention_factor(factor)?,
                 beta_fast: scaling.number_or("beta_fast", 32.0)?,
                 beta_slow: scaling.number_or("beta_slow", 1.0)?,
                 original_context_length,
+                truncate: scaling.flag_or("truncate", true)?,
             },
             other => return Err(ConfigError(format!("config.json: rotary scaling '{other}' is not supported"))),
         };
@@ -420,6 +450,7 @@ mod tests {
             beta_fast: 32.0,
             beta_slow: 1.0,
             original_context_length: 16,
+            truncate: false,
         };
         let cases = [
             (TransformerConfig::gpt2(61, 32, 24, 2, 3).with_dropout(0.1), Family::Gpt2),

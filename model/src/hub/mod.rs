@@ -4,6 +4,7 @@ mod bert;
 mod config;
 mod family;
 mod gpt2;
+mod keys;
 mod llama;
 mod tensor;
 
@@ -14,6 +15,7 @@ use crate::config::TransformerConfig;
 pub(crate) use self::config::read;
 use self::family::FAMILIES;
 pub use self::family::Family;
+pub(crate) use self::keys::unknown as unknown_keys;
 use self::tensor::whole;
 pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES};
 
@@ -56,6 +58,20 @@ impl Family {
         };
         head || constant.iter().any(|constant| name.ends_with(constant))
             || ["intent_head.weight", "tag_head.weight"].contains(&name)
+    }
+
+    /// The name of the embedding table, in families whose output projection may be the same.
+    pub(crate) fn embedding_name(self) -> Option<&'static str> {
+        match self {
+            Self::Gpt2 => Some("transformer.wte.weight"),
+            Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => Some("model.embed_tokens.weight"),
+            Self::Bert | Self::Fireclay => None,
+        }
+    }
+
+    /// The name of the output projection there.
+    pub(crate) fn head_name(self) -> Option<&'static str> {
+        self.embedding_name().map(|_| "lm_head.weight")
     }
 
     /// The tensors that fill the parameter at `path`; `None` where the family has no such parameter.

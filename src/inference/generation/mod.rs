@@ -21,8 +21,8 @@ use crate::precision::{CachePrecision, Precision};
 /// Tokens that end a text, where the tokenizer has them.
 const END_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_end|>", "</s>"];
 
-/// Lower temperatures than this, but for zero, take logits out of what f32 holds.
-const LEAST_TEMPERATURE: f64 = 1e-3;
+/// Lower temperatures than this would take logits out of what f32 holds: they are zero, which is greedy.
+pub(crate) const LEAST_TEMPERATURE: f64 = 1e-3;
 
 /// Prompts that are continued together, at the most: on a device of its own, and on the CPU.
 const ROWS: usize = 256;
@@ -86,10 +86,6 @@ impl GenerationOptions {
                 "--temperature {asked:e} must be 0 or above, and a number that f32 holds"
             )));
         }
-        if self.temperature > 0.0 && self.temperature < LEAST_TEMPERATURE {
-            let least = LEAST_TEMPERATURE;
-            return Err(Failure::usage(format!("--temperature {} must be 0, or {least} or above", self.temperature)));
-        }
         if self.top_k == Some(0) {
             return Err(Failure::usage("--top-k 0 leaves nothing to draw from"));
         }
@@ -117,7 +113,7 @@ impl GenerationOptions {
     /// How the tokens of a text are drawn; its draws are those of a number.
     pub fn sampling(&self, number: u64) -> Sampling {
         Sampling::greedy()
-            .with_temperature(self.temperature)
+            .with_temperature(if self.temperature < LEAST_TEMPERATURE { 0.0 } else { self.temperature })
             .with_seed(self.seed, number)
             .with_top_k(self.top_k)
             .with_top_p(self.top_p)
@@ -254,11 +250,16 @@ impl<B: Backend> Generator<B> {
         let context = self.model.config().context_length;
         let room = context.saturating_sub(tokens.len());
         let max_tokens = options.max_tokens.unwrap_or(room.min(256));
-        if (max_tokens > room && kept_tokens(self.model.config()).is_none()) || room == 0 {
+        let length = tokens.len();
+        if room == 0 {
             return Err(Failure::new(format!(
-                "the prompt has {} tokens and {max_tokens} are to follow, but the model's context is {context}: \
-                 shorten the prompt, or set --max-tokens to {room} at the most",
-                tokens.len()
+                "the prompt has {length} tokens, but the model's context is {context}: shorten the prompt"
+            )));
+        }
+        if max_tokens > room && kept_tokens(self.model.config()).is_none() {
+            return Err(Failure::new(format!(
+                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {context}: \
+                 shorten the prompt, or set --max-tokens to {room} at the most"
             )));
         }
         Ok(Prepared { tokens, max_tokens })
@@ -391,7 +392,7 @@ impl<B: Backend> Generator<B> {
         for (row, prompt) in prompts.iter().enumerate() {
             let id = scheduler.add(self.request(prompt, options, first + row as u64))?;
             rows.insert(id, row);
-            texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &options.stop))));
+            texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
         }
         let mut decoding = Some(decoding);
         // Those that were handed on are no longer among the texts.
@@ -519,8 +520,9 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    pub(crate) fn new(tokenizer: &'a Tokenizer, stop: &'a [String]) -> Self {
-        Self { stream: tokenizer.stream(), stop, text: String::new(), shown: 0 }
+    /// For the tokens behind those of `prompt`.
+    pub(crate) fn new(tokenizer: &'a Tokenizer, prompt: &[u32], stop: &'a [String]) -> Self {
+        Self { stream: tokenizer.stream_behind(prompt), stop, text: String::new(), shown: 0 }
     }
 
     /// Whether a stop text was reached.
@@ -575,6 +577,8 @@ pub enum GenerationEvent<'a> {
     Text(&'a str),
     /// A prompt's text is complete.
     Done(&'a Generated),
+    /// One of several prompts cannot be gone on from: its number, from one, and why.
+    Refused(usize, &'a Failure),
 }
 
 impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
@@ -583,10 +587,8 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
         let generator = generator.with_interrupt(self.interrupt.clone());
-        // All prompts are read before anything is written.
-        let prepare = |prompt: &String| generator.prepare(prompt, &self.options);
-        let prepared = self.prompts.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
-        if let ([prompt], [prepared]) = (&self.prompts[..], &prepared[..]) {
+        if let [prompt] = &self.prompts[..] {
+            let prepared = generator.prepare(prompt, &self.options)?;
             // The prompt is shown with the first piece of its text, behind what may be said on the way there.
             let (mut show, mut begun) = (self.show, false);
             let mut tell = |event: GenerationEvent<'_>| {
@@ -595,21 +597,40 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
                 }
                 show(event);
             };
-            let generated = generator.generate(prepared, &self.options, |text| tell(GenerationEvent::Text(text)))?;
+            let generated = generator.generate(&prepared, &self.options, |text| tell(GenerationEvent::Text(text)))?;
             tell(GenerationEvent::Done(&generated));
             return Ok(());
         }
+        self.options.validate()?;
+        // All prompts are read before anything is written; of several, one that does not fit leaves the others.
+        let mut prepared = Vec::new();
+        let mut refused = 0;
+        for (at, prompt) in self.prompts.iter().enumerate() {
+            match generator.prepare(prompt, &self.options) {
+                Ok(fits) => prepared.push((prompt, fits)),
+                Err(failure) => {
+                    refused += 1;
+                    (self.show)(GenerationEvent::Refused(at + 1, &failure));
+                }
+            }
+        }
         // Several are shown when they are complete, in their order: side by side, nobody could read them.
-        let all: Vec<&Prepared> = prepared.iter().collect();
+        let all: Vec<&Prepared> = prepared.iter().map(|(_, prepared)| prepared).collect();
         let done = |row: usize, generated: Generated| {
             // An interrupt leaves those that were not begun.
             if !generated.tokens.is_empty() {
-                (self.show)(GenerationEvent::Begun(&self.prompts[row]));
+                (self.show)(GenerationEvent::Begun(prepared[row].0));
                 (self.show)(GenerationEvent::Text(&generated.text));
                 (self.show)(GenerationEvent::Done(&generated));
             }
         };
-        let mut scheduler = generator.scheduler(prepared.iter().map(Prepared::length));
-        generator.write_all(&mut scheduler, (&all, 0), &self.options, (|_, _: &str| {}, done), || Ok(()))
+        if !all.is_empty() {
+            let mut scheduler = generator.scheduler(all.iter().map(|prepared| prepared.length()));
+            generator.write_all(&mut scheduler, (&all, 0), &self.options, (|_, _: &str| {}, done), || Ok(()))?;
+        }
+        match refused {
+            0 => Ok(()),
+            _ => Err(Failure::new(format!("{refused} of {} prompts could not be gone on from", self.prompts.len()))),
+        }
     }
 }

@@ -55,6 +55,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
             stop: settings.stop.clone(),
             calls: (!tools.offered.is_empty()).then_some(served.tool_style).flatten(),
             parallel_calls: fields.flag("parallel_tool_calls", true)?,
+            prompts: Vec::new(),
         };
         let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
             Some(most) => Some(most),

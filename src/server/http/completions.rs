@@ -49,7 +49,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         // No more than there is room for, where nobody said how many.
         let room = prompts.iter().map(|prompt| served.context.saturating_sub(prompt.len())).min().unwrap_or(0);
         let max_tokens = max_tokens.or((room > 0).then_some(MAX_TOKENS.min(room)));
-        let taken = Taken { stop: settings.stop.clone(), calls: None, parallel_calls: true };
+        let taken = Taken { stop: settings.stop.clone(), calls: None, parallel_calls: true, prompts: Vec::new() };
         let prompts = Prompts { prompts, max_tokens, filter: None, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
         Ok((prompts, settings, taken, given, echo))

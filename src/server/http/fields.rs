@@ -62,7 +62,10 @@ impl Fields {
     /// A whole number.
     pub(super) fn count(&self, field: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, ApiError> {
         let Some(value) = self.get(field) else { return Ok(None) };
-        let count = value.as_u64().and_then(|count| usize::try_from(count).ok()).filter(|count| range.contains(count));
+        // 4.0 is 4.
+        let whole = value.as_f64().filter(|count| count.fract() == 0.0 && (0.0..9e15).contains(count));
+        let count = value.as_u64().or(whole.map(|count| count as u64)).and_then(|count| usize::try_from(count).ok());
+        let count = count.filter(|count| range.contains(count));
         let wanted = || match *range.end() {
             usize::MAX => format!("a whole number of {} or more", range.start()),
             most => format!("a whole number from {} to {most}", range.start()),
@@ -73,7 +76,8 @@ impl Fields {
     /// A whole number of either sign.
     pub(super) fn integer(&self, field: &str) -> Result<Option<i64>, ApiError> {
         let Some(value) = self.get(field) else { return Ok(None) };
-        let integer = value.as_i64().or(value.as_u64().map(u64::cast_signed));
+        let whole = value.as_f64().filter(|whole| whole.fract() == 0.0 && whole.abs() < 9e15);
+        let integer = value.as_i64().or(value.as_u64().map(u64::cast_signed)).or(whole.map(|whole| whole as i64));
         integer.map(Some).ok_or_else(|| self.wrong(field, "a whole number"))
     }
 

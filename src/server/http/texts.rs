@@ -16,8 +16,8 @@ use tokio::time::Instant;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
-use crate::inference::generation::GenerationOptions;
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
+use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
 use crate::server::engine::{Job, TextEvent, WriteJob};
 use crate::server::served::{Served, ServedWriter};
@@ -75,9 +75,8 @@ pub(super) struct Settings {
 impl Settings {
     pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
         let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0);
-        if temperature > 0.0 && temperature < 1e-3 {
-            return Err(fields.wrong("temperature", "0, or from 0.001 to 2"));
-        }
+        // So low it is greedy, but for logits that are as good as one.
+        let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
         let top_p = fields.number("top_p", 0.0..=1.0)?;
         if top_p == Some(0.0) {
             return Err(fields.wrong("top_p", "above 0, and 1 at the most"));
@@ -196,6 +195,11 @@ impl Prompts {
         }
         Ok((jobs, events))
     }
+
+    /// The prompt of each text, in the order of [`jobs`](Self::jobs).
+    fn of_choices(&self, settings: &Settings) -> Vec<Vec<u32>> {
+        self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices)).cloned().collect()
+    }
 }
 
 /// What an answer is made of, whatever form it has.
@@ -228,11 +232,12 @@ pub(super) struct Whole {
 pub(super) async fn answer(
     shared: Arc<Shared>,
     caller: Caller,
-    (prompts, settings, taken): (Prompts, Settings, Taken),
+    (prompts, settings, mut taken): (Prompts, Settings, Taken),
     form: impl Form,
 ) -> Result<Response, ApiError> {
     let served = writer(&shared)?;
     let (jobs, events) = prompts.jobs(served, &settings)?;
+    taken.prompts = prompts.of_choices(&settings);
     let prompt_tokens = prompts.prompts.iter().map(Vec::len).sum();
     let count = jobs.len();
     if count > shared.options.limits.answers {

@@ -8,8 +8,7 @@ use crate::harness::{assert_parity, strided};
 use crate::plain;
 
 backend_test!(activations_match_the_reference::<B>(device) {
-    let kinds = [ActivationKind::GeluErf, ActivationKind::GeluTanh, ActivationKind::Relu, ActivationKind::Silu];
-    for kind in kinds {
+    for kind in ActivationKind::ALL {
         for gated in [false, true] {
             let activation = Activation { kind, gated };
             for (rows, columns) in [(1, 2), (3, 64), (65, 130), (2, 1000)] {

@@ -15,6 +15,8 @@ macro_rules! with_kind {
             ActivationKind::GeluTanh => $call($($argument,)* $activation.gated, gelu_tanh),
             ActivationKind::Relu => $call($($argument,)* $activation.gated, relu),
             ActivationKind::Silu => $call($($argument,)* $activation.gated, silu),
+            ActivationKind::QuickGelu => $call($($argument,)* $activation.gated, quick_gelu),
+            ActivationKind::ReluSquared => $call($($argument,)* $activation.gated, relu_squared),
         }
     };
 }
@@ -169,6 +171,19 @@ fn relu(x: f32) -> (f32, f32) {
 fn silu(x: f32) -> (f32, f32) {
     let s = sigmoid(x);
     (x * s, s * (1.0 + x * (1.0 - s)))
+}
+
+#[inline(always)]
+fn quick_gelu(x: f32) -> (f32, f32) {
+    let z = 1.702 * x;
+    let s = sigmoid(z);
+    (x * s, s * (1.0 + z * (1.0 - s)))
+}
+
+#[inline(always)]
+fn relu_squared(x: f32) -> (f32, f32) {
+    let (value, _) = relu(x);
+    (value * value, 2.0 * value)
 }
 
 #[inline(always)]

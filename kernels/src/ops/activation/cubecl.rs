@@ -15,6 +15,7 @@ const UNITS: u32 = 256;
 
 /// `sqrt(2 / pi)`.
 const ROOT: f32 = 0.797_884_6;
+const QUICK: f32 = 1.702;
 const CUBIC: f32 = 0.044_715;
 /// `1 / sqrt(2 pi)`.
 const DENSITY: f32 = 0.398_942_3;
@@ -238,6 +239,11 @@ pub(crate) fn value<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind
             select_many(x.greater_than(zero), x, zero)
         }
         ActivationKind::Silu => x * sigmoid::<N>(x),
+        ActivationKind::QuickGelu => x * sigmoid::<N>(x * Vector::new(QUICK)),
+        ActivationKind::ReluSquared => {
+            let zero = Vector::<f32, N>::new(0.0);
+            select_many(x.greater_than(zero), x * x, zero)
+        }
     }
 }
 
@@ -261,6 +267,15 @@ fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector
         ActivationKind::Silu => {
             let s = sigmoid::<N>(x);
             s * (one + x * (one - s))
+        }
+        ActivationKind::QuickGelu => {
+            let z = x * Vector::new(QUICK);
+            let s = sigmoid::<N>(z);
+            s * (one + z * (one - s))
+        }
+        ActivationKind::ReluSquared => {
+            let zero = Vector::<f32, N>::new(0.0);
+            select_many(x.greater_than(zero), x * Vector::new(2.0f32), zero)
         }
     }
 }

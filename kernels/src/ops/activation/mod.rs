@@ -30,6 +30,16 @@ pub enum ActivationKind {
     Relu,
     /// `x * sigmoid(x)`; gated, it is SwiGLU.
     Silu,
+    /// `x * sigmoid(1.702 x)`, an approximation of GELU; CLIP's.
+    QuickGelu,
+    /// `max(x, 0)^2` (So et al., 2021).
+    ReluSquared,
+}
+
+impl ActivationKind {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::GeluErf, Self::GeluTanh, Self::Relu, Self::Silu, Self::QuickGelu, Self::ReluSquared];
 }
 
 /// A nonlinearity, and whether it gates.

@@ -47,6 +47,8 @@ fn value<B: Backend>(x: Tensor<B, 2>, kind: ActivationKind) -> Tensor<B, 2> {
         ActivationKind::GeluTanh => x.clone() * sigmoid_of_gelu(x),
         ActivationKind::Relu => burn_activation::relu(x),
         ActivationKind::Silu => x.clone() * burn_activation::sigmoid(x),
+        ActivationKind::QuickGelu => x.clone() * burn_activation::sigmoid(x.mul_scalar(QUICK)),
+        ActivationKind::ReluSquared => burn_activation::relu(x).powi_scalar(2),
     }
 }
 
@@ -66,12 +68,19 @@ fn slope<B: Backend>(x: Tensor<B, 2>, kind: ActivationKind) -> Tensor<B, 2> {
             let s = burn_activation::sigmoid(x.clone());
             s.clone() * (x * s.neg().add_scalar(1.0)).add_scalar(1.0)
         }
+        ActivationKind::QuickGelu => {
+            let z = x.mul_scalar(QUICK);
+            let s = burn_activation::sigmoid(z.clone());
+            s.clone() * (z * s.neg().add_scalar(1.0)).add_scalar(1.0)
+        }
+        ActivationKind::ReluSquared => burn_activation::relu(x).mul_scalar(2.0),
     }
 }
 
 /// `sqrt(2 / pi)`.
 const ROOT: f64 = 0.797_884_560_802_865_4;
 const CUBIC: f64 = 0.044_715;
+const QUICK: f64 = 1.702;
 
 /// `(1 + tanh(z)) / 2`, which is `sigmoid(2 z)`, of the approximation's `z`.
 fn sigmoid_of_gelu<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {

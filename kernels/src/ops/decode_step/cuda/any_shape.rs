@@ -181,6 +181,8 @@ impl CudaKernel for DecodeStepAnyShape {
             ActivationKind::GeluTanh => 1,
             ActivationKind::Relu => 2,
             ActivationKind::Silu => 3,
+            ActivationKind::QuickGelu => 4,
+            ActivationKind::ReluSquared => 5,
         };
         let dtype = match shape.dtype {
             DType::BF16 => 1,

@@ -438,7 +438,7 @@ fn numbered(activation: Activation) -> Option<(usize, bool)> {
         ActivationKind::GeluTanh => Some((1, gated)),
         ActivationKind::Relu => Some((2, gated)),
         ActivationKind::Silu => Some((3, gated)),
-        ActivationKind::GeluErf => None,
+        ActivationKind::GeluErf | ActivationKind::QuickGelu | ActivationKind::ReluSquared => None,
     }
 }
 

@@ -16,7 +16,7 @@
 // weights, scales, biases, gammas, keys and values. Instructions are few, and the same for all products: the caches of these are small.
 //
 // The host defines BATCH, N_LAYERS, D_MODEL, N_HEADS, N_KV_HEADS, HEAD_DIM, D_FF, VOCABULARY, PAGE_TOKENS, WINDOW (0: all keys are seen),
-// EPSILON, LAYER_NORM (1; 0: RMS norm), ACTIVATION (0: GELU by erf, 1: by tanh, 2: ReLU, 3: SiLU), GATED, DTYPE (of activations,
+// EPSILON, LAYER_NORM (1; 0: RMS norm), ACTIVATION (0: GELU by erf, 1: by tanh, 2: ReLU, 3: SiLU, 4: x * sigmoid(1.702 x), 5: squared ReLU), GATED, DTYPE (of activations,
 // and of weights and a cache that are not INT8; 0: f32, 1: bf16, 2: f16), INT8 (1: weights are bytes with a scale for each row), CACHE_INT8 (1: keys and
 // values are bytes with a scale for each head of a token), BLOCKS, and
 // how many elements lie between two rows of a matrix: QKV_PITCH, OUT_PITCH, UP_PITCH, DOWN_PITCH, EMBEDDING_PITCH, HEAD_PITCH,
@@ -149,8 +149,12 @@ __device__ __forceinline__ float activated(float x) {
     return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 #elif ACTIVATION == 2
     return x > 0 || x != x ? x : 0;
-#else
+#elif ACTIVATION == 3
     return x / (1 + expf(-x));
+#elif ACTIVATION == 4
+    return x / (1 + expf(-1.702f * x));
+#else
+    return x > 0 || x != x ? x * x : 0;
 #endif
 }
 __device__ __forceinline__ float sum_lanes(float v) {

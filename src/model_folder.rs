@@ -1,0 +1,36 @@
+//! What is worth saying of a model folder, and of tokens that its model lacks.
+
+use std::path::Path;
+
+use fireclay_datasets::Tokenizer;
+use fireclay_model::ModelFolder;
+
+use crate::failure::Failure;
+
+/// Names the keys of `config.json` that are passed over, on stderr.
+///
+/// # Errors
+/// If the file is missing, damaged, or describes nothing that can be built.
+pub(crate) fn warn_of_unknown_keys(folder: &Path) -> Result<(), Failure> {
+    let unknown = ModelFolder::new(folder).unknown_keys()?;
+    if !unknown.is_empty() {
+        let (shown, keys) = (folder.join("config.json"), unknown.join(", "));
+        eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+    }
+    Ok(())
+}
+
+/// Refuses tokens that a model of `vocab_size` tokens has no row for: a tokenizer may have more.
+///
+/// # Errors
+/// With the first of them.
+pub(crate) fn assert_known(tokens: &[u32], vocab_size: usize, tokenizer: &Tokenizer) -> Result<(), Failure> {
+    match tokens.iter().find(|token| **token as usize >= vocab_size) {
+        None => Ok(()),
+        Some(token) => {
+            let name = tokenizer.token(*token).map_or(String::new(), |name| format!(" ('{name}')"));
+            let last = vocab_size.saturating_sub(1);
+            Err(Failure::new(format!("the text has token {token}{name}, but the model knows 0 to {last} only")))
+        }
+    }
+}
