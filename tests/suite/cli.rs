@@ -126,6 +126,61 @@ fn a_trained_model_writes_the_same_text_for_the_same_seed() {
     assert_refused(&fireclay(&context), 1, &["model.safetensors", "truncated"]);
 }
 
+/// A short run on text of the test's own: what it prints, as JSON lines.
+fn sampled(source: &str, out: &Path, settings: &[&str]) -> Output {
+    let own = ["seq_length=16", "sample_tokens=40", "tokenizer=char", "holdout=0.2"];
+    let settings = own.iter().chain(settings).flat_map(|setting| ["--set", setting]);
+    let settings: Vec<&str> = small().into_iter().chain(settings).collect();
+    train(&[&["--data", source, "--json", "--out", text(out)], &settings[..]].concat())
+}
+
+#[test]
+fn samples_never_end_a_run() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("dna.txt");
+    // Neither spaces nor line breaks, and a context that prompt and sample together exceed.
+    fs::write(&file, "GATTACA".repeat(80)).expect("a writable folder");
+    for (at, prompt) in ["", "sample_prompt=TACAGATTACA"].into_iter().enumerate() {
+        let out = folder.path().join(format!("run-{at}"));
+        let more: Vec<&str> = Some(prompt).filter(|prompt| !prompt.is_empty()).into_iter().collect();
+        let output = sampled(text(&file), &out, &more);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let stdout = String::from_utf8(output.stdout).expect("text");
+        let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        let samples: Vec<&Value> = lines.iter().filter(|line| line["event"] == "sample").collect();
+        assert!(samples.len() == 2 && lines.iter().all(|line| line["event"] != "warning"), "{stdout}");
+        assert!(samples.iter().all(|sample| sample["text"].as_str().is_some_and(|text| text.len() > 2)), "{stdout}");
+    }
+    let out = folder.path().join("refused");
+    let refused = sampled(text(&file), &out, &["sample_prompt=GATTACAGATTACAGATTACA"]);
+    assert_refused(&refused, 2, &["sample_prompt", "21 tokens", "16"]);
+    assert_refused(&sampled(text(&file), &out, &["sample_prompt=GAX"]), 2, &["sample_prompt", "X"]);
+    assert!(!out.exists(), "nothing was written");
+}
+
+#[test]
+fn one_prompt_that_does_not_fit_leaves_the_others() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("run");
+    assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
+    let prompts = folder.path().join("prompts.txt");
+    fs::write(&prompts, format!("There was once\n{}\nThere was once", "once ".repeat(900))).expect("writable");
+    let fixed = ["generate", "--backend", crate::backend().as_str(), "--model", text(&out), "--json"];
+    let output =
+        fireclay(&[&fixed[..], &["--prompts", text(&prompts), "--max-tokens", "4", "--temperature", "1e-8"]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let stdout = String::from_utf8(output.stdout).expect("text");
+    let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let done: Vec<&Value> = lines.iter().filter(|line| line["event"] == "done").collect();
+    assert!(done.len() == 2 && done[0]["text"] == done[1]["text"], "{stdout}");
+    assert!(lines.iter().any(|line| line["event"] == "error" && line["prompt"] == 2), "{stdout}");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        told.contains("prompt 2") && told.contains("shorten the prompt") && !told.contains("--max-tokens"),
+        "{told}"
+    );
+}
+
 #[test]
 fn a_trained_model_is_evaluated_and_talked_to() {
     let folder = tempfile::tempdir().expect("a folder");
