@@ -111,7 +111,7 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
             (model, _) = optimizer.step(model, gradients, settings);
         }
         let [before, after] = [before, loss(&model.valid(), &device)].map(|loss| values(&loss)[0]);
-        assert!(after < 0.6 * before, "{dtype:?}: from {before} to {after}");
+        assert!(after < before - 0.3, "{dtype:?}: from {before} to {after}");
         for ((path, first), (_, last)) in first.into_iter().zip(all(&model)) {
             assert_eq!(first != last, path.contains(".adapter."), "{dtype:?}: {path}");
         }

@@ -117,6 +117,12 @@ impl Format {
         with_format!(self, F => F::READERS.contains(&reader))
     }
 
+    /// Weights in a word.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn in_word(self) -> usize {
+        self.row_length(1)
+    }
+
     fn row_length(self, words: usize) -> usize {
         with_format!(self, F => F::row_length(words))
     }

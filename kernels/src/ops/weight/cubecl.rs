@@ -126,10 +126,8 @@ fn dequantize_kernel<I: Int, O: Float>(
         row = clamp_index::<I>(tokens[row as usize], last);
     }
     let word = packed[(row * words + at % words) as usize];
-    match comptime!(format) {
-        Format::Int8 => {
-            let scale = scales[row as usize];
-            out[at as usize] = Four::<O>::cast_from(int8::unpack(word) * Four::<f32>::new(scale));
-        }
+    if comptime!(format == Format::Int8) {
+        let scale = scales[row as usize];
+        out[at as usize] = Four::<O>::cast_from(int8::unpack(word) * Four::<f32>::new(scale));
     }
 }

@@ -17,7 +17,6 @@ use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned,
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
 use crate::quant::Format;
-use crate::quant::int8::PACKED;
 use crate::selection::wait_seconds;
 use crate::tensor::{float, primitive};
 
@@ -376,10 +375,7 @@ where
     let mut pitches = Pitches::default();
     let mut hold = |x: Option<CubeTensor<R>>, name: &str| kept(x, name, &mut held);
     // Words have several weights.
-    let in_element = match format {
-        Some(Format::Int8) => PACKED,
-        None => 1,
-    };
+    let in_element = format.map_or(1, Format::in_word);
     // Vectors are few: as f32, whatever they are stored in.
     let vector = |x: &Tensor<CubeBackend<R, F, I, BT>, 1>| contiguous(primitive(x.clone().cast(DType::F32)));
     type OfNorm<R> = [Option<CubeTensor<R>>; 2];
