@@ -16,6 +16,7 @@ use crate::failure::Failure;
 
 mod attributes;
 mod filters;
+pub(crate) mod folder;
 mod format;
 mod methods;
 mod operators;

@@ -11,7 +11,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
 use super::{Asked, body};
-use crate::inference::chat::Dialogue;
+use crate::inference::chat::{ChatTemplate, Dialogue};
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammars;
@@ -38,6 +38,10 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
                 return Err(ApiError::param("top_logprobs", "top_logprobs needs logprobs: true"));
             }
             false => {}
+        }
+        // What is wrong with the template comes before what it lacks.
+        if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
+            return Err(ApiError::request(format!("this model cannot converse: {failure}")));
         }
         let tools = Tools::read(served, &fields)?;
         let dialogue = dialogue(&fields, &tools)?;
