@@ -23,7 +23,15 @@ mod client;
 /// Files without which there is no model.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Files that some models have.
-const OPTIONAL: [&str; 4] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja", "labels.json"];
+const OPTIONAL: [&str; 5] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "labels.json",
+];
+/// Where further chat templates are.
+const TEMPLATES: &str = "additional_chat_templates/";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// How often a file that breaks off is taken up again.
@@ -251,7 +259,8 @@ impl Hub {
         if let Some(file) = REQUIRED.iter().chain([&weights]).find(|file| !listed(file)) {
             return Err(self.model.refused(format!("{} has this model, but without {file}", self.endpoint)));
         }
-        for file in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(listed)).chain([weights]) {
+        let templates = files.iter().map(String::as_str).filter(|file| is_template(file));
+        for file in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(listed)).chain(templates).chain([weights]) {
             self.file(&commit, file, progress)?;
         }
         let folder = self.snapshot(&commit);
@@ -490,6 +499,12 @@ fn text_files(files: &BTreeSet<String>) -> Vec<&str> {
     let chosen = if train.is_empty() { found.into_iter().filter(|file| !held_out(file)).collect() } else { train };
     let of = |ending: &str| -> Vec<&str> { chosen.iter().copied().filter(|file| file.contains(ending)).collect() };
     [of(".parquet"), of(".jsonl"), of(".ndjson"), of(".txt")].into_iter().find(|of| !of.is_empty()).unwrap_or_default()
+}
+
+/// Whether a file is one of the further chat templates.
+fn is_template(file: &str) -> bool {
+    let name = file.strip_prefix(TEMPLATES).and_then(|name| name.strip_suffix(".jinja"));
+    name.is_some_and(|name| !name.contains('/') && is_plain(name))
 }
 
 fn length(path: &Path) -> Option<u64> {

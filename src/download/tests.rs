@@ -205,6 +205,8 @@ fn small_model() -> Scene {
         ("config.json", b"{}".to_vec()),
         ("tokenizer.json", b"{\"tokens\": []}".to_vec()),
         ("chat_template.jinja", b"{{ messages }}".to_vec()),
+        ("additional_chat_templates/tool_use.jinja", b"{{ tools }}".to_vec()),
+        ("special_tokens_map.json", b"{\"bos_token\": \"<s>\"}".to_vec()),
         ("README.md", b"# Model".to_vec()),
         (SINGLE, weights()),
     ];
@@ -322,6 +324,8 @@ fn a_model_is_fetched_once_and_then_found_without_a_network() {
     assert_eq!(folder, served.snapshot());
     assert_eq!(fs::read(folder.join("config.json")).unwrap(), b"{}");
     assert_eq!(fs::read(folder.join("chat_template.jinja")).unwrap(), b"{{ messages }}");
+    assert_eq!(fs::read(folder.join("additional_chat_templates/tool_use.jinja")).unwrap(), b"{{ tools }}");
+    assert_eq!(fs::read(folder.join("special_tokens_map.json")).unwrap(), b"{\"bos_token\": \"<s>\"}");
     assert_eq!(fs::read(folder.join(SINGLE)).unwrap(), weights());
     assert!(!folder.join("README.md").exists() && !folder.join("generation_config.json").exists());
     assert_eq!(fs::read_to_string(served.repo().join("refs/main")).unwrap(), COMMIT);

@@ -1,28 +1,20 @@
 //! A conversation with a model, in the words of its own chat template.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
-use minijinja::value::Kwargs;
-use minijinja::{Environment, ErrorKind, context};
-use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::generation::scheduler::Scheduler;
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
+use crate::inference::template::Template;
+use crate::inference::template::folder::{self, DEFAULT, TOOL_USE};
 use crate::precision::{CachePrecision, Precision};
 
-const SETTINGS: &str = "tokenizer_config.json";
-const TEMPLATE: &str = "chat_template.jinja";
-/// The most instructions of a template, and how deep its macros and loops may nest. Memory is not bounded.
-const TEMPLATE_FUEL: u64 = 10_000_000;
-const TEMPLATE_DEPTH: usize = 100;
 /// Tokens of a conversation where nothing else is asked for.
 const CONTEXT: usize = 4096;
 
@@ -36,48 +28,42 @@ pub struct Message {
 }
 
 /// The template by which a model's conversations become text: Jinja, as the hub has it.
+///
+/// A model may have several, of which conversations with tools take the one called `tool_use`.
+/// One that cannot be read is refused when it is asked for.
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    bos: String,
-    eos: String,
+    templates: Result<Vec<(String, Result<Template, Failure>)>, Failure>,
+    /// Special tokens by name.
+    tokens: Map<String, Value>,
 }
 
 impl ChatTemplate {
-    /// Reads the template of a model's folder, from `chat_template.jinja` or `tokenizer_config.json`.
+    /// Reads the templates of a model's folder: those of `chat_template.jinja` and
+    /// `additional_chat_templates`, or those of `tokenizer_config.json`.
     ///
     /// # Errors
     /// If there is none, or it is no template.
     pub fn open(folder: &Path) -> Result<Self, Failure> {
-        Self::find(folder)?.ok_or_else(|| {
-            let shown = folder.display();
+        let found = Self::find(folder).ok_or_else(|| {
+            let (shown, places) = (folder.display(), folder::places());
             Failure::new(format!(
-                "{shown}: no chat template, neither {TEMPLATE} nor chat_template in {SETTINGS}: \
-                 the model was not made to converse; use `fireclay generate`"
+                "{shown}: no chat template, {places}: the model was not made to converse; use `fireclay generate`"
             ))
-        })
+        })?;
+        found.check().map_err(|failure| failure.about(&folder.display().to_string()))?;
+        Ok(found)
     }
 
-    /// The template of a model's folder, if it has one.
-    ///
-    /// # Errors
-    /// If it is no template.
-    pub fn find(folder: &Path) -> Result<Option<Self>, Failure> {
-        let (file, settings) = (folder.join(TEMPLATE), folder.join(SETTINGS));
-        let read = |path: &Path| match std::fs::read_to_string(path) {
-            Ok(text) => Ok(Some(text)),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(Failure::io(path)(error)),
-        };
-        let json: Value = match read(&settings)? {
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|error| Failure::new(format!("{}: not valid JSON: {error}", settings.display())))?,
-            None => Value::Null,
-        };
-        let template = read(&file)?.or_else(|| in_settings(&json["chat_template"]));
-        // A name, or an object with the name in it.
-        let token = |name: &str| json[name].as_str().or(json[name]["content"].as_str()).unwrap_or_default().to_string();
-        let made = template.map(|template| Self::new(template, token("bos_token"), token("eos_token")));
-        made.transpose().map_err(|failure| failure.about(&folder.display().to_string()))
+    /// The template of a model's folder, if it has one, be it good or not.
+    pub fn find(folder: &Path) -> Option<Self> {
+        match folder::read(folder) {
+            Ok(found) if found.templates.is_empty() => None,
+            Ok(found) => {
+                let read = |(name, source): (String, String)| (name, Template::new(&source));
+                Some(Self { templates: Ok(found.templates.into_iter().map(read).collect()), tokens: found.tokens })
+            }
+            Err(failure) => Some(Self { templates: Err(failure), tokens: Map::new() }),
+        }
     }
 
     /// A template, and the tokens that it may begin and end texts with.
@@ -85,30 +71,40 @@ impl ChatTemplate {
     /// # Errors
     /// If it is no template.
     pub fn new(template: String, bos: String, eos: String) -> Result<Self, Failure> {
-        let mut environment = Environment::new();
-        // As transformers sets Jinja up, and with the methods of Python's strings and dicts that templates call.
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_fuel(Some(TEMPLATE_FUEL));
-        environment.set_recursion_limit(TEMPLATE_DEPTH);
-        environment.add_filter("tojson", to_json);
-        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_template_owned("chat", template).map_err(|error| told(&error))?;
-        Ok(Self { environment, bos, eos })
+        let tokens = [("bos_token", bos), ("eos_token", eos)].into_iter().filter(|(_, token)| !token.is_empty());
+        Ok(Self {
+            templates: Ok(vec![(DEFAULT.into(), Ok(Template::new(&template)?))]),
+            tokens: tokens.map(|(name, token)| (name.to_string(), token.into())).collect(),
+        })
+    }
+
+    /// That conversations without tools can be rendered, or why they cannot.
+    ///
+    /// # Errors
+    /// If the template cannot be read.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.chosen(false).map(|_| ())
+    }
+
+    /// The template that is taken with or without tools.
+    fn chosen(&self, with_tools: bool) -> Result<&Template, Failure> {
+        let templates = self.templates.as_ref().map_err(Clone::clone)?;
+        let named = |wanted: &str| templates.iter().find(|(name, _)| name == wanted).map(|(_, template)| template);
+        let chosen = named(TOOL_USE).filter(|_| with_tools).or_else(|| named(DEFAULT)).ok_or_else(|| {
+            let names: Vec<&str> = templates.iter().map(|(name, _)| name.as_str()).collect();
+            Failure::new(format!("of the chat templates ({}) none is called {DEFAULT}", names.join(", ")))
+        })?;
+        chosen.as_ref().map_err(Clone::clone)
     }
 
     /// Whether it has a use for a variable of this name, such as `tools`.
     pub fn knows(&self, variable: &str) -> bool {
-        let template = self.environment.get_template("chat");
-        template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
+        self.chosen(true).is_ok_and(|template| template.knows(variable))
     }
 
-    /// Its text.
-    pub fn source(&self) -> String {
-        self.environment.get_template("chat").map(|template| template.source().to_string()).unwrap_or_default()
+    /// Its text, for conversations with tools.
+    pub fn source(&self) -> &str {
+        self.chosen(true).map(Template::source).unwrap_or_default()
     }
 
     /// A dialogue as the model reads it, up to where it is to answer.
@@ -116,15 +112,14 @@ impl ChatTemplate {
     /// # Errors
     /// If the template refuses it, or cannot be followed.
     pub fn render(&self, dialogue: &Dialogue) -> Result<String, Failure> {
-        let template = self.environment.get_template("chat").map_err(|error| told(&error))?;
         let Dialogue { messages, tools, variables } = dialogue;
-        let known = context! {
-            messages => messages, tools => tools, add_generation_prompt => true, bos_token => self.bos,
-            eos_token => self.eos,
-        };
-        template
-            .render(context! { ..known, ..minijinja::Value::from_serialize(variables) })
-            .map_err(|error| told(&error))
+        let mut known = self.tokens.clone();
+        known.insert("documents".into(), Value::Null);
+        known.extend(variables.clone());
+        known.insert("messages".into(), messages.clone().into());
+        known.insert("tools".into(), tools.clone());
+        known.insert("add_generation_prompt".into(), true.into());
+        self.chosen(!tools.is_null())?.render(&known)
     }
 
     /// The tokens of a dialogue. Control tokens (those that are `special` in `tokenizer.json`) come from the template
@@ -205,57 +200,6 @@ impl From<&[Message]> for Dialogue {
         let message = |Message { role, content }: &Message| json!({ "role": role, "content": content });
         Self { messages: messages.iter().map(message).collect(), ..Self::default() }
     }
-}
-
-/// Jinja's `tojson` as `transformers` has it: Python's `json.dumps` that leaves Unicode as it is.
-fn to_json(value: minijinja::Value, options: Kwargs) -> Result<String, minijinja::Error> {
-    let indent = options.get::<Option<usize>>("indent")?;
-    // Those that change nothing here.
-    for other in ["ensure_ascii", "separators", "sort_keys"] {
-        let _ = options.get::<Option<minijinja::Value>>(other)?;
-    }
-    options.assert_all_used()?;
-    let indent = indent.map(|width| " ".repeat(width.min(16)));
-    let mut written = Vec::new();
-    let failed = |error: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string());
-    match &indent {
-        Some(indent) => {
-            let pretty = PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut written, pretty)).map_err(failed)?;
-        }
-        None => {
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut written, OneLine)).map_err(failed)?;
-        }
-    }
-    String::from_utf8(written).map_err(|error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string()))
-}
-
-/// JSON in one line, with a space behind each comma and colon.
-struct OneLine;
-
-impl Formatter for OneLine {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
-}
-
-fn told(error: &minijinja::Error) -> Failure {
-    Failure::new(format!("the chat template: {error}"))
-}
-
-/// The template in a tokenizer's settings: one, or the one called `default` of several.
-fn in_settings(template: &Value) -> Option<String> {
-    let named = |entry: &&Value| entry["name"] == "default";
-    let several = || template.as_array()?.iter().find(named)?["template"].as_str();
-    template.as_str().or_else(several).map(str::to_string)
 }
 
 /// A conversation, of which the model keeps in its cache what it has read, page by page.
@@ -529,7 +473,7 @@ mod tests {
         for template in endless {
             let template = ChatTemplate::new(template.into(), String::new(), String::new()).expect("a template");
             let message = template.render(&spoken(&[said("user", "x")])).expect_err("stopped").to_string();
-            assert!(message.starts_with("the chat template: "), "{message}");
+            assert!(message.starts_with("the chat template, line 1: "), "{message}");
         }
     }
 
@@ -551,16 +495,50 @@ mod tests {
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("writable");
         let message = open().expect_err("no template").to_string();
         assert!(message.contains("chat_template") && message.contains("generate"), "{message}");
-        write(SETTINGS, r#"{"chat_template": "{{ eos_token }} one", "eos_token": {"content": "</s>"}}"#);
+        let settings = "tokenizer_config.json";
+        write(settings, r#"{"chat_template": "{{ eos_token }} one", "eos_token": {"content": "</s>"}}"#);
         assert_eq!(open(), Ok("</s> one".into()));
-        write(
-            SETTINGS,
-            r#"{"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]}"#,
-        );
-        assert_eq!(open(), Ok("d".into()));
-        write(TEMPLATE, "file");
+        write("special_tokens_map.json", r#"{"bos_token": "<s>", "pad_token": {"content": "<p>"}}"#);
+        write(settings, r#"{"chat_template": "{{ bos_token }}{{ pad_token }}{{ unk_token is defined }}"}"#);
+        assert_eq!(open(), Ok("<s><p>False".into()));
+        write("chat_template.jinja", "file");
         assert_eq!(open(), Ok("file".into()));
-        write(SETTINGS, "{");
+        write(settings, "{");
         assert!(open().expect_err("damaged").to_string().contains("JSON"));
+    }
+
+    #[test]
+    fn conversations_with_tools_take_the_template_for_tools() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("writable");
+        let settings = r#"{"chat_template": [{"name": "tool_use", "template": "{{ tools|length }} tools"},
+                           {"name": "default", "template": "none"}]}"#;
+        write("tokenizer_config.json", settings);
+        let template = ChatTemplate::open(folder.path()).expect("templates");
+        let with_tools = Dialogue { tools: json!([{}, {}]), ..Dialogue::default() };
+        assert_eq!(template.render(&Dialogue::default()), Ok("none".into()));
+        assert_eq!(template.render(&with_tools), Ok("2 tools".into()));
+        assert!(template.knows("tools"));
+        write("tokenizer_config.json", r#"{"chat_template": [{"name": "rag", "template": "r"}]}"#);
+        let message = ChatTemplate::open(folder.path()).err().expect("no default").to_string();
+        assert!(message.contains("rag") && message.contains("default"), "{message}");
+    }
+
+    #[test]
+    fn a_template_that_cannot_be_read_is_refused_when_it_is_asked_for() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("writable");
+        write("chat_template.jinja", "one\n{% include 'other' %}");
+        let template = ChatTemplate::find(folder.path()).expect("one that is no good");
+        assert!(!template.knows("messages") && template.source().is_empty());
+        for refused in [template.check(), template.render(&Dialogue::default()).map(|_| ())] {
+            let message = refused.expect_err("refused").to_string();
+            assert_eq!(message, "the chat template, line 2: the tag include is not supported in chat templates");
+        }
+        assert!(ChatTemplate::open(folder.path()).is_err());
+        write("chat_template.jinja", "fine");
+        write("tokenizer_config.json", "{");
+        let template = ChatTemplate::find(folder.path()).expect("one that is no good");
+        assert!(template.check().expect_err("damaged settings").to_string().contains("JSON"));
     }
 }

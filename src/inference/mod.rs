@@ -7,3 +7,4 @@ pub mod generation;
 pub mod language_model;
 pub mod prediction;
 pub(crate) mod tagging;
+pub mod template;

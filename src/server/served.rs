@@ -45,7 +45,7 @@ impl ServedWriter {
         let tokenizer = generator.tokenizer().clone();
         let vocabulary = generator.model().config().vocab_size;
         let token_bytes = tokenizer.token_bytes();
-        let template = ChatTemplate::find(folder)?;
+        let template = ChatTemplate::find(folder);
         let ends = generator.ends().to_vec();
         Ok(Self {
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),

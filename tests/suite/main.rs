@@ -27,6 +27,7 @@ mod scheduling;
 mod serving;
 #[path = "../parity/skip.rs"]
 mod skip;
+mod templates;
 mod traffic;
 mod utterances;
 mod whole_steps;

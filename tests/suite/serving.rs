@@ -223,6 +223,19 @@ fn what_a_request_gets_wrong_is_named() {
 }
 
 #[test]
+fn a_template_that_cannot_be_read_stops_chats_alone() {
+    let folder = model_folder();
+    let template = "{% for message in messages %}{{ message.content }}{% endfor %}\n{% include 'other' %}";
+    std::fs::write(folder.path().join("chat_template.jinja"), template).expect("a writable folder");
+    let server = Server::start(folder.path(), &[]);
+    assert!(!server.text(&json!({ "prompt": "a", "max_tokens": 2 })).is_empty());
+    let body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 });
+    let (status, answer) = server.post("/v1/chat/completions", &body);
+    let message = answer["error"]["message"].as_str().unwrap_or_default();
+    assert!(status == 400 && message.contains("line 2: the tag include"), "{status}: {answer}");
+}
+
+#[test]
 fn a_key_lets_in_and_another_host_does_not() {
     let folder = model_folder();
     let open = Server::start(folder.path(), &[]);

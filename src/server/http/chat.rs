@@ -11,7 +11,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
 use super::{Asked, body};
-use crate::inference::chat::Dialogue;
+use crate::inference::chat::{ChatTemplate, Dialogue};
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammars;
@@ -38,6 +38,10 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
                 return Err(ApiError::param("top_logprobs", "top_logprobs needs logprobs: true"));
             }
             false => {}
+        }
+        // What is wrong with the template comes before what it lacks.
+        if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
+            return Err(ApiError::request(format!("this model cannot converse: {failure}")));
         }
         let tools = Tools::read(served, &fields)?;
         let dialogue = dialogue(&fields, &tools)?;
@@ -72,7 +76,8 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
 
 /// The text of all messages, for its length.
 fn read_texts(dialogue: &Dialogue) -> String {
-    dialogue.messages.iter().filter_map(|message| message["content"].as_str()).collect()
+    let fields = ["content", "reasoning_content"];
+    dialogue.messages.iter().flat_map(|message| fields.iter().filter_map(|field| message[*field].as_str())).collect()
 }
 
 /// What the model may call.
@@ -249,15 +254,20 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
             let call = Fields::of(&message.name(&format!("tool_calls[{at}]")), call)?;
             let function = call.object("function")?.ok_or_else(|| call.wrong("function", "an object"))?;
             let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
-            // Templates write arguments as JSON themselves.
-            let arguments = function.text("arguments")?.unwrap_or("{}");
-            let arguments = serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments));
-            let id = call.text("id")?;
-            Ok(json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } }))
+            // Templates write arguments as JSON themselves. Of a call without any that is `{}`.
+            let arguments = match function.text("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
+                None => json!({}),
+                Some(arguments) => serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments)),
+            };
+            let mut told = json!({ "type": "function", "function": { "name": name, "arguments": arguments } });
+            if let Some(id) = call.text("id")? {
+                told["id"] = id.into();
+            }
+            Ok(told)
         };
         said["tool_calls"] = calls.iter().enumerate().map(call).collect::<Result<Vec<Value>, ApiError>>()?.into();
     }
-    for field in ["name", "tool_call_id"] {
+    for field in ["name", "reasoning_content", "tool_call_id"] {
         if let Some(text) = message.text(field)? {
             said[field] = text.into();
         }
@@ -345,5 +355,30 @@ impl Form for ChatForm {
             }
         }
         json!({ "index": choice, "message": message, "logprobs": logprobs, "finish_reason": text.finish })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_assistant_thought_and_called_reaches_the_template() {
+        let said = |message: Value| said(&Fields::of("messages[0]", &message).expect("an object")).ok();
+        let call = |function: Value| json!({ "type": "function", "function": function });
+        let message = json!({
+            "role": "assistant", "content": null, "reasoning_content": "Ask the kiln.", "tool_calls": [
+                { "id": "a", "type": "function", "function": { "name": "heat", "arguments": "{\"kiln\": 2}" } },
+                call(json!({ "name": "list", "arguments": "" })), call(json!({ "name": "list" })),
+            ],
+        });
+        let wanted = json!({
+            "role": "assistant", "content": "", "tool_calls": [
+                { "type": "function", "function": { "name": "heat", "arguments": { "kiln": 2 } }, "id": "a" },
+                call(json!({ "name": "list", "arguments": {} })), call(json!({ "name": "list", "arguments": {} })),
+            ], "reasoning_content": "Ask the kiln.",
+        });
+        assert_eq!(said(message), Some(wanted));
+        assert_eq!(said(json!({ "role": "assistant", "content": "x", "reasoning_content": 5 })), None);
     }
 }

@@ -75,7 +75,8 @@ pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<S
 fn served(shared: &Shared) -> Option<Value> {
     let (paths, context) = match shared.served.get()? {
         Served::Writer(writer) => {
-            let chat = writer.template.is_some().then_some("/v1/chat/completions");
+            let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
+            let chat = converses.then_some("/v1/chat/completions");
             (chat.into_iter().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
         }
         Served::Encoder(encoder) => {
