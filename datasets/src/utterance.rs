@@ -27,25 +27,28 @@ pub struct Utterances {
     pub train: Vec<Utterance>,
     /// What progress is measured on.
     pub valid: Vec<Utterance>,
-    /// What is kept for the end.
+    /// What is kept for the end; nothing where a data set has no such part.
     pub test: Vec<Utterance>,
 }
 
 /// The layouts that [`Utterances::read`] understands.
-const LAYOUTS: &str = "folders train, valid (or dev) and test, each with seq.in, seq.out and label, \
-                       and for files train.jsonl, valid.jsonl (or dev.jsonl) and test.jsonl";
+const LAYOUTS: &str = "folders train, valid (or validation, or dev) and test, each with seq.in, seq.out and label, \
+                       and for files train.jsonl, valid.jsonl (or validation.jsonl, or dev.jsonl) and test.jsonl";
 
 /// The parts of a folder, each with the names it may have.
-const PARTS: [&[&str]; 3] = [&["train"], &["valid", "dev"], &["test"]];
+const PARTS: [&[&str]; 3] = [&["train"], &["valid", "validation", "dev"], &["test"]];
 
 impl Utterances {
     /// Reads a folder of one of two layouts, found by looking.
     ///
-    /// Either the folder has the folders `train`, `valid` (or `dev`) and `test`, each with the files `seq.in` (words
-    /// parted by white space), `seq.out` (their tags) and `label` (the intents), whose lines belong together. Or it
-    /// has the files `train.jsonl`, `valid.jsonl` (or `dev.jsonl`) and `test.jsonl` with lines like
-    /// `{"text": "fly to paris", "intent": "flight", "spans": [{"start": 7, "end": 12, "slot": "city"}]}`, in which
-    /// offsets count characters and [`words`] finds the words.
+    /// Either the folder has the folders `train`, `valid` (or `validation`, or `dev`) and `test`,
+    /// each with the files `seq.in` (words parted by white space), `seq.out` (their tags) and
+    /// `label` (the intents), whose lines belong together. Tags of BIOES and of BILOU are written
+    /// as those of IOB2. Or it has the files `train.jsonl`, `valid.jsonl` (or `validation.jsonl`,
+    /// or `dev.jsonl`) and `test.jsonl` with lines like
+    /// `{"text": "to rome", "intent": "go", "spans": [{"start": 3, "end": 7, "slot": "city"}]}`,
+    /// in which offsets count characters, [`words`] finds the words, each span is of whole words,
+    /// and other keys mean nothing. There need be no `test`.
     ///
     /// # Errors
     /// If something is missing, unreadable, empty or not UTF-8 text, or any line is malformed; the first such line is
@@ -64,8 +67,12 @@ impl Utterances {
                 .iter()
                 .map(|name| if in_folders { folder.join(name) } else { folder.join(format!("{name}.jsonl")) })
                 .collect();
+            let found = paths.iter().find(|path| path.exists());
+            if found.is_none() && names == ["test"] {
+                return Ok(Vec::new());
+            }
             // Where there is none, reading the first tells what is missing.
-            let path = paths.iter().find(|path| path.exists()).unwrap_or(&paths[0]);
+            let path = found.unwrap_or(&paths[0]);
             if in_folders { read_lines(path, &mut faults) } else { read_json_lines(path, &mut faults) }
         };
         let [train, valid, test] = PARTS.map(&mut part);
@@ -99,8 +106,7 @@ impl Faults {
 
 /// The lines of a text without white space at their ends and without blank ones at the end of the text.
 fn lines<'a>(path: &Path, text: &'a str) -> Result<Vec<&'a str>, DataError> {
-    // Some editors begin a file with a byte order mark.
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text).trim_end();
+    let text = text.trim_end();
     if text.is_empty() {
         return Err(DataError::Empty { path: path.to_path_buf() });
     }
@@ -125,7 +131,7 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
     for (line, ((words, tags), label)) in words.into_iter().zip(tags).zip(labels).enumerate() {
         let words: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
         let mut tags: Vec<String> = tags.split_whitespace().map(str::to_owned).collect();
-        begin_spans(&mut tags);
+        rewrite(&mut tags);
         let odd = tags.iter().find(|tag| *tag != "O" && slot_of(tag).is_none());
         if words.is_empty() {
             faults.note(words_path, line, "an empty utterance".to_owned());
@@ -136,7 +142,7 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
                 format!("{} for {}", counted(tags.len(), "tag"), counted(words.len(), "word")),
             );
         } else if let Some(tag) = odd {
-            faults.note(tags_path, line, format!("'{tag}' is no tag (O, B-slot or I-slot)"));
+            faults.note(tags_path, line, format!("'{tag}' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)"));
         } else if label.is_empty() {
             faults.note(label_path, line, "an empty label".to_owned());
         } else {
@@ -146,8 +152,27 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
     Ok(utterances)
 }
 
-/// Writes spans as IOB2 does: the first tag of each is a `B`.
-fn begin_spans(tags: &mut [String]) {
+/// Writes tags as IOB2 does: the first of each span is a `B`, and the others are an `I`. BIOES ends
+/// a span of several words with `E`, and BILOU with `L`; a word that is a span of its own is an `S`
+/// or a `U`.
+fn rewrite(tags: &mut [String]) {
+    let mut ended = false;
+    for tag in tags.iter_mut() {
+        let Some((prefix, slot)) = tag.split_once('-').filter(|(_, slot)| !slot.is_empty()) else {
+            ended = false;
+            continue;
+        };
+        let (begins, ends) = match prefix {
+            "B" => (true, false),
+            "I" => (ended, false),
+            "E" | "L" => (ended, true),
+            "S" | "U" => (true, true),
+            // It is refused.
+            _ => continue,
+        };
+        ended = ends;
+        *tag = format!("{}-{slot}", if begins { 'B' } else { 'I' });
+    }
     for Span { slot, words } in spans(tags) {
         tags[words.start] = format!("B-{slot}");
     }
@@ -157,9 +182,8 @@ fn counted(count: usize, thing: &str) -> String {
     format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
-/// A line of a JSON lines file.
+/// A line of a JSON lines file, of which other keys mean nothing.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct JsonLine {
     text: String,
     intent: String,
@@ -168,7 +192,6 @@ struct JsonLine {
 
 /// Characters of a text that belong to a slot.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct JsonSpan {
     start: usize,
     end: usize,
@@ -335,6 +358,50 @@ mod tests {
     }
 
     #[test]
+    fn validation_is_another_name_of_the_validation_part() {
+        let folder = folders("hi", "O", "hello");
+        fs::rename(folder.path().join("valid"), folder.path().join("validation")).expect("renamed");
+        assert_eq!(Utterances::read(folder.path()).expect("sound").valid.len(), 1);
+        let folder = files(LINE);
+        fs::rename(folder.path().join("dev.jsonl"), folder.path().join("validation.jsonl")).expect("renamed");
+        assert_eq!(Utterances::read(folder.path()).expect("sound").valid.len(), 1);
+    }
+
+    #[test]
+    fn there_need_be_no_test_part() {
+        let folder = folders("hi", "O", "hello");
+        fs::remove_dir_all(folder.path().join("test")).expect("removed");
+        let read = Utterances::read(folder.path()).expect("sound");
+        assert_eq!((read.train.len(), read.valid.len(), read.test.len()), (1, 1, 0));
+        let folder = files(LINE);
+        fs::remove_file(folder.path().join("test.jsonl")).expect("removed");
+        assert_eq!(Utterances::read(folder.path()).expect("sound").test, []);
+    }
+
+    #[test]
+    fn tags_of_bioes_and_bilou_become_those_of_iob2() {
+        for (tags, expected) in [
+            ("B-x I-x E-x O S-x", "B-x I-x I-x O B-x"),
+            ("B-x I-x L-x O U-x", "B-x I-x I-x O B-x"),
+            ("S-x S-x B-x E-x S-y", "B-x B-x B-x I-x B-y"),
+            // Spans that touch, and an end without a beginning.
+            ("B-x E-x I-x E-x O", "B-x I-x B-x I-x O"),
+            ("E-x E-x O L-y O", "B-x B-x O B-y O"),
+            ("S-x I-x O U-a-b O", "B-x B-x O B-a-b O"),
+        ] {
+            let folder = folders("a b c d e", tags, "one");
+            assert_eq!(Utterances::read(folder.path()).expect("sound").train[0].tags.join(" "), expected, "{tags}");
+        }
+    }
+
+    #[test]
+    fn other_keys_of_a_json_line_mean_nothing() {
+        let more = LINE.replace("\"intent\"", "\"id\": 7, \"intent\"").replace("\"end\"", "\"value\": \"on\", \"end\"");
+        let read = |text: &str| Utterances::read(files(text).path()).expect("sound");
+        assert_eq!(read(&more), read(LINE));
+    }
+
+    #[test]
     fn line_ends_and_white_space_of_any_kind_part_words() {
         let plain = Utterances::read(folders("a b\nc\n", "O B-x\nO\n", "one\ntwo\n").path()).expect("sound");
         for (words, tags, labels) in [
@@ -359,8 +426,18 @@ mod tests {
         for (words, tags, labels, told) in [
             ("a\nb c\n", "O\nO\n", "one\ntwo\n", "train/seq.out, line 2: 1 tag for 2 words"),
             ("a\n \t\nb\n", "O\n\nO\n", "one\ntwo\none\n", "train/seq.in, line 2: an empty utterance"),
-            ("a\nb\n", "O\nX-y\n", "one\ntwo\n", "train/seq.out, line 2: 'X-y' is no tag (O, B-slot or I-slot)"),
-            ("a\nb\n", "B-\nO\n", "one\ntwo\n", "train/seq.out, line 1: 'B-' is no tag (O, B-slot or I-slot)"),
+            (
+                "a\nb\n",
+                "O\nX-y\n",
+                "one\ntwo\n",
+                "train/seq.out, line 2: 'X-y' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)",
+            ),
+            (
+                "a\nb\n",
+                "B-\nO\n",
+                "one\ntwo\n",
+                "train/seq.out, line 1: 'B-' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)",
+            ),
             ("a\nb\nc\n", "O\nO\nO\n", "one\n  \ntwo\n", "train/label, line 2: an empty label"),
             (
                 "a\nb\nc\n",
@@ -405,8 +482,8 @@ mod tests {
             ("".to_owned(), "an empty line"),
             ("{".to_owned(), "EOF while parsing an object (column 1)"),
             (r#"{"text": "a", "intent": "b"}"#.to_owned(), "missing field `spans` (column 28)"),
-            (LINE.replace("\"text\"", "\"words\""), "unknown field `words`"),
-            (LINE.replace("\"end\"", "\"stop\""), "unknown field `stop`"),
+            (LINE.replace("\"text\"", "\"words\""), "missing field `text`"),
+            (LINE.replace("\"end\"", "\"stop\""), "missing field `end`"),
             (LINE.replace("\"go\"", "\" \""), "an empty intent"),
             (LINE.replace("\"go on\"", "\" \""), "an empty utterance"),
             (LINE.replace("\"way\"", "\"\""), "span 3..5: '' is no name of a slot"),
@@ -440,8 +517,8 @@ mod tests {
         let folder = files(LINE);
         fs::write(folder.path().join("test.jsonl"), b"{\xff").expect("a file");
         assert!(refusal(&folder).ends_with("test.jsonl: is not UTF-8 text (byte 1)"));
-        fs::remove_file(folder.path().join("test.jsonl")).expect("removed");
-        assert!(refusal(&folder).contains("test.jsonl: "));
+        fs::remove_file(folder.path().join("dev.jsonl")).expect("removed");
+        assert!(refusal(&folder).contains("valid.jsonl: "));
 
         let message = refusal(&TempDir::new().expect("a folder"));
         assert!(message.contains("seq.in, seq.out and label") && message.contains("train.jsonl"), "{message}");

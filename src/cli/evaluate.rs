@@ -17,9 +17,13 @@ pub(super) struct EvaluateArgs {
     /// The model's folder, or its name on the hub: OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// The text to measure on: a file or a folder of them
+    /// The text to measure on: text, JSON, tables or Parquet, a file or a folder of them
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
+    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
+    /// nested A.B
+    #[arg(long, value_name = "NAME", default_value = "text")]
+    field: String,
     /// Tokens that the model sees together [default: its context, up to 1024]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
@@ -39,6 +43,7 @@ pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
     let run = EvaluationRun {
         model: fetched(&args.model, args.run.backend())?,
         data: args.data,
+        field: args.field,
         precision: args.precision,
         context: args.context,
         stride: args.stride,

@@ -7,7 +7,7 @@ use clap::Args;
 use fireclay::Failure;
 use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun};
 use fireclay::stdout;
-use fireclay_datasets::read_text;
+use fireclay_datasets::TextSource;
 use serde_json::json;
 
 use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
@@ -24,6 +24,9 @@ pub(super) struct GenerateArgs {
     /// A file with a prompt on each line
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompts: Option<PathBuf>,
+    /// The field of --prompts that holds them, where it is JSON, a table or Parquet [default: text]
+    #[arg(long, value_name = "NAME", requires = "prompts")]
+    field: Option<String>,
     /// Tokens to write at the most
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
@@ -51,7 +54,10 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("generate")?;
     let prompts = match (&args.prompts, args.prompt) {
-        (Some(file), _) => read_text(file)?.lines().map(str::to_string).filter(|line| !line.is_empty()).collect(),
+        (Some(file), _) => {
+            let text = TextSource::open(file, args.field.as_deref().unwrap_or("text"))?.text()?;
+            text.lines().map(str::to_string).filter(|line| !line.is_empty()).collect()
+        }
         (None, prompt) => vec![prompt.unwrap_or_default()],
     };
     let options = GenerationOptions {

@@ -17,8 +17,8 @@ use super::signals::{interrupt_on_signals, signalled};
 
 #[derive(Args)]
 pub(super) struct PrepareArgs {
-    /// What to tokenize: text, JSON lines or Parquet, a file or a folder of them, a dataset on the hub, OWNER/NAME, or - for text on
-    /// standard input
+    /// What to tokenize: text, JSON, tables or Parquet, a file or a folder of them, a dataset on
+    /// the hub, OWNER/NAME, or - for text or JSON on standard input
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
     /// The tokenizer.json
@@ -27,7 +27,8 @@ pub(super) struct PrepareArgs {
     /// The folder to write; where it is begun already, this goes on
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The field of JSON lines, or the column of Parquet, that holds a document
+    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
+    /// nested A.B
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
     /// Hold out this share of the documents, rather than leaving it to training to hold out the end of all

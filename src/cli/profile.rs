@@ -62,6 +62,10 @@ pub(super) struct ProfileTrain {
     /// What to learn from
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
+    /// The field of JSON, or the column of a table or of Parquet, that holds a document [default:
+    /// the recipe's, or text]
+    #[arg(long, value_name = "NAME")]
+    field: Option<String>,
     /// Dtype of activations [default: the recipe's]
     #[arg(long)]
     precision: Option<Precision>,
@@ -118,9 +122,12 @@ pub(super) fn profile(command: ProfileCommand) -> Result<ExitCode, Failure> {
 }
 
 fn train(args: ProfileTrain) -> Result<ExitCode, Failure> {
-    let ProfileTrain { recipe, task, data, precision, mut profile } = args;
+    let ProfileTrain { recipe, task, data, field, precision, mut profile } = args;
     let (backend, options) = profile.prepare()?;
-    let recipe = recipe_from(recipe.as_deref(), task, data.is_some(), false)?;
+    let mut recipe = recipe_from(recipe.as_deref(), task, data.is_some(), false)?;
+    if let Some(field) = field {
+        recipe.data.field = field;
+    }
     let recipe = with_settings(recipe, data.as_deref(), precision, &profile.run.set)?;
     let work = ProfileTraining { recipe, options };
     profile.show(&backend.run(work)?)

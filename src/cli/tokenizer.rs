@@ -16,11 +16,13 @@ const SAMPLE: usize = 16 << 20;
 pub(super) enum TokenizerCommand {
     /// Train a byte-level BPE tokenizer
     Train {
-        /// What to learn from, the first gigabyte of it: text, JSON lines or Parquet, a file or a folder of them, a dataset on the hub,
-        /// OWNER/NAME, or - for text on standard input
+        /// What to learn from, the first gigabyte of it: text, JSON, tables or Parquet, a file or a
+        /// folder of them, a dataset on the hub, OWNER/NAME, or - for text or JSON on standard
+        /// input
         #[arg(long, value_name = "PATH")]
         data: PathBuf,
-        /// The field of JSON lines, or the column of Parquet, that holds a document
+        /// The field of JSON, or the column of a table or of Parquet, that holds a document; of
+        /// what is nested A.B
         #[arg(long, value_name = "NAME", default_value = "text")]
         field: String,
         /// Number of tokens, 257 at least

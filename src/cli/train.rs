@@ -29,11 +29,16 @@ pub(super) struct TrainArgs {
     /// What to train for [default: the recipe's, or language]
     #[arg(long)]
     task: Option<TaskName>,
-    /// What to learn from: text, JSON lines or Parquet, a file or a folder of them, a dataset on the hub, OWNER/NAME, or a folder that
-    /// `prepare` wrote; for intent-slot a folder with train, valid and test, each with seq.in, seq.out and label, or train.jsonl,
-    /// valid.jsonl and test.jsonl
+    /// What to learn from: text, JSON, tables or Parquet, a file or a folder of them, a dataset on
+    /// the hub, OWNER/NAME, or a folder that `prepare` wrote; for intent-slot a folder with train,
+    /// valid and test, each with seq.in, seq.out and label, or train.jsonl, valid.jsonl and
+    /// test.jsonl
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
+    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
+    /// nested A.B [default: the recipe's, or text]
+    #[arg(long, value_name = "NAME", conflicts_with = "resume")]
+    field: Option<String>,
     /// A model to begin from: its folder, or its name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
     init: Option<PathBuf>,
@@ -345,6 +350,9 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     let is_corpora = |setting: &String| ["corpora=", "data.corpora="].iter().any(|key| setting.starts_with(key));
     if args.recipe.is_none() && args.data.is_none() && args.run.set.iter().any(is_corpora) {
         recipe.data.source.clear();
+    }
+    if let Some(field) = &args.field {
+        recipe.data.field.clone_from(field);
     }
     let steps = args.steps.map(|steps| format!("training.steps={steps}"));
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor, TensorData};
-use fireclay_datasets::read_text;
+use fireclay_datasets::TextSource;
 use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
 
 use crate::backend::{OnBackend, RunContext};
@@ -28,6 +28,8 @@ pub struct EvaluationRun {
     pub model: PathBuf,
     /// A text, or a folder of them.
     pub data: PathBuf,
+    /// The field of its documents, where it is JSON, a table or Parquet.
+    pub field: String,
     /// Dtype of matrices and activations.
     pub precision: Precision,
     /// Tokens of a window; the model's context, up to 1,024, where `None`.
@@ -98,7 +100,7 @@ impl OnBackend for EvaluationRun {
         if stride == 0 || stride > context {
             return Err(Failure::usage(format!("--stride {stride} must be 1 to {context}, the window's length")));
         }
-        let text = read_text(&self.data)?;
+        let text = TextSource::open(&self.data, &self.field)?.text()?;
         let tokens = tokenizer.encode(&text)?;
         if tokens.len() < 2 {
             let shown = self.data.display();

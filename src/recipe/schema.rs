@@ -58,7 +58,8 @@ pub struct DataRecipe {
     /// Several texts instead of one, each with its weight: how often it is drawn from, beside the others.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub corpora: BTreeMap<String, f64>,
-    /// The field of JSON lines, or the column of Parquet, that holds a document.
+    /// The field of JSON, or the column of a table or of Parquet, that holds a document; of what is
+    /// nested `a.b`.
     pub field: String,
     /// For a language `byte`, `char` or `bpe`, for utterances `pieces` (of the training part's words); or the path of a
     /// `tokenizer.json`.

@@ -114,6 +114,11 @@ impl IntentSlot {
         self.train.len()
     }
 
+    /// Utterances of the test part; none where the data has no such part.
+    pub fn test_count(&self) -> usize {
+        self.test.utterances.len()
+    }
+
     /// Utterances too long for a row, whose ends are not learnt from.
     pub fn cut_count(&self) -> usize {
         self.train.cut()

@@ -169,6 +169,6 @@ impl Task {
 
     /// Whether there is test data.
     pub(crate) fn has_test(&self) -> bool {
-        matches!(self, Self::IntentSlot(_))
+        matches!(self, Self::IntentSlot(task) if task.test_count() > 0)
     }
 }

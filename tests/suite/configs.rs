@@ -5,7 +5,7 @@ use std::fs;
 
 use burn::tensor::{Int, Tensor, TensorData};
 use fireclay_kernels::{Backend, HeadLossOptions};
-use fireclay_model::{ModelFolder, Transformer};
+use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
@@ -87,84 +87,98 @@ backend_test!(settings_of_config_json_are_used_as_in_transformers_or_refused_by_
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
 });
 
-/// A folder of a small Llama whose pair of table and head is one, as the config says, and what each tensor is stored as.
-fn llama(tensors: &[(&str, Vec<usize>, Dtype, Vec<u8>)], more: Value) -> tempfile::TempDir {
+/// A tensor of a file: name, shape, dtype and bytes.
+type Kept = (String, Vec<usize>, Dtype, Vec<u8>);
+
+/// A folder of a small Llama, whose output projection is its embedding table, with other settings, and with the tensors that
+/// `edit` makes of its own.
+fn llama<B: Backend>(more: Value, edit: impl FnOnce(&mut Vec<Kept>), device: &B::Device) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
-    let mut config = serde_json::json!({
-        "model_type": "llama", "vocab_size": 4, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 0,
-        "num_attention_heads": 1, "max_position_embeddings": 8, "tie_word_embeddings": true,
+    let model = TransformerConfig::llama(4, 8, 4, 1, 1).with_tied_embeddings(true).init::<B>(1, device);
+    let model = model.expect("a config that holds together");
+    ModelFolder::new(folder.path()).save(&model).expect("writable");
+    let [config, weights] = ["config.json", "model.safetensors"].map(|name| folder.path().join(name));
+    let mut json: Value = serde_json::from_slice(&fs::read(&config).expect("a config")).expect("JSON");
+    more.as_object().expect("fields").iter().for_each(|(key, value)| json[key] = value.clone());
+    fs::write(&config, json.to_string()).expect("writable");
+    let bytes = fs::read(&weights).expect("a file");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("a safetensors file");
+    let own = tensors
+        .iter()
+        .map(|(name, view)| (name.to_string(), view.shape().to_vec(), view.dtype(), view.data().to_vec()));
+    let mut own: Vec<Kept> = own.collect();
+    edit(&mut own);
+    let views = own.iter().map(|(name, shape, dtype, bytes)| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).expect("as many bytes as the shape says"))
     });
-    more.as_object().expect("fields").iter().for_each(|(key, value)| config[key] = value.clone());
-    fs::write(folder.path().join("config.json"), config.to_string()).expect("writable");
-    let views = tensors.iter().map(|(name, shape, dtype, bytes)| {
-        (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("as many bytes as the shape says"))
-    });
-    fs::write(folder.path().join("model.safetensors"), safetensors::serialize(views, None).expect("a file"))
-        .expect("writable");
+    fs::write(&weights, safetensors::serialize(views, None).expect("a file")).expect("writable");
     folder
 }
 
-/// `n` numbers as f32, f64 or FP8 with four bits of exponent.
-fn stored(n: usize, dtype: Dtype) -> Vec<u8> {
-    let values = (0..n).map(|at| [0.5f32, -1.0, 0.25, 2.0, -0.125, 1.5, 0.0][at % 7]);
-    match dtype {
+/// A matrix `[4, 4]` of numbers that every dtype has, from the one at `first` on.
+fn matrix(name: &str, dtype: Dtype, first: usize) -> Kept {
+    let values = (first..first + 16).map(|at| [0.5f32, -1.0, 0.25, 2.0, -0.125, 1.5, 0.0][at % 7]);
+    let e4m3 = |value: f32| match value {
+        0.5 => 0x30,
+        -1.0 => 0xb8,
+        0.25 => 0x28,
+        2.0 => 0x40,
+        -0.125 => 0xa0,
+        1.5 => 0x3c,
+        _ => 0,
+    };
+    let bytes = match dtype {
         Dtype::F64 => values.flat_map(|value| f64::from(value).to_le_bytes()).collect(),
-        Dtype::F8_E4M3 => values
-            .map(|value| match value {
-                0.5 => 0x30,
-                -1.0 => 0xb8,
-                0.25 => 0x28,
-                2.0 => 0x40,
-                -0.125 => 0xa0,
-                1.5 => 0x3c,
-                _ => 0,
-            })
-            .collect(),
+        Dtype::F8_E4M3 | Dtype::I8 => values.map(e4m3).collect(),
         _ => values.flat_map(f32::to_le_bytes).collect(),
-    }
+    };
+    (name.to_string(), vec![4, 4], dtype, bytes)
 }
 
 backend_test!(what_is_stored_counts_of_a_tied_pair_and_in_every_dtype::<B>(device) {
-    let (table, head, norm) = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight");
-    let matrix = |name, dtype| (name, vec![4, 4], dtype, stored(16, dtype));
-    let ones = (norm, vec![4], Dtype::F32, 1f32.to_le_bytes().repeat(4));
-    let none = || serde_json::json!({});
-    let logits = |tensors: &[_], more: Value| -> Result<Vec<f32>, String> {
-        let folder = llama(tensors, more);
+    let (table, head) = ("model.embed_tokens.weight", "lm_head.weight");
+    let logits = |stored: &[Kept], more: Value| -> Result<Vec<f32>, String> {
+        let replace = |tensors: &mut Vec<Kept>| {
+            tensors.retain(|(name, ..)| name != table);
+            tensors.extend(stored.iter().cloned());
+        };
+        let folder = llama::<B>(more, replace, &device);
         let model = ModelFolder::new(folder.path()).load::<B>(&device).map_err(|error| error.to_string())?;
         let ids = Tensor::<B, 2, Int>::from_data([[0, 1, 2, 3]], &device);
         Ok(model.logits(model.forward(ids)).into_data().iter::<f32>().collect())
     };
-    let tied = logits(&[matrix(table, Dtype::F32), ones.clone()], none()).expect("a pair that is one");
+    let none = || serde_json::json!({});
+    let tied = logits(&[matrix(table, Dtype::F32, 0)], none()).expect("a pair that is one");
     assert!(tied.iter().any(|logit| *logit != 0.0));
     for dtype in [Dtype::F64, Dtype::F8_E4M3] {
-        assert_eq!(logits(&[matrix(table, dtype), ones.clone()], none()), Ok(tied.clone()), "{dtype:?}");
+        assert_eq!(logits(&[matrix(table, dtype, 0)], none()), Ok(tied.clone()), "{dtype:?}");
     }
     // Either of them may be stored, or both.
-    assert_eq!(logits(&[matrix(head, Dtype::F32), ones.clone()], none()), Ok(tied.clone()));
-    let both = [matrix(table, Dtype::F32), matrix(head, Dtype::F32), ones.clone()];
+    assert_eq!(logits(&[matrix(head, Dtype::F32, 0)], none()), Ok(tied.clone()));
+    let both = [matrix(table, Dtype::F32, 0), matrix(head, Dtype::F32, 0)];
     assert_eq!(logits(&both, none()), Ok(tied.clone()));
     // One that differs is used, whatever the config says, as in transformers.
-    let other = (head, vec![4, 4], Dtype::F32, stored(17, Dtype::F32)[4..].to_vec());
-    let own = [matrix(table, Dtype::F32), other, ones.clone()];
+    let own = [matrix(table, Dtype::F32, 0), matrix(head, Dtype::F32, 1)];
     let untied = logits(&own, serde_json::json!({ "tie_word_embeddings": false })).expect("a head of its own");
     assert_ne!(untied, tied);
     assert_eq!(logits(&own, none()), Ok(untied));
-    // Other integers than floats are refused by name.
-    let message = logits(&[(table, vec![4, 4], Dtype::I8, vec![1; 16]), ones], none()).expect_err("integers");
+    // Integers are refused by name.
+    let message = logits(&[matrix(table, Dtype::I8, 0)], none()).expect_err("integers");
     assert!(message.contains("I8") && message.contains(table), "{message}");
 });
 
 backend_test!(keys_that_nobody_knows_are_named_and_weights_that_are_quantized_refused::<B>(device) {
-    let folder = llama(&[], serde_json::json!({ "logit_scale": 0.5, "_tool": 1, "torch_dtype": "float16" }));
+    let more = serde_json::json!({ "logit_scale": 0.5, "_tool": 1, "torch_dtype": "float16" });
+    let folder = llama::<B>(more, |_| {}, &device);
     assert_eq!(ModelFolder::new(folder.path()).unknown_keys().expect("a config"), ["logit_scale"]);
-    let folder = llama(&[], serde_json::json!({ "quantization_config": { "quant_method": "gptq" } }));
+    let more = serde_json::json!({ "quantization_config": { "quant_method": "gptq" } });
+    let folder = llama::<B>(more, |_| {}, &device);
     let refused = ModelFolder::new(folder.path()).load::<B>(&device).expect_err("no GPTQ").to_string();
     assert!(refused.contains("quantization_config") && refused.contains("gptq"), "{refused}");
 });
 
 backend_test!(norms_of_the_oldest_checkpoints_are_found_by_their_old_names::<B>(device) {
-    let config = fireclay_model::TransformerConfig::bert(20, 8, 8, 1, 2);
+    let config = TransformerConfig::bert(20, 8, 8, 1, 2);
     let model = config.init::<B>(1, &device).expect("a config that holds together");
     let folder = tempfile::tempdir().expect("a folder");
     let files = ModelFolder::new(folder.path());

@@ -170,10 +170,63 @@ fn text_that_is_none_is_refused_with_its_place() {
     };
     assert_refused(&run("a.txt", b"good \xFF"), 1, &["a.txt", "is not UTF-8 text (byte 5)"]);
     assert_refused(&run("b.jsonl", b"{\"text\": \"a\"}\n{"), 1, &["b.jsonl, line 2"]);
-    assert_refused(&run("c.jsonl", b"{\"title\": \"a\"}"), 1, &["c.jsonl", "field 'text' but title", "--set field="]);
+    assert_refused(
+        &run("c.jsonl", b"{\"title\": \"a\"}"),
+        1,
+        &["c.jsonl, line 1", "field 'text' but title", "--field NAME"],
+    );
     assert_refused(&run("d.parquet", b"PAR1"), 1, &["d.parquet", "is not Parquet"]);
     assert_refused(&run("e.gz", b"no"), 1, &["e.gz"]);
     assert_refused(&run("f.txt", b""), 1, &["f.txt", "holds no text"]);
+    assert_refused(&run("g.json", b"\nonce upon"), 1, &["g.json, line 2", "'once upon' is neither", "name it .txt"]);
+    assert_refused(&run("h.txt", b"nul\0"), 1, &["h.txt", "NUL byte (byte 3)"]);
+    assert_refused(&run("i.csv", b"text\na\nb,c\n"), 1, &["i.csv, line 3", "2 fields"]);
+}
+
+#[test]
+fn every_command_that_asks_for_a_field_takes_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    let record = |line: &str| serde_json::json!({ "meta": { "body": format!("{line}\n") } });
+    let records: Vec<Value> = words().lines().map(record).collect();
+    fs::write(at("a.json"), serde_json::to_string_pretty(&records).expect("JSON")).expect("writable");
+    // As short as the context of the run.
+    fs::write(at("prompts.json"), "[\n{\"meta\": {\"body\": \"a potter\"}}]").expect("writable");
+    let (data, prompts, tokenizer) = (at("a.json"), at("prompts.json"), tokenizer(folder.path(), 300));
+    let (run, tokens, made) = (at("run"), at("tokens"), at("made.json"));
+    let backend = crate::backend();
+    // The run leaves the model that others read.
+    let commands: [&[&str]; 5] = [
+        &["train", "shakespeare-char-cpu", "--json", "--backend", backend.as_str(), "--out", text(&run), "--data"],
+        &["prepare", "--json", "--tokenizer", &tokenizer, "--out", text(&tokens), "--data"],
+        &["tokenizer", "train", "--vocab-size", "280", "--out", text(&made), "--data"],
+        &["evaluate", "--json", "--backend", backend.as_str(), "--model", text(&run), "--data"],
+        &["generate", "--json", "--backend", backend.as_str(), "--model", text(&run), "--max-tokens", "1", "--prompts"],
+    ];
+    for arguments in commands {
+        let command = |field: &[&str]| {
+            let mut command = program();
+            let file = if arguments[0] == "generate" { &prompts } else { &data };
+            command.args(arguments).arg(file).args(field).env("XDG_CACHE_HOME", folder.path());
+            if arguments[0] == "train" {
+                command.args(small());
+            }
+            command.output().expect("the program starts")
+        };
+        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "but meta.body", "--field NAME"]);
+        let output = command(&["--field", "meta.body"]);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let manifest = fs::read_to_string(tokens.join("tokens.json")).expect("a manifest");
+    let manifest: Value = serde_json::from_str(&manifest).expect("JSON");
+    assert_eq!((&manifest["documents"], &manifest["field"]), (&400.into(), &"meta.body".into()));
+    // A recipe's setting does the same, and standard input is JSON where it begins as JSON.
+    let out = at("set");
+    done(train(folder.path(), &["--data", text(&data), "--set", "field=meta.body", "--out", text(&out)]));
+    let mut piped = program();
+    piped.args(["prepare", "--json", "--tokenizer", &tokenizer, "--field", "meta.body", "--data", "-", "--out"]);
+    piped.arg(at("piped")).stdin(fs::File::open(&data).expect("readable"));
+    assert_eq!(done(piped)["documents"], 400);
 }
 
 /// A run whose tokens are cut short in its middle says so, and what it has learnt is saved.

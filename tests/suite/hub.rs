@@ -164,6 +164,7 @@ backend_test!(an_evaluation_is_the_mean_over_every_token_once::<B>(device) {
         let run = EvaluationRun {
             model: folder.path().into(),
             data: data.clone(),
+            field: "text".into(),
             precision: Precision::F32,
             context: Some(context),
             stride: Some(stride),
@@ -183,6 +184,7 @@ backend_test!(int8_weights_predict_nearly_as_well::<B>(device) {
         let run = EvaluationRun {
             model: folder.path().into(),
             data: data.clone(),
+            field: "text".into(),
             precision,
             context: Some(64),
             stride: None,

@@ -1,9 +1,15 @@
-//! Where text comes from: files, folders of them, and standard input; as text, JSON lines or Parquet, compressed or not.
+//! Where text comes from: files, folders of them, and standard input; as text, JSON, tables or
+//! Parquet, compressed or not.
 //!
 //! A source is read piece by piece, so that a corpus need not fit in memory.
 
-mod jsonl;
+mod field;
+mod json;
 mod parquet;
+mod plain;
+mod table;
+#[cfg(test)]
+mod tests;
 mod text;
 
 use std::fs::{self, File};
@@ -15,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::DataError;
 
+use plain::Plain;
 pub(crate) use text::{cut_between_words, read_file};
 
 /// Standard input, as a path.
@@ -37,8 +44,12 @@ pub struct Piece {
 enum Format {
     /// The file is one document.
     Text,
-    /// A JSON object a line, with the document in a field.
-    JsonLines,
+    /// JSON lines or one array of objects, with the document in a field.
+    Json,
+    /// The same if it begins as one, and else one document.
+    JsonOrText,
+    /// A row a document, with the document in a column; what stands between two columns.
+    Table(u8),
     /// A row a document, with the document in a column.
     Parquet,
 }
@@ -65,8 +76,14 @@ pub struct TextSource {
 pub(crate) type EachPiece<'a> = &'a mut dyn FnMut(Piece) -> Result<ControlFlow<()>, DataError>;
 
 impl TextSource {
-    /// The documents in `path`; hidden files are left out. `.jsonl` and `.ndjson` are JSON lines and `.parquet` is Parquet, whose
-    /// documents are in `field`; everything else is text, a document a file. `.gz` and `.zst` are decompressed.
+    /// The documents in `path`; hidden files are left out. `.json`, `.jsonl` and `.ndjson` are JSON
+    /// lines or one array of objects, whichever they begin as; `.csv` and `.tsv` are tables whose
+    /// first row names the columns, and `.parquet` is Parquet. Their documents are in `field`: a
+    /// name, or for what is nested several with dots between them, as in `meta.text`. Everything
+    /// else is text, a document a file, but standard input, which is JSON if it begins with an
+    /// object or an array of objects. `.gz` and `.zst` are decompressed, and a byte order mark of
+    /// UTF-8 is dropped. However long a file is, one record of up to 64 MB is in memory at a time;
+    /// of an array, too.
     ///
     /// # Errors
     /// If something is missing or unreadable.
@@ -106,11 +123,12 @@ impl TextSource {
     /// Hands all pieces to `each`, in order. Documents are cut between words, if `may_cut`; else each is one piece.
     ///
     /// # Errors
-    /// If a file cannot be read, is not UTF-8, is malformed, or lacks the field; and what `each` gives.
+    /// If a file cannot be read, is not UTF-8, holds something else than its name says, is
+    /// malformed, or lacks the field; and what `each` gives.
     pub(crate) fn read(&self, may_cut: bool, each: EachPiece<'_>) -> Result<(), DataError> {
         self.read.store(0, Ordering::Relaxed);
         if self.path == Path::new(STDIN) {
-            return text::pieces(io::stdin().lock(), &self.path, may_cut, each).map(|_| ());
+            return self.decompressed(io::stdin().lock(), &self.path, Format::JsonOrText, may_cut, each).map(|_| ());
         }
         for file in &self.files {
             if self.read_one(file, may_cut, each)?.is_break() {
@@ -136,9 +154,26 @@ impl TextSource {
             Compression::Gzip => Box::new(flate2::read::MultiGzDecoder::new(BufReader::new(open))),
             Compression::Zstd => Box::new(zstd::Decoder::new(open).map_err(refused)?),
         };
+        self.decompressed(reader, file, format, may_cut, each)
+    }
+
+    fn decompressed(
+        &self,
+        reader: impl Read,
+        path: &Path,
+        format: Format,
+        may_cut: bool,
+        each: EachPiece<'_>,
+    ) -> Result<ControlFlow<()>, DataError> {
+        let reader = Plain::new(reader, path)?;
         match format {
-            Format::JsonLines => jsonl::pieces(reader, file, &self.field, each),
-            _ => text::pieces(reader, file, may_cut, each),
+            Format::Json => json::pieces(reader, path, &self.field, false, may_cut, each),
+            Format::JsonOrText => json::pieces(reader, path, &self.field, true, may_cut, each),
+            Format::Table(delimiter) => table::pieces(reader, path, &self.field, delimiter, each),
+            Format::Text | Format::Parquet => {
+                let begins_at = reader.at();
+                text::pieces(reader, path, begins_at, may_cut, each)
+            }
         }
     }
 
@@ -208,7 +243,9 @@ fn kind(file: &Path) -> (Format, Compression) {
         _ => (file.to_path_buf(), Compression::None),
     };
     match extension(&inner).as_deref() {
-        Some("jsonl" | "ndjson") => (Format::JsonLines, compression),
+        Some("json" | "jsonl" | "ndjson") => (Format::Json, compression),
+        Some("csv") => (Format::Table(b','), compression),
+        Some("tsv") => (Format::Table(b'\t'), compression),
         Some("parquet") => (Format::Parquet, compression),
         _ => (Format::Text, compression),
     }
@@ -230,74 +267,4 @@ pub(crate) fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataE
     }
     entries.sort();
     entries.iter().try_for_each(|entry| collect(entry, files))
-}
-
-/// That a field is not there, and which are.
-fn lacks(path: &Path, field: &str, fields: impl Iterator<Item = String>) -> DataError {
-    let fields: Vec<String> = fields.take(12).collect();
-    let has = if fields.is_empty() { "nothing".to_string() } else { fields.join(", ") };
-    let reason = format!("has no text in the field '{field}' but {has}: name one with --set field=NAME");
-    DataError::Refused { path: path.to_path_buf(), reason }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io::Write;
-
-    use super::*;
-
-    fn pieces(path: &Path, field: &str, may_cut: bool) -> Result<Vec<Piece>, DataError> {
-        let mut found = Vec::new();
-        TextSource::open(path, field)?.read(may_cut, &mut |piece| {
-            found.push(piece);
-            Ok(ControlFlow::Continue(()))
-        })?;
-        Ok(found)
-    }
-
-    fn whole(text: &str) -> Piece {
-        Piece { text: text.into(), ends_document: true }
-    }
-
-    #[test]
-    fn every_format_gives_its_documents() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        let lines = "{\"id\": 1, \"text\": \"one\\n\"}\n\n{\"text\": \"två\", \"id\": 2}";
-        fs::write(at("a.jsonl"), lines).expect("writable");
-        fs::write(at("b.txt"), "three\nfour").expect("writable");
-        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
-        gzip.write_all(lines.as_bytes()).expect("in memory");
-        fs::write(at("c.jsonl.gz"), gzip.finish().expect("in memory")).expect("writable");
-        fs::write(at("d.zst"), zstd::encode_all(&b"five"[..], 1).expect("in memory")).expect("writable");
-        parquet::tests::write(&at("e.parquet"), &[Some("six"), None, Some("seven")]);
-        let expected = ["one\n", "två", "three\nfour", "one\n", "två", "five", "six", "seven"].map(whole).to_vec();
-        assert_eq!(pieces(folder.path(), "text", true).expect("good files"), expected);
-        assert_eq!(read_text(&at("b.txt")).expect("a text"), "three\nfour");
-        assert_eq!(read_text(folder.path()).expect("texts").lines().count(), 9);
-    }
-
-    #[test]
-    fn what_is_malformed_is_named_with_its_place() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        let cases: [(&str, &[u8], &str); 8] = [
-            ("a.txt", b"good \xFF bad", "is not UTF-8 text (byte 5)"),
-            ("b.txt", b"cut off \xE2\x82", "is not UTF-8 text (byte 8)"),
-            ("c.txt", b"nul \0", "is not UTF-8 text (byte 4)"),
-            ("d.jsonl", b"{\"text\": \"a\"}\n{\"text\": ", "line 2"),
-            ("e.jsonl", b"{\"body\": \"a\", \"id\": 3}", "no text in the field 'text' but body, id"),
-            ("f.jsonl", b"[1]", "line 1"),
-            ("g.parquet", b"PAR1 no more", "is not Parquet"),
-            ("h.gz", b"not gzip", "h.gz"),
-        ];
-        for (name, bytes, said) in cases {
-            fs::write(at(name), bytes).expect("writable");
-            let message = pieces(&at(name), "text", true).expect_err(name).to_string();
-            assert!(message.contains(said) && message.contains(name) && !message.contains('\n'), "{name}: {message}");
-        }
-        parquet::tests::write(&at("i.parquet"), &[Some("x")]);
-        let message = pieces(&at("i.parquet"), "body", true).expect_err("no such column").to_string();
-        assert!(message.contains("no text in the field 'body' but text"), "{message}");
-    }
 }

@@ -8,7 +8,7 @@ use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{EachPiece, Piece, lacks};
+use super::{EachPiece, Piece, field};
 use crate::error::DataError;
 
 /// Rows that are read at once.
@@ -30,12 +30,15 @@ pub(super) fn pieces(
     let columns = reader.metadata().file_metadata().schema_descr_ptr();
     let name = |at: usize| columns.column(at).path().string();
     let Some(column) = (0..columns.num_columns()).find(|at| name(*at) == field) else {
-        return Err(lacks(path, field, (0..columns.num_columns()).map(name)));
+        let reason = field::lacks(field, (0..columns.num_columns()).map(name).collect());
+        return Err(DataError::Refused { path: path.to_path_buf(), reason });
     };
     for group in 0..reader.num_row_groups() {
         let group = reader.get_row_group(group).map_err(broken)?;
         let ColumnReader::ByteArrayColumnReader(mut values) = group.get_column_reader(column).map_err(broken)? else {
-            let reason = format!("the column '{field}' is no text");
+            let kind = columns.column(column).physical_type();
+            let others = (0..columns.num_columns()).map(name).filter(|other| other != field).collect();
+            let reason = format!("the column '{field}' is {kind}, no text; {}", field::others(others));
             return Err(DataError::Refused { path: path.to_path_buf(), reason });
         };
         loop {
@@ -64,7 +67,7 @@ pub(super) fn pieces(
 pub(super) mod tests {
     use std::sync::Arc;
 
-    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
     use parquet::file::properties::WriterProperties;
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
@@ -73,7 +76,13 @@ pub(super) mod tests {
 
     /// Writes a column `text`.
     pub(in super::super) fn write(path: &Path, rows: &[Option<&str>]) {
-        let schema = parse_message_type("message rows { OPTIONAL BINARY text (UTF8); }").expect("a schema");
+        write_as(path, "OPTIONAL BINARY text (UTF8);", 1, rows);
+    }
+
+    /// Writes a column of texts, of these fields; `level` is how many of those that it is in are
+    /// optional.
+    pub(in super::super) fn write_as(path: &Path, fields: &str, level: i16, rows: &[Option<&str>]) {
+        let schema = parse_message_type(&format!("message rows {{ {fields} }}")).expect("a schema");
         let file = File::create(path).expect("writable");
         let properties = Arc::new(WriterProperties::builder().build());
         let mut writer = SerializedFileWriter::new(file, Arc::new(schema), properties).expect("a writer");
@@ -81,12 +90,26 @@ pub(super) mod tests {
         for rows in rows.chunks(2) {
             let mut group = writer.next_row_group().expect("a group");
             let mut column = group.next_column().expect("no failure").expect("a column");
-            let levels: Vec<i16> = rows.iter().map(|row| i16::from(row.is_some())).collect();
+            let levels: Vec<i16> = rows.iter().map(|row| level * i16::from(row.is_some())).collect();
             let values: Vec<ByteArray> = rows.iter().flatten().map(|row| ByteArray::from(*row)).collect();
             column.typed::<ByteArrayType>().write_batch(&values, Some(&levels), None).expect("writable");
             column.close().expect("writable");
             group.close().expect("writable");
         }
+        writer.close().expect("writable");
+    }
+
+    /// Writes a column `id` of a number.
+    pub(in super::super) fn write_number(path: &Path) {
+        let schema = parse_message_type("message rows { REQUIRED INT64 id; }").expect("a schema");
+        let file = File::create(path).expect("writable");
+        let properties = Arc::new(WriterProperties::builder().build());
+        let mut writer = SerializedFileWriter::new(file, Arc::new(schema), properties).expect("a writer");
+        let mut group = writer.next_row_group().expect("a group");
+        let mut column = group.next_column().expect("no failure").expect("a column");
+        column.typed::<Int64Type>().write_batch(&[7], None, None).expect("writable");
+        column.close().expect("writable");
+        group.close().expect("writable");
         writer.close().expect("writable");
     }
 }

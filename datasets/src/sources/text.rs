@@ -1,10 +1,11 @@
 //! Text, a document a file, in pieces that end between words.
 
-use std::fs;
+use std::fs::File;
 use std::io::Read;
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use super::plain::{Plain, unreadable};
 use super::{EachPiece, LONGEST_DOCUMENT, Piece};
 use crate::error::DataError;
 
@@ -13,23 +14,20 @@ const BLOCK: usize = 256 << 10;
 /// Bytes after which a piece may end behind a line break, and after which before a space.
 const SHORTEST: [usize; 2] = [64 << 10, 1 << 20];
 
-/// Hands on a document in pieces.
+/// Hands on a document in pieces. Its first byte is number `begins_at` of the file.
 pub(super) fn pieces(
     mut reader: impl Read,
     path: &Path,
+    begins_at: usize,
     may_cut: bool,
     each: EachPiece<'_>,
 ) -> Result<ControlFlow<()>, DataError> {
     let mut bytes: Vec<u8> = Vec::new();
-    let (mut handed_on, mut ended) = (0, false);
+    let (mut handed_on, mut ended) = (begins_at, false);
     while !ended {
-        let before = bytes.len();
         let read = (&mut reader).take(BLOCK as u64).read_to_end(&mut bytes);
-        ended = read.map_err(|error| DataError::Io { path: path.to_path_buf(), error })? == 0;
+        ended = read.map_err(|error| unreadable(path, error))? == 0;
         let binary = |byte: usize| DataError::Binary { path: path.to_path_buf(), byte: handed_on + byte };
-        if let Some(byte) = bytes[before..].iter().position(|byte| *byte == 0) {
-            return Err(binary(before + byte));
-        }
         let valid = match std::str::from_utf8(&bytes) {
             Ok(text) => text,
             // A character may go on in the next block.
@@ -41,7 +39,7 @@ pub(super) fn pieces(
         let mut begin = 0;
         if ended {
             let piece = Piece { text: valid.to_string(), ends_document: true };
-            if handed_on > 0 || !valid.is_empty() {
+            if handed_on > begins_at || !valid.is_empty() {
                 return each(piece);
             }
             return Ok(ControlFlow::Continue(()));
@@ -98,14 +96,16 @@ fn between_words(text: &str, at: usize) -> bool {
     text[..at].ends_with(solid) && text[at + 1..].starts_with(solid)
 }
 
-/// The text of one file, as a whole.
+/// The text of one file, as a whole, without its byte order mark.
 pub(crate) fn read_file(path: &Path) -> Result<String, DataError> {
-    let binary = |byte| DataError::Binary { path: path.to_path_buf(), byte };
-    let bytes = fs::read(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
-    if let Some(byte) = bytes.iter().position(|byte| *byte == 0) {
-        return Err(binary(byte));
-    }
-    String::from_utf8(bytes).map_err(|error| binary(error.utf8_error().valid_up_to()))
+    let file = File::open(path).map_err(|error| DataError::Io { path: path.to_path_buf(), error })?;
+    let mut plain = Plain::new(file, path)?;
+    let (begins_at, mut bytes) = (plain.at(), Vec::new());
+    plain.read_to_end(&mut bytes).map_err(|error| unreadable(path, error))?;
+    String::from_utf8(bytes).map_err(|error| {
+        let byte = begins_at + error.utf8_error().valid_up_to();
+        DataError::Binary { path: path.to_path_buf(), byte }
+    })
 }
 
 #[cfg(test)]
@@ -125,7 +125,7 @@ mod tests {
                     found.push(piece);
                     Ok(ControlFlow::Continue(()))
                 };
-                let ended = pieces(text.as_bytes(), Path::new("x"), may_cut, &mut keep).expect("good text");
+                let ended = pieces(text.as_bytes(), Path::new("x"), 0, may_cut, &mut keep).expect("good text");
                 assert!(ended.is_continue());
                 assert_eq!(&found.iter().map(|piece| piece.text.as_str()).collect::<String>(), text);
                 let (last, others) = found.split_last().expect("some");
@@ -148,7 +148,7 @@ mod tests {
             count += 1;
             Ok(if count == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         };
-        assert!(pieces(text.as_bytes(), Path::new("x"), true, &mut stop).expect("good text").is_break());
+        assert!(pieces(text.as_bytes(), Path::new("x"), 0, true, &mut stop).expect("good text").is_break());
         assert_eq!(count, 3);
     }
 }

@@ -12,11 +12,17 @@ use crate::inputs::Inputs;
 
 pub(super) const FILE: &str = "tokens.json";
 const VERSION: u32 = 1;
+/// Changes where files are read otherwise than before: tokens that were made of them are made
+/// again.
+const READING: u32 = 1;
 
 /// How a folder's tokens were made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub(super) version: u32,
+    /// How the files were read.
+    #[serde(default)]
+    pub(super) reading: u32,
     /// Whether all of them are there.
     pub complete: bool,
     /// Of the tokenizer.
@@ -68,6 +74,7 @@ impl Manifest {
         let width = if vocab_size <= 1 << 16 { 2 } else { 4 };
         Self {
             version: VERSION,
+            reading: READING,
             complete: false,
             tokenizer_sha256,
             vocab_size,
@@ -90,7 +97,8 @@ impl Manifest {
         let made = |manifest: &Self| {
             let inputs = manifest.inputs.as_ref().map(|inputs| inputs.sha256.clone());
             let (hash, held_out) = (manifest.tokenizer_sha256.clone(), manifest.held_out_documents);
-            (manifest.version, hash, manifest.end_token, inputs, manifest.field.clone(), held_out)
+            let versions = (manifest.version, manifest.reading);
+            (versions, hash, manifest.end_token, inputs, manifest.field.clone(), held_out)
         };
         // What came by standard input comes but once.
         self.inputs.is_some() && made(self) == made(other)

@@ -130,6 +130,21 @@ fn other_text_or_another_tokenizer_is_tokenized_again() {
 }
 
 #[test]
+fn tokens_of_files_that_were_read_otherwise_are_made_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (_, tokenizer) = documents(20);
+    let (source, tokens) = (folder.path().join("text.json"), folder.path().join("tokens"));
+    fs::write(&source, "{\"text\": \"a text\"}").expect("writable");
+    let source = TextSource::open(&source, "text").expect("a file");
+    let made = prepare(&source, &tokenizer, &tokens, SMALL, &mut go_on).expect("prepared");
+    // As an earlier program left it.
+    let manifest = Manifest { reading: 0, documents: 7, ..made.manifest().clone() };
+    manifest.write(&tokens).expect("writable");
+    let made = prepare(&source, &tokenizer, &tokens, SMALL, &mut go_on).expect("prepared");
+    assert_eq!(made.manifest().documents, 1);
+}
+
+#[test]
 fn a_shard_that_is_damaged_cut_or_gone_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let (texts, tokenizer) = documents(100);

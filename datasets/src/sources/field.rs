@@ -1,0 +1,100 @@
+//! The field of a record that holds its document.
+
+use serde_json::{Map, Value};
+
+/// Fields that a message names at the most.
+const SHOWN: usize = 12;
+
+/// The document of a record, or why there is none: `None` where the field is null.
+pub(super) fn document(mut record: Map<String, Value>, field: &str) -> Result<Option<String>, String> {
+    let kind = match find(&mut record, field) {
+        Some(Value::String(text)) => return Ok(Some(std::mem::take(text))),
+        Some(Value::Null) => return Ok(None),
+        found => found.map(|value| kind(value)),
+    };
+    let mut names = Vec::new();
+    add_names(&record, "", &mut names);
+    if let Some(kind) = kind {
+        names.retain(|name| name != field);
+        return Err(format!("the field '{field}' is {kind}, no text; {}", others(names)));
+    }
+    let mut reason = lacks(field, names);
+    let is_records = |value: &Value| value.as_array().is_some_and(|values| values.iter().any(Value::is_object));
+    if let Some((name, _)) = record.iter().find(|(name, value)| is_plain(name) && is_records(value)) {
+        reason += &format!("; '{name}' holds objects, of which jq -c '.{name}[]' makes JSON lines");
+    }
+    Err(reason)
+}
+
+/// The value of a field: of that name, or of the names that its dots part, one within the other.
+/// Nothing is within what is null, which then stands for the field.
+fn find<'a>(record: &'a mut Map<String, Value>, field: &str) -> Option<&'a mut Value> {
+    let names = way(record, field)?;
+    let (first, others) = names.split_first()?;
+    others.iter().try_fold(record.get_mut(*first)?, |value, name| value.get_mut(*name))
+}
+
+/// The names on the way to a field's value.
+fn way<'a>(record: &Map<String, Value>, field: &'a str) -> Option<Vec<&'a str>> {
+    if record.contains_key(field) {
+        return Some(vec![field]);
+    }
+    field.match_indices('.').find_map(|(at, _)| match record.get(&field[..at])? {
+        Value::Object(inner) => Some([&[&field[..at]], &way(inner, &field[at + 1..])?[..]].concat()),
+        Value::Null => Some(vec![&field[..at]]),
+        _ => None,
+    })
+}
+
+/// That a field is not there, and which are.
+pub(super) fn lacks(field: &str, names: Vec<String>) -> String {
+    format!("has no text in the field '{field}' but {}: name one with --field NAME", list(names))
+}
+
+/// Which fields there are beside one that is no text.
+pub(super) fn others(names: Vec<String>) -> String {
+    format!("beside it there is {}: name the text with --field NAME", list(names))
+}
+
+fn list(names: Vec<String>) -> String {
+    let more = names.len().saturating_sub(SHOWN);
+    let names: Vec<String> = names.iter().take(SHOWN).map(|name| beginning(name, 60)).collect();
+    match (names.is_empty(), more) {
+        (true, _) => "nothing".to_string(),
+        (false, 0) => names.join(", "),
+        (false, _) => format!("{} and {more} more", names.join(", ")),
+    }
+}
+
+/// The first characters of something that a file holds, in one line.
+pub(super) fn beginning(text: &str, length: usize) -> String {
+    text.chars().take(length).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// The names of a record's fields, those of nested ones with dots.
+fn add_names(record: &Map<String, Value>, before: &str, names: &mut Vec<String>) {
+    for (name, value) in record {
+        match value {
+            Value::Object(inner) if !inner.is_empty() => add_names(inner, &format!("{before}{name}."), names),
+            _ => names.push(format!("{before}{name}")),
+        }
+    }
+}
+
+/// What a value is, in words.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Whether a shell and jq take a name as it stands.
+fn is_plain(name: &str) -> bool {
+    name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+}

@@ -1,0 +1,150 @@
+//! Tables of comma- or tab-separated values: a row a document, with the document in a column that
+//! the first row names.
+
+use std::cell::RefCell;
+use std::io::{self, Read};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::rc::Rc;
+
+use csv::{ByteRecord, ErrorKind, Position, Reader, ReaderBuilder};
+
+use super::plain::{Plain, unreadable_at};
+use super::{EachPiece, LONGEST_DOCUMENT, Piece, field};
+use crate::error::DataError;
+
+/// Read behind the end of a file, in which no NUL byte can be: where it does not come as a row, a
+/// quoted field has not ended.
+const END: &[u8] = b"\n\0";
+/// Bytes of rows that were read before they are forgotten.
+const FORGOTTEN: usize = 1 << 20;
+
+/// Hands on a document a row; empty fields count for nothing.
+pub(super) fn pieces(
+    reader: Plain<impl Read>,
+    path: &Path,
+    field: &str,
+    delimiter: u8,
+    each: EachPiece<'_>,
+) -> Result<ControlFlow<()>, DataError> {
+    let mut rows = Rows::new(reader.chain(END), path, delimiter);
+    let Some(header) = rows.row()? else { return Ok(ControlFlow::Continue(())) };
+    let mut columns = (0..header.len()).filter(|at| header[*at] == *field.as_bytes());
+    let Some(column) = columns.next() else {
+        let names = header.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+        return Err(rows.malformed(field::lacks(field, names)));
+    };
+    if columns.next().is_some() {
+        return Err(rows.malformed(format!("names two columns '{field}'")));
+    }
+    while let Some(row) = rows.row()? {
+        if row.len() != header.len() {
+            let (found, wanted) = (row.len(), header.len());
+            return Err(rows.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+        }
+        if row[column].is_empty() {
+            continue;
+        }
+        let Ok(text) = String::from_utf8(row[column].to_vec()) else {
+            return Err(rows.malformed(format!("is not UTF-8 text in the column '{field}'")));
+        };
+        if each(Piece { text, ends_document: true })?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
+/// The rows of a table.
+struct Rows<'a, R> {
+    reader: Reader<Kept<R>>,
+    path: &'a Path,
+    /// What was read since the last row began, and more.
+    kept: Rc<RefCell<Bytes>>,
+    /// Where the last row began, or the blank lines before it.
+    began: Position,
+}
+
+impl<'a, R: Read> Rows<'a, R> {
+    fn new(reader: R, path: &'a Path, delimiter: u8) -> Self {
+        let kept = Rc::new(RefCell::new(Bytes::default()));
+        let reader = Kept { reader, kept: Rc::clone(&kept) };
+        // Rows of other lengths are refused here, where their lines are known.
+        let mut builder = ReaderBuilder::new();
+        builder.delimiter(delimiter).has_headers(false).flexible(true).buffer_capacity(64 << 10);
+        Self { reader: builder.from_reader(reader), path, kept, began: Position::new() }
+    }
+
+    /// The next row.
+    fn row(&mut self) -> Result<Option<ByteRecord>, DataError> {
+        self.began = self.reader.position().clone();
+        self.kept.borrow_mut().forget(self.began.byte());
+        let mut row = ByteRecord::new();
+        let read = self.reader.read_byte_record(&mut row);
+        read.map_err(|error| match error.into_kind() {
+            ErrorKind::Io(error) if error.get_ref().is_some_and(|inner| inner.is::<TooLong>()) => {
+                self.malformed(TooLong.to_string())
+            }
+            ErrorKind::Io(error) => unreadable_at(self.path, self.line(), error),
+            other => self.malformed(format!("is no row: {other:?}")),
+        })?;
+        match row.iter().next_back() {
+            Some(last) if row.len() == 1 && *last == END[1..] => Ok(None),
+            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row does not end".into())),
+            _ => Ok(Some(row)),
+        }
+    }
+
+    /// The line on which the last row begins. The reader counts lines to the end of the row before,
+    /// and blank ones are between.
+    fn line(&self) -> usize {
+        let kept = self.kept.borrow();
+        let from = (self.began.byte() - kept.before) as usize;
+        let blank = kept.bytes[from.min(kept.bytes.len())..].iter().take_while(|byte| matches!(byte, b'\r' | b'\n'));
+        self.began.line() as usize + blank.filter(|byte| **byte == b'\n').count()
+    }
+
+    fn malformed(&self, reason: String) -> DataError {
+        DataError::Malformed { path: self.path.to_path_buf(), line: self.line(), reason, more: 0 }
+    }
+}
+
+/// Bytes that were read, but for those `before` them.
+#[derive(Default)]
+struct Bytes {
+    bytes: Vec<u8>,
+    before: u64,
+}
+
+impl Bytes {
+    /// Forgets what stands before the byte `at`, now and then.
+    fn forget(&mut self, at: u64) {
+        let count = (at - self.before) as usize;
+        if count >= FORGOTTEN {
+            self.bytes.drain(..count.min(self.bytes.len()));
+            self.before = at;
+        }
+    }
+}
+
+/// Keeps what is read, and refuses to keep more than the longest row may have.
+struct Kept<R> {
+    reader: R,
+    kept: Rc<RefCell<Bytes>>,
+}
+
+impl<R: Read> Read for Kept<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if self.kept.borrow().bytes.len() > LONGEST_DOCUMENT + FORGOTTEN {
+            return Err(io::Error::other(TooLong));
+        }
+        let count = self.reader.read(bytes)?;
+        self.kept.borrow_mut().bytes.extend_from_slice(&bytes[..count]);
+        Ok(count)
+    }
+}
+
+/// That a row is too long.
+#[derive(Debug, thiserror::Error)]
+#[error("is longer than 64 MB: does a quoted field not end?")]
+struct TooLong;
