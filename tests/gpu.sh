@@ -162,17 +162,23 @@ one_test() {
   record "$status" "$run" "$test" "$began" "$why"
 }
 
-# A test in each of its dtypes, one after another; once where it does not ask for the dtype.
+# A test in the first of its dtypes, and then in the others, side by side; once where it does not ask for the dtype.
 in_each_dtype() {
-  local test=$4 at
+  local test=$4 at first=1
   local -a runs dtypes
   read -ra runs <<<"$1"
   read -ra dtypes <<<"$2"
   for at in "${!runs[@]}"; do
     [[ "${runs[at]} $test" =~ $pattern ]] || continue
-    one_test "${runs[at]}" "${dtypes[at]}" "$3" "$test"
-    grep -q '^dtype under test' "$(log_of "${runs[at]}" "$test")" 2>/dev/null || break
+    if [ -n "$first" ]; then
+      first=
+      one_test "${runs[at]}" "${dtypes[at]}" "$3" "$test"
+      grep -q '^dtype under test' "$(log_of "${runs[at]}" "$test")" 2>/dev/null || return 0
+    else
+      one_test "${runs[at]}" "${dtypes[at]}" "$3" "$test" &
+    fi
   done
+  wait
 }
 
 # What is wrong with a test, by its log and exit code, a line each.
