@@ -3,19 +3,26 @@
 use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
-use fireclay_model::ModelFolder;
+use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 
 use crate::failure::Failure;
 
-/// Names the keys of `config.json` that are passed over, on stderr.
+/// Names the keys of `config.json` that are passed over, on stderr, and says where the context is shorter than it says.
 ///
 /// # Errors
 /// If the file is missing, damaged, or describes nothing that can be built.
-pub(crate) fn warn_of_unknown_keys(folder: &Path) -> Result<(), Failure> {
+pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     let unknown = ModelFolder::new(folder).unknown_keys()?;
     if !unknown.is_empty() {
         let (shown, keys) = (folder.join("config.json"), unknown.join(", "));
         eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+    }
+    let (_, config) = ModelFolder::new(folder).config()?;
+    if let Positions::Rotary { scaling: RotaryScaling::LongRope { .. }, .. } = config.positions {
+        let (shown, context) = (folder.display(), config.context_length);
+        eprintln!(
+            "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
+        );
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ pub enum NormPlacement {
 }
 
 /// How a token's place becomes known.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Positions {
     /// A learned vector for each of `context_length` positions.

@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use serde::{Deserialize, Serialize};
 
 /// How the frequencies of a rotary embedding are bent, so that a model reaches further than it was trained to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind", deny_unknown_fields)]
 pub enum RotaryScaling {
     /// Not at all.
@@ -43,6 +43,14 @@ pub enum RotaryScaling {
         #[serde(default = "yes")]
         truncate: bool,
     },
+    /// LongRoPE (Ding et al., 2024), for sequences up to the original context: each frequency is divided by a factor of its own.
+    /// Longer ones would have others.
+    LongRope {
+        /// `head_dim / 2` factors.
+        short_factors: Vec<f64>,
+        /// Factor on cosines and sines.
+        magnitude: f64,
+    },
 }
 
 fn yes() -> bool {
@@ -53,17 +61,18 @@ impl RotaryScaling {
     /// `head_dim / 2` frequencies in radians a position.
     pub(crate) fn frequencies(&self, head_dim: usize, base: f64) -> Vec<f64> {
         let plain = (0..head_dim / 2).map(|pair| base.powf(-2.0 * pair as f64 / head_dim as f64));
-        match *self {
+        match self {
             Self::None => plain.collect(),
             Self::Linear { factor } => plain.map(|w| w / factor).collect(),
-            Self::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context_length } => plain
+            Self::LongRope { short_factors, .. } => plain.zip(short_factors).map(|(w, factor)| w / factor).collect(),
+            &Self::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context_length } => plain
                 .map(|w| {
                     let turns = original_context_length as f64 * w / (2.0 * PI);
                     let kept = (turns - low_frequency_factor) / (high_frequency_factor - low_frequency_factor);
                     blend(w, factor, kept)
                 })
                 .collect(),
-            Self::Yarn { factor, beta_fast, beta_slow, original_context_length, truncate, .. } => {
+            &Self::Yarn { factor, beta_fast, beta_slow, original_context_length, truncate, .. } => {
                 // The pair whose wave makes this many turns within the original context.
                 let pair_of = |turns: f64| {
                     head_dim as f64 * (original_context_length as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
@@ -80,7 +89,7 @@ impl RotaryScaling {
     /// Factor on cosines and sines.
     pub(crate) fn magnitude(&self) -> f64 {
         match *self {
-            Self::Yarn { attention_factor: Some(magnitude), .. } => magnitude,
+            Self::Yarn { attention_factor: Some(magnitude), .. } | Self::LongRope { magnitude, .. } => magnitude,
             Self::Yarn { factor, .. } if factor > 1.0 => 0.1 * factor.ln() + 1.0,
             _ => 1.0,
         }

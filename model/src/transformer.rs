@@ -141,9 +141,9 @@ impl TransformerConfig {
     pub(crate) fn init_with<B: Backend>(&self, init: &mut Initializer<'_, B>) -> Result<Transformer<B>, ConfigError> {
         self.validate()?;
         let device = init.device();
-        let rotary = match self.positions {
+        let rotary = match &self.positions {
             Positions::Rotary { base, scaling } => {
-                let frequencies = scaling.frequencies(self.head_dim, base);
+                let frequencies = scaling.frequencies(self.head_dim, *base);
                 Some(RotaryTable::<B>::new(self.context_length, &frequencies, scaling.magnitude(), device))
             }
             Positions::Learned | Positions::None => None,

@@ -11,7 +11,7 @@ use fireclay_model::{AttentionDirection, ModelFolder, Tokens, Transformer};
 use serde_json::Value;
 
 use crate::failure::Failure;
-use crate::model_folder::warn_of_unknown_keys;
+use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 use crate::run_folder::TOKENIZER;
 
@@ -41,7 +41,7 @@ impl<B: Backend> Embedder<B> {
     /// # Errors
     /// If a file is missing or damaged, the model is no encoder, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        warn_of_unknown_keys(folder)?;
+        warn_of_config(folder)?;
         let activations = precision.activations::<B>(&device)?;
         let model = ModelFolder::new(folder).load_in::<B>(precision.matrices(activations), &mut |_, _| {}, &device)?;
         let model = model.with_activations(activations).with_f32_products(precision.f32_products());

@@ -8,7 +8,7 @@ use fireclay_kernels::Backend;
 use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
 
 use crate::failure::Failure;
-use crate::model_folder::warn_of_unknown_keys;
+use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 use crate::run_folder::TOKENIZER;
 
@@ -36,7 +36,7 @@ impl<B: Backend> LanguageModel<B> {
         if config.attention == AttentionDirection::Bidirectional {
             return Err(Failure::new(format!("{shown}: an encoder, which cannot write text")));
         }
-        warn_of_unknown_keys(folder)?;
+        warn_of_config(folder)?;
         let tokenizer = Tokenizer::load(&folder.join(TOKENIZER))?;
         let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
         let model = model.with_activations(dtype).with_f32_products(precision.f32_products());

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::tagging::{Predictions, heads, read_labels};
-use crate::model_folder::warn_of_unknown_keys;
+use crate::model_folder::warn_of_config;
 use crate::precision::Precision;
 use crate::recipe::ModelSizes;
 use crate::run_folder::{LABELS, TOKENIZER};
@@ -77,7 +77,7 @@ impl<B: Backend> Predictor<B> {
     /// # Errors
     /// If a file is missing or damaged, the model was not trained on utterances, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        warn_of_unknown_keys(folder)?;
+        warn_of_config(folder)?;
         let activations = precision.activations::<B>(&device)?;
         let matrices = precision.matrices(activations);
         let model = ModelFolder::new(folder).load_in::<B>(matrices, &mut |_, _| {}, &device)?;

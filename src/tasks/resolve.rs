@@ -9,7 +9,7 @@ use toml::Value;
 
 use super::Task;
 use crate::failure::Failure;
-use crate::model_folder::warn_of_unknown_keys;
+use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
 use crate::recipe::{ModelSizes, Recipe};
 
@@ -29,7 +29,7 @@ impl Recipe {
         device: &B::Device,
     ) -> Result<Transformer<B>, Failure> {
         let (_, mut config) = ModelFolder::new(folder).config()?;
-        warn_of_unknown_keys(folder)?;
+        warn_of_config(folder)?;
         let dropout = self.model.get("dropout").and_then(|value| match value {
             Value::Integer(whole) => Some(*whole as f64),
             other => other.as_float(),

@@ -71,8 +71,14 @@ def cases():
     # Within the context it scales nothing.
     yield "llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None
     yield "llama", {"rope_scaling": {"type": "dynamic", "factor": 8.0}, "max_position_embeddings": 24}, None
-    long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
-    yield "llama", {"rope_scaling": long | original}, "longrope"
+    # Up to the original context.
+    long = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    original = {"original_max_position_embeddings": 32}
+    yield "llama", {"rope_scaling": long | original | {"factor": 4.0}}, None
+    yield "llama", {"rope_scaling": long} | original, None
+    yield "llama", {"rope_parameters": long | original | {"attention_factor": 1.3, "rope_theta": 500.0}}, None
+    yield "llama", {"rope_scaling": long | {"short_factor": [1.0]}} | original, "short_factor"
+    original = {"original_max_position_embeddings": 16}
     yield "llama", {"partial_rotary_factor": 1.0}, None
     yield "llama", {"pruned_heads": {"0": [1]}}, "pruned_heads"
     for family in ["qwen2", "qwen3", "mistral"]:
@@ -165,7 +171,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             # What is refused may be so there, too: the weights are as without it.
-            built = {key: value for key, value in config.items() if key != refused}
+            built = {key: value for key, value in config.items() if refused not in [key, "short_factor"]}
             (Path(folder) / "config.json").write_text(json.dumps(built))
             loaded = AutoConfig.from_pretrained(folder)
             more = {"add_pooling_layer": False} if family == "bert" else {}

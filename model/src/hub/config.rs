@@ -43,9 +43,9 @@ pub(crate) fn write(family: Family, config: &TransformerConfig) -> Map<String, V
                 "hidden_act": activation_name(c.activation), "rms_norm_eps": c.norm_epsilon,
                 "attention_dropout": c.dropout,
             });
-            if let Positions::Rotary { base, scaling } = c.positions {
+            if let Positions::Rotary { base, scaling } = &c.positions {
                 own["rope_theta"] = json!(base);
-                own["rope_scaling"] = write_scaling(scaling);
+                own["rope_scaling"] = write_scaling(scaling, c.context_length);
             }
             match family {
                 Family::Llama => {
@@ -108,7 +108,7 @@ fn activation_name(activation: ActivationKind) -> &'static str {
     ACTIVATIONS.iter().find(|(known, _)| *known == activation).map_or("", |(_, name)| name)
 }
 
-fn write_scaling(scaling: RotaryScaling) -> Value {
+fn write_scaling(scaling: &RotaryScaling, context_length: usize) -> Value {
     match scaling {
         RotaryScaling::None => Value::Null,
         RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
@@ -126,6 +126,11 @@ fn write_scaling(scaling: RotaryScaling) -> Value {
                 "truncate": truncate,
             })
         }
+        // No sequence is longer than what the short factors are for.
+        RotaryScaling::LongRope { short_factors, magnitude } => json!({
+            "rope_type": "longrope", "short_factor": short_factors, "long_factor": short_factors,
+            "attention_factor": magnitude, "original_max_position_embeddings": context_length,
+        }),
     }
 }
 
@@ -230,13 +235,16 @@ fn read_llama(fields: &Fields<'_>, family: Family) -> Result<TransformerConfig, 
     let (sliding_window, layer_windows) = fields.windows(family, n_layers)?;
     // The others have none, whatever the file says.
     let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag_or("attention_bias", false)?;
+    let head_dim = fields.size_or("head_dim", head_dim.unwrap_or(d_model / n_heads.max(1)))?;
+    let (positions, context_length) = fields.rotary(context_length, head_dim)?;
     Ok(TransformerConfig {
+        context_length,
         n_kv_heads: fields.size_or("num_key_value_heads", kv_heads)?,
-        head_dim: fields.size_or("head_dim", head_dim.unwrap_or(d_model / n_heads.max(1)))?,
+        head_dim,
         d_ff: fields.size("intermediate_size")?,
         activation: fields.activation("hidden_act", ActivationKind::Silu)?,
         norm_epsilon: fields.number_or("rms_norm_eps", 1e-6)?,
-        positions: fields.rotary(context_length)?,
+        positions,
         tied_embeddings: fields.flag_or("tie_word_embeddings", false)?,
         dropout: fields.number_or("attention_dropout", 0.0)?,
         sliding_window,
@@ -296,6 +304,16 @@ impl Fields<'_> {
         match self.get(name) {
             Some(value) => value.as_f64().ok_or_else(|| Self::wrong(name, "a number")),
             None => Ok(default),
+        }
+    }
+
+    /// So many positive numbers.
+    fn numbers(&self, name: &str, count: usize) -> Result<Vec<f64>, ConfigError> {
+        let list = self.get(name).and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let numbers: Vec<f64> = list.iter().filter_map(Value::as_f64).filter(|number| *number > 0.0).collect();
+        match numbers.len() == count && list.len() == count {
+            true => Ok(numbers),
+            false => Err(Self::wrong(name, &format!("a list of {count} numbers above 0"))),
         }
     }
 
@@ -387,15 +405,15 @@ impl Fields<'_> {
         Ok((one != 0.0 && all != 0.0).then(|| magnitude(one) / magnitude(all)))
     }
 
-    /// Rotary positions: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before `rope_theta`, as in
-    /// transformers.
-    fn rotary(&self, context_length: usize) -> Result<Positions, ConfigError> {
+    /// Rotary positions, and how far they reach: scaled as `rope_scaling` says or else `rope_parameters`, whose base comes before
+    /// `rope_theta`, as in transformers.
+    fn rotary(&self, context_length: usize, head_dim: usize) -> Result<(Positions, usize), ConfigError> {
         self.refuse(&[("partial_rotary_factor", json!(1.0))])?;
         let said =
             |name: &str| self.get(name).filter(|value| value.as_object().is_none_or(|fields| !fields.is_empty()));
         let base = self.number_or("rope_theta", 10_000.0)?;
         let Some(scaling) = said("rope_scaling").or_else(|| said("rope_parameters")) else {
-            return Ok(Positions::Rotary { base, scaling: RotaryScaling::None });
+            return Ok((Positions::Rotary { base, scaling: RotaryScaling::None }, context_length));
         };
         let scaling = Fields(scaling);
         if ["full_attention", "sliding_attention"].iter().any(|layers| scaling.get(layers).is_some()) {
@@ -431,9 +449,25 @@ impl Fields<'_> {
                 original_context_length,
                 truncate: scaling.flag_or("truncate", true)?,
             },
+            "longrope" => {
+                let length = original_context_length as f64;
+                let factor = match scaling.get("factor") {
+                    Some(_) => factor,
+                    None => context_length as f64 / length,
+                };
+                let magnitude = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / length.ln()).sqrt() };
+                RotaryScaling::LongRope {
+                    short_factors: scaling.numbers("short_factor", head_dim / 2)?,
+                    magnitude: scaling.number_or("attention_factor", magnitude)?,
+                }
+            }
             other => return Err(ConfigError(format!("config.json: rotary scaling '{other}' is not supported"))),
         };
-        Ok(Positions::Rotary { base, scaling })
+        let reach = match scaling {
+            RotaryScaling::LongRope { .. } => context_length.min(original_context_length),
+            _ => context_length,
+        };
+        Ok((Positions::Rotary { base, scaling }, reach))
     }
 }
 
@@ -452,7 +486,9 @@ mod tests {
             original_context_length: 16,
             truncate: false,
         };
+        let longrope = RotaryScaling::LongRope { short_factors: vec![1.0, 1.5, 2.0], magnitude: 1.25 };
         let cases = [
+            (llama.clone().with_positions(Positions::Rotary { base: 1e4, scaling: longrope }), Family::Llama),
             (TransformerConfig::gpt2(61, 32, 24, 2, 3).with_dropout(0.1), Family::Gpt2),
             (
                 llama.clone().with_dropout(0.2).with_positions(Positions::Rotary { base: 5e5, scaling: yarn }),
