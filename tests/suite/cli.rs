@@ -164,8 +164,7 @@ fn one_prompt_that_does_not_fit_leaves_the_others() {
     let out = folder.path().join("run");
     assert!(train(&[&["--plain", "--out", text(&out)], &small()[..]].concat()).status.success());
     let prompts = folder.path().join("prompts.txt");
-    fs::write(&prompts, format!("There was once\n{}\nThere was once", "There was once ".repeat(300)))
-        .expect("writable");
+    fs::write(&prompts, format!("There was once\nThere was{}\nThere was once", " once".repeat(900))).expect("writable");
     let fixed = ["generate", "--backend", crate::backend().as_str(), "--model", text(&out), "--json"];
     let output =
         fireclay(&[&fixed[..], &["--prompts", text(&prompts), "--max-tokens", "4", "--temperature", "1e-8"]].concat());
