@@ -529,31 +529,40 @@ fn byte_names() -> HashMap<char, u8> {
     names.into_iter().zip(0..=u8::MAX).filter_map(|(name, byte)| Some((name?, byte))).collect()
 }
 
-/// The most tokens before a text that its own tokens are decoded behind: enough for every decoder to know that its text does not
-/// begin there, and for characters that are cut between tokens.
+/// The fewest tokens that stay in front of those that come: enough for every decoder to know that its text does not begin there.
 const CONTEXT: usize = 8;
+/// The most tokens of a character.
+const CHARACTER: usize = 4;
 
 /// Turns tokens into text one by one, holding back what is not yet whole UTF-8.
 ///
 /// Tokens are decoded behind those before them: many decoders drop the space before the first word of what they are given.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last tokens that were told, and those that were not yet.
+    /// The last tokens whose text was told, and those whose text was not yet.
     tokens: Vec<u32>,
-    /// What all of them decode to that was told.
+    /// How many of them were told.
+    told: usize,
+    /// What these decode to.
     text: String,
+    /// Where characters end among the tokens that were told: only there may the first of them be dropped, since decoders
+    /// that spell bytes spoil all of a run of them that begins within a character.
+    ends: Vec<usize>,
 }
 
 impl<'a> TextStream<'a> {
     fn new(tokenizer: &'a Tokenizer, before: &[u32]) -> Self {
-        let tokens = before[before.len().saturating_sub(CONTEXT)..].to_vec();
-        let mut stream = Self { tokenizer, tokens, text: String::new() };
         // Tokens that the decoder refuses are the caller's: it is told of them with the first of its own.
-        stream.text = tokenizer.decode(&stream.tokens).unwrap_or_default();
+        let decoded = |first: usize| tokenizer.decode(&before[first..]).unwrap_or_default();
+        let first = before.len().saturating_sub(CONTEXT);
+        let earlier = (0..CHARACTER).map(|more| first.saturating_sub(more));
+        let whole = earlier.clone().find(|first| !decoded(*first).starts_with(char::REPLACEMENT_CHARACTER));
+        let first = whole.unwrap_or(first);
+        let mut text = decoded(first);
         // A character that is cut there is whole with what follows.
-        let whole = stream.text.trim_end_matches(char::REPLACEMENT_CHARACTER).len();
-        stream.text.truncate(whole);
-        stream
+        text.truncate(text.trim_end_matches(char::REPLACEMENT_CHARACTER).len());
+        let tokens = before[first..].to_vec();
+        Self { tokenizer, told: tokens.len(), tokens, text, ends: Vec::new() }
     }
 
     /// The text that `token` completes, which may be none yet.
@@ -566,12 +575,23 @@ impl<'a> TextStream<'a> {
         if text.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(String::new());
         }
-        // A decoder that puts words right may change what was told already: what comes behind it counts.
-        let same = text.bytes().zip(self.text.bytes()).take_while(|(now, told)| now == told).count();
-        let more = text[text.floor_char_boundary(same)..].to_string();
-        let last = self.tokens.len().saturating_sub(CONTEXT);
-        self.tokens.drain(..last.min(self.tokens.len() - 1));
-        self.text = self.tokenizer.decode(&self.tokens)?;
+        let more = match text.strip_prefix(self.text.as_str()) {
+            Some(more) => more.to_string(),
+            // What came was no character after all, and spoils bytes that were told; or the decoder puts words right that were.
+            None => self.tokenizer.decode(&self.tokens[self.told..])?,
+        };
+        self.told = self.tokens.len();
+        self.text = text;
+        self.ends.push(self.told);
+        if let Some(first) = self.ends.iter().copied().rfind(|end| end + CONTEXT <= self.told) {
+            self.tokens.drain(..first);
+            self.told -= first;
+            self.ends.retain_mut(|end| {
+                *end = end.saturating_sub(first);
+                *end > 0
+            });
+            self.text = self.tokenizer.decode(&self.tokens)?;
+        }
         Ok(more)
     }
 }
@@ -632,6 +652,52 @@ mod tests {
         }
         assert!(cases.len() >= 40 && continuations > 1500, "{} kinds, {continuations} continuations", cases.len());
         assert!(wrong.is_empty(), "{}:\n{}", wrong.len(), wrong.join("\n"));
+    }
+
+    #[test]
+    fn characters_in_bytes_are_told_one_after_another() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizer_kinds.json");
+        let golden: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).expect("a golden file")).expect("JSON");
+        let of_bytes = golden["cases"]
+            .as_array()
+            .expect("cases")
+            .iter()
+            .filter(|case| case["base"] == "byte-fallback" && case["replaced"]["decoder"]["type"] == "Sequence");
+        let mut kinds = 0;
+        for case in of_bytes {
+            let mut own = golden["bases"]["byte-fallback"].clone();
+            let replaced = case["replaced"].as_object().expect("parts");
+            replaced.iter().for_each(|(part, value)| own[part] = value.clone());
+            let file = tempfile::NamedTempFile::new().expect("a file");
+            std::fs::write(file.path(), own.to_string()).expect("writable");
+            let tokenizer = Tokenizer::load(file.path()).expect("a tokenizer");
+            for (prompt, text) in [
+                ("the king", " \u{706b}\u{706b}\u{706b}\u{706b}\u{706b}\u{706b} ash"),
+                ("\u{706b}\u{706b}\u{706b}\u{706b}", "\u{706b}\u{706b}\u{706b}\u{706b}"),
+                ("clay \u{706b}\u{706b}\u{706b}", " glaze \u{1f525}\u{fe0f}\u{1f525}\u{e9}\u{1f525}\u{e9}\u{706b}"),
+            ] {
+                let tokens = tokenizer.encode(&format!("{prompt}{text}")).expect("known text");
+                let before = tokenizer.encode(prompt).expect("known text").len();
+                let mut stream = tokenizer.stream_behind(&tokens[..before]);
+                let pieces: Vec<String> =
+                    tokens[before..].iter().map(|token| stream.push(*token).expect("known tokens")).collect();
+                assert_eq!(pieces.concat(), text, "{prompt}: {pieces:?}");
+                kinds += 1;
+            }
+            // What is no character at all is told, and what comes behind it.
+            let bytes: Vec<u32> = ["<0xE7>", "<0x81>", "<0xAB>", "<0xE7>"]
+                .map(|name| tokenizer.0.token_to_id(name).expect("a byte"))
+                .into();
+            let mut stream = tokenizer.stream();
+            let mut text: String = bytes.iter().map(|token| stream.push(*token).expect("known tokens")).collect();
+            for token in tokenizer.encode(" clay and ash").expect("known text") {
+                text.push_str(&stream.push(token).expect("known tokens"));
+            }
+            assert_eq!(text.matches('\u{706b}').count(), 1, "{text}");
+            assert!(text.ends_with("clay and ash"), "{text}");
+        }
+        assert!(kinds >= 9, "{kinds}");
     }
 
     #[test]

@@ -165,26 +165,21 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Whether two tensors have the same bytes, dtype and shape.
+    /// Whether two tensors of one shape have the same values, whatever their dtypes.
     ///
     /// # Errors
-    /// If the file system fails.
+    /// If the file system fails, or a dtype is no float that can be read.
     pub(crate) fn are_same(&self, [a, b]: [&StoredTensor; 2]) -> Result<bool, WeightsError> {
-        if (a.dtype, &a.shape) != (b.dtype, &b.shape) {
-            return Ok(false);
-        }
-        let size = a.bytes();
-        let [mut left, mut right] = [vec![0; PIECE], vec![0; PIECE]];
-        for first in (0..size).step_by(PIECE) {
-            let count = (PIECE as u64).min(size - first) as usize;
-            for (tensor, piece) in [(a, &mut left), (b, &mut right)] {
-                let (path, file) = &self.files[tensor.file];
-                let mut file = file;
-                let read = file.seek(SeekFrom::Start(tensor.start + first));
-                let read = read.and_then(|_| file.read_exact(&mut piece[..count]));
-                read.map_err(|error| WeightsError::Io { path: path.clone(), error })?;
+        let size = a.shape.iter().product::<usize>();
+        let mut rows = [a, b].map(|tensor| TensorRow::new(self, std::iter::once(tensor)));
+        let mut pieces = [Vec::new(), Vec::new()];
+        for first in (0..size).step_by(PIECE / f32::SIZE) {
+            let count = (PIECE / f32::SIZE).min(size - first);
+            for (row, piece) in rows.iter_mut().zip(&mut pieces) {
+                piece.resize(count * f32::SIZE, 0);
+                row.read::<f32>(piece, &mut |_| {})?;
             }
-            if left[..count] != right[..count] {
+            if pieces[0] != pieces[1] {
                 return Ok(false);
             }
         }

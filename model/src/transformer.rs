@@ -513,8 +513,7 @@ impl<B: Backend> Transformer<B> {
         if self.token_type_embedding.is_some() {
             return declined("token types");
         }
-        let adapted = |block: &Block<B>| block.linears().into_iter().any(|linear| linear.adapter.is_some());
-        if self.blocks.iter().any(adapted) {
+        if self.has_adapters() {
             return declined("adapters");
         }
         let [window] = config.windows()[..] else { return declined("layers with windows of their own") };
@@ -653,8 +652,9 @@ impl<B: Backend> Transformer<B> {
                 row.filter(|row| *row < old).map_or(&mean[..], |row| &table[row as usize * width..][..width])
             };
             let values: Vec<f32> = rows.iter().flat_map(|old| row(*old)).copied().collect();
-            *matrix =
-                Param::from_tensor(Tensor::from_data(TensorData::new(values, [rows.len(), width]), &device)).into();
+            let table = Tensor::from_data(TensorData::new(values, [rows.len(), width]), &device);
+            let trained = matrix.val().is_require_grad();
+            *matrix = Param::from_tensor(table).set_require_grad(trained).into();
         }
         self.config.vocab_size = rows.len();
         self
@@ -666,6 +666,11 @@ impl<B: Backend> Transformer<B> {
         self.embedding.is_quantized()
             || self.head.as_ref().is_some_and(Matrix::is_quantized)
             || self.blocks.iter().any(of_block)
+    }
+
+    /// Whether any linear layer has an adapter.
+    pub(crate) fn has_adapters(&self) -> bool {
+        self.blocks.iter().flat_map(Block::linears).any(|linear| linear.adapter.is_some())
     }
 
     /// The output projection, `[vocab_size, d_model]`.

@@ -137,7 +137,10 @@ impl ModelFolder {
         // What is stored counts: an output projection of its own, whatever the config says of it.
         let [table, head] = [family.embedding_name(), family.head_name()].map(|name| stored_as(files.tensors(), name?));
         let config = &match (table, head) {
-            (Some((_, table)), Some((_, head))) if config.tied_embeddings && !files.are_same([table, head])? => {
+            // One of another shape is no such projection, and passed over.
+            (Some((_, table)), Some((_, head)))
+                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
+            {
                 TransformerConfig { tied_embeddings: false, ..config.clone() }
             }
             _ => config.clone(),
@@ -215,10 +218,14 @@ impl ModelFolder {
     /// uses for the model's family. Each file is written beside, synced and renamed.
     ///
     /// # Errors
-    /// If the file system refuses, or the model is quantized.
+    /// If the file system refuses, or the model is quantized or has adapters.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
         if model.is_quantized() {
             let reason = "a model that was loaded quantized cannot be saved".to_string();
+            return Err(WeightsError::Weights { path: self.path.clone(), reason });
+        }
+        if model.has_adapters() {
+            let reason = "a model with adapters cannot be saved".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         let config = model.config();

@@ -291,7 +291,7 @@ impl<B: Backend> Conversation<B> {
             )));
         }
         let max_tokens = options.max_tokens.unwrap_or(room).min(room);
-        let prompt = Prepared { tokens, max_tokens };
+        let prompt = Prepared { tokens, max_tokens, draw: None };
         let generated = self.generator.write(&mut self.scheduler, &prompt, options, show)?;
         self.length = generated.prompt_tokens + generated.tokens.len();
         Ok(generated)

@@ -171,7 +171,8 @@ impl Language {
     /// # Errors
     /// If the prompt holds what the vocabulary lacks, or leaves no room.
     fn room_behind(&self, prompt: &str, context_length: usize) -> Result<usize, Failure> {
-        let length = self.tokenizer.encode(prompt)?.len();
+        // With what the tokenizer puts before a text.
+        let length = self.tokenizer.encode_prompt(prompt)?.len();
         match context_length.saturating_sub(length) {
             0 => Err(Failure::new(format!(
                 "the prompt has {length} tokens, and the model's context {context_length}: nothing could follow"

@@ -54,7 +54,10 @@ impl Family {
         let head = match self {
             Self::Bert => ["pooler.", "bert.pooler.", "cls.", "classifier."].iter().any(|head| name.starts_with(head)),
             Self::Fireclay => name.starts_with("heads."),
-            _ => name == "lm_head.weight",
+            _ => {
+                OPTIONAL_PREFIXES.iter().any(|prefix| name.strip_prefix(prefix) == Some("lm_head.weight"))
+                    || name == "lm_head.weight"
+            }
         };
         head || constant.iter().any(|constant| name.ends_with(constant))
             || ["intent_head.weight", "tag_head.weight"].contains(&name)

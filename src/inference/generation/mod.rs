@@ -16,6 +16,7 @@ use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, Wri
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
+use crate::model_folder::assert_known;
 use crate::precision::{CachePrecision, Precision};
 
 /// Tokens that end a text, where the tokenizer has them.
@@ -127,6 +128,8 @@ impl GenerationOptions {
 pub struct Prepared {
     pub(crate) tokens: Vec<u32>,
     pub(crate) max_tokens: usize,
+    /// Which draws are its own; those of its place among the prompts that are gone on from together if not said.
+    pub(crate) draw: Option<u64>,
 }
 
 impl Prepared {
@@ -247,6 +250,7 @@ impl<B: Backend> Generator<B> {
         if tokens.is_empty() {
             return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
         }
+        assert_known(&tokens, self.model.config().vocab_size, &self.tokenizer)?;
         let context = self.model.config().context_length;
         let room = context.saturating_sub(tokens.len());
         let max_tokens = options.max_tokens.unwrap_or(room.min(256));
@@ -262,7 +266,7 @@ impl<B: Backend> Generator<B> {
                  shorten the prompt, or set --max-tokens to {room} at the most"
             )));
         }
-        Ok(Prepared { tokens, max_tokens })
+        Ok(Prepared { tokens, max_tokens, draw: None })
     }
 
     /// A scheduler for texts that have so many tokens each at the most, with their prompts.
@@ -390,7 +394,7 @@ impl<B: Backend> Generator<B> {
         let mut rows = HashMap::new();
         let mut texts = VecDeque::new();
         for (row, prompt) in prompts.iter().enumerate() {
-            let id = scheduler.add(self.request(prompt, options, first + row as u64))?;
+            let id = scheduler.add(self.request(prompt, options, prompt.draw.unwrap_or(first + row as u64)))?;
             rows.insert(id, row);
             texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
         }
@@ -607,7 +611,8 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         let mut refused = 0;
         for (at, prompt) in self.prompts.iter().enumerate() {
             match generator.prepare(prompt, &self.options) {
-                Ok(fits) => prepared.push((prompt, fits)),
+                // One that is refused takes no draws from the others.
+                Ok(fits) => prepared.push((prompt, Prepared { draw: Some(at as u64), ..fits })),
                 Err(failure) => {
                     refused += 1;
                     (self.show)(GenerationEvent::Refused(at + 1, &failure));

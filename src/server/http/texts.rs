@@ -196,11 +196,15 @@ impl Prompts {
         Ok((jobs, events))
     }
 
-    /// The prompt of each text, in the order of [`jobs`](Self::jobs).
+    /// The end of each text's prompt, in the order of [`jobs`](Self::jobs).
     fn of_choices(&self, settings: &Settings) -> Vec<Vec<u32>> {
-        self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices)).cloned().collect()
+        let last = |prompt: &Vec<u32>| prompt[prompt.len().saturating_sub(PROMPT_END)..].to_vec();
+        self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(last(prompt), settings.choices)).collect()
     }
 }
+
+/// Tokens of a prompt's end that what follows is decoded behind.
+const PROMPT_END: usize = 16;
 
 /// What an answer is made of, whatever form it has.
 pub(super) trait Form: Send + 'static {

@@ -115,6 +115,7 @@ impl<B: Backend> ParameterGradients<B> {
 /// What an optimizer keeps for a parameter.
 #[derive(Clone, Debug)]
 struct Kept<B: Backend> {
+    id: ParamId,
     name: String,
     shape: Vec<usize>,
     state: Vec<Tensor<B, 1>>,
@@ -132,9 +133,9 @@ impl<B: Backend> Optimizer<B> {
     /// For the parameters of a model that are trained now.
     pub fn new(kind: OptimizerKind, model: &Transformer<Autodiff<B>>) -> Self {
         let count = with_update!(kind, U => <U as Update<B>>::STATE.len());
-        let kept = trained_parameters(model).into_iter().map(|(name, _, shape, value)| {
+        let kept = trained_parameters(model).into_iter().map(|(name, id, shape, value)| {
             let zeros = value.inner().zeros_like();
-            Kept { name, shape, state: (0..count).map(|_| zeros.zeros_like()).collect() }
+            Kept { id, name, shape, state: (0..count).map(|_| zeros.zeros_like()).collect() }
         });
         Self { kind, kept: kept.collect(), steps: 0 }
     }
@@ -168,6 +169,9 @@ impl<B: Backend> Optimizer<B> {
     /// Updates the model; returns it with the global norm of the gradients before clipping, `[1]`, on the device.
     ///
     /// `settings.step` is counted here.
+    ///
+    /// # Panics
+    /// If other parameters are trained than when the optimizer was made, or there are not as many gradients.
     pub fn step(
         &mut self,
         mut model: Transformer<Autodiff<B>>,
@@ -185,10 +189,17 @@ impl<B: Backend> Optimizer<B> {
         gradients: ParameterGradients<B>,
         settings: Settings,
     ) -> Tensor<B, 1> {
+        let (trained, gradients) = (trained_ids(model), gradients.into_inner());
+        let own = self.kept.iter().map(|kept| kept.id);
+        assert!(
+            own.eq(trained.iter().copied()),
+            "an optimizer is for the parameters that were trained when it was made"
+        );
+        assert_eq!(gradients.len(), trained.len(), "a gradient, or none, for each parameter");
         self.steps += 1;
         let mut copies = model.take_copies();
         let (values, ids) = take_values(model);
-        let parameters = values.into_iter().zip(&ids).zip(gradients.into_inner()).zip(&mut self.kept);
+        let parameters = values.into_iter().zip(&ids).zip(gradients).zip(&mut self.kept);
         let parameters = parameters.map(|(((value, id), gradient), kept)| Parameter {
             shape: kept.shape.clone(),
             decays: kept.shape.len() > 1,
@@ -212,6 +223,21 @@ impl<B: Backend> Optimizer<B> {
         model.put_copies(copies);
         norm
     }
+}
+
+/// The ids of the parameters that are trained, in the order of [`trained_parameters`].
+fn trained_ids<B: Backend>(model: &Transformer<Autodiff<B>>) -> Vec<ParamId> {
+    struct Finder(Vec<ParamId>);
+    impl<B: Backend> ModuleVisitor<Autodiff<B>> for Finder {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+            if param.val().is_require_grad() {
+                self.0.push(param.id);
+            }
+        }
+    }
+    let mut finder = Finder(Vec::new());
+    model.visit(&mut finder);
+    finder.0
 }
 
 /// All elements in one dimension.

@@ -35,12 +35,14 @@ backend_test!(rounded_weights_give_what_their_parameters_give_and_its_gradient::
 });
 
 /// What is computed with two weights in every operation that has a gradient: `[up, down]`, of `[24, 16]` and `[16, 24]`, and the
-/// gradients of the input and of the biases of a projection and of a feed-forward layer.
+/// gradients of the input and of the biases of a projection and of a feed-forward layer; and those of the weights, as far as they
+/// have any.
 fn with_weights<B: Backend>(
     [up, down]: [Weight<Autodiff<B>>; 2],
     dtype: DType,
     device: &B::Device,
-) -> Vec<Tensor<B, 2>> {
+) -> (Vec<Tensor<B, 2>>, [Option<Tensor<B, 2>>; 2]) {
+    let weights = [up.clone(), down.clone()];
     let tracked = |seed, shape| {
         Tensor::<Autodiff<B>, 2>::from_inner(random::<B, 2>(seed, shape, device).cast(dtype)).require_grad()
     };
@@ -61,12 +63,17 @@ fn with_weights<B: Backend>(
     let y = y + linear(linear(x.clone(), up.clone(), Some(vector(&up_bias))), down, Some(vector(&down_bias)));
     let targets = integers::<Autodiff<B>, 1>((0..10).map(|at| at * 7 % 24).collect(), [10], device);
     let options = HeadLossOptions::new().with_weight(10.0);
-    let loss = head_loss(y.clone(), up, targets, options) + y.cast(DType::F32).sum_dim(0).sum_dim(1).reshape([1]);
+    let loss =
+        head_loss(y.clone(), up.clone(), targets, options) + y.cast(DType::F32).sum_dim(0).sum_dim(1).reshape([1]);
     let gradients = loss.clone().backward();
     let of = |x: &Tensor<Autodiff<B>, 2>| x.grad(&gradients).expect("a gradient").cast(DType::F32);
     let mut all = vec![loss.inner().reshape([1, 1])];
     all.extend([&input, &up_bias, &down_bias].map(of));
-    all
+    let of_weights = weights.map(|weight| match weight {
+        Weight::Float(weight) => weight.grad(&gradients).map(|gradient| gradient.cast(DType::F32)),
+        Weight::Quantized(_) => None,
+    });
+    (all, of_weights)
 }
 
 backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
@@ -80,17 +87,25 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
                 Weight::Float(if tracked { weight.require_grad() } else { weight })
             })
         };
-        let compare = |what: &str, weights: [Weight<Autodiff<B>>; 2], wanted: &[Tensor<B, 2>]| {
-            let given = with_weights::<B>(weights, dtype.into(), &device);
-            for (at, (given, wanted)) in given.iter().zip(wanted).enumerate() {
+        type Results<B> = (Vec<Tensor<B, 2>>, [Option<Tensor<B, 2>>; 2]);
+        let compare = |what: &str, weights: [Weight<Autodiff<B>>; 2], trained: [bool; 2], wanted: &Results<B>| {
+            let (given, of_weights) = with_weights::<B>(weights, dtype.into(), &device);
+            for (at, (given, wanted)) in given.iter().zip(&wanted.0).enumerate() {
                 assert_close(&format!("{what} {dtype:?}, result {at}"), given, wanted, tolerance);
+            }
+            for (at, ((given, wanted), trained)) in of_weights.iter().zip(&wanted.1).zip(trained).enumerate() {
+                let what = format!("{what} {dtype:?}, gradient of weight {at}");
+                assert_eq!(given.is_some(), trained, "{what}");
+                if let (Some(given), Some(wanted)) = (given, wanted) {
+                    assert_close(&what, given, wanted, tolerance);
+                }
             }
         };
         let wanted = with_weights::<B>(floats(true, &weights), dtype.into(), &device);
-        compare("frozen", floats(false, &weights), &wanted);
+        compare("frozen", floats(false, &weights), [false; 2], &wanted);
         let [tracked, frozen] = [true, false].map(|tracked| floats(tracked, &weights));
-        compare("up is frozen", [frozen[0].clone(), tracked[1].clone()], &wanted);
-        compare("down is frozen", [tracked[0].clone(), frozen[1].clone()], &wanted);
+        compare("up is frozen", [frozen[0].clone(), tracked[1].clone()], [false, true], &wanted);
+        compare("down is frozen", [tracked[0].clone(), frozen[1].clone()], [true, false], &wanted);
         for format in Format::ALL {
             let quantized = weights.clone().map(|weight| {
                 let values: Vec<f32> = weight.clone().into_data().iter::<f32>().collect();
@@ -106,7 +121,7 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
                     format,
                 })
             });
-            compare(format.name(), tracked, &wanted);
+            compare(format.name(), tracked, [false; 2], &wanted);
         }
     }
 });
