@@ -120,6 +120,7 @@ mod tests {
     use fireclay_datasets::{Tokenizer, TokenizerKind};
 
     use super::*;
+    use crate::server::tools::ToolStyle;
 
     /// What a filter lets through of a text, byte by byte, and whether it is complete.
     fn read(filter: &mut dyn TokenFilter, tokenizer: &Tokenizer, text: &str) -> Result<bool, String> {
@@ -152,6 +153,34 @@ mod tests {
         assert_eq!(follow("{\"glaze\": \"b"), Ok(false));
         assert_eq!(follow("{\"glaze\": \"green\""), Err("{\"glaze\": \"".into()));
         assert_eq!(follow(" {"), Err(String::new()));
+    }
+
+    #[test]
+    fn references_of_a_tool_are_to_its_own_schema() {
+        let (tokenizer, grammars) = bytes();
+        // As Pydantic writes models within models; both tools call theirs by one name.
+        let of = |kind: &str| {
+            json!({
+                "type": "object", "properties": { "pots": { "type": "array", "items": { "$ref": "#/$defs/Pot" } } },
+                "required": ["pots"], "additionalProperties": false,
+                "$defs": { "Pot": {
+                    "type": "object", "properties": { "size": { "type": kind }, "lid": { "$ref": "#/$defs/Lid" } },
+                    "required": ["size"], "additionalProperties": false,
+                }, "Lid": { "enum": ["flat", "domed"] } },
+            })
+        };
+        let tools = [("heat".to_string(), of("integer")), ("glaze".to_string(), of("string"))];
+        for tools in [&tools[..1], &tools] {
+            let grammar = ToolStyle::Bare.grammar(tools);
+            let follow = |text: &str| read(&mut *grammars.lark(grammar.clone()).expect("a grammar"), &tokenizer, text);
+            let call = |arguments: &str| format!("{{\"name\": \"heat\", \"parameters\": {arguments}}}");
+            assert_eq!(follow(&call("{\"pots\": [{\"size\": 4, \"lid\": \"flat\"}]}")), Ok(true));
+            assert!(follow(&call("{\"pots\": [{\"size\": \"4\"")).is_err());
+            assert!(follow(&call("{\"pots\": [{\"size\": 4, \"lid\": \"round\"")).is_err());
+        }
+        let grammar = ToolStyle::Bare.grammar(&tools);
+        let follow = |text: &str| read(&mut *grammars.lark(grammar.clone()).expect("a grammar"), &tokenizer, text);
+        assert_eq!(follow("{\"name\": \"glaze\", \"parameters\": {\"pots\": [{\"size\": \"4\"}]}}"), Ok(true));
     }
 
     #[test]

@@ -55,24 +55,48 @@ impl ToolStyle {
 
     /// A grammar in Lark's form of one call of one of these tools, by name and the schema of its arguments.
     pub(super) fn grammar(self, tools: &[(String, Value)]) -> String {
-        let call = |(name, schema): &(String, Value)| {
-            let name = json!({ "const": name });
+        // Each schema is at a place of its own, since references within it begin at its own root.
+        let mut places = Map::new();
+        let mut call = |(at, (name, schema)): (usize, &(String, Value))| {
+            let (name, place) = (json!({ "const": name }), format!("tool{at}"));
+            let mut schema = schema.clone();
+            move_references(&mut schema, &place);
             let mut properties = Map::new();
             properties.insert("name".into(), name);
-            properties.insert(self.arguments().into(), schema.clone());
+            properties.insert(self.arguments().into(), json!({ "$ref": format!("#/$defs/{place}") }));
+            places.insert(place, schema);
             json!({
                 "type": "object", "properties": properties, "required": ["name", self.arguments()],
                 "additionalProperties": false,
             })
         };
-        let mut calls: Vec<Value> = tools.iter().map(call).collect();
-        let schema = if calls.len() == 1 { calls.remove(0) } else { json!({ "anyOf": calls }) };
+        let mut calls: Vec<Value> = tools.iter().enumerate().map(&mut call).collect();
+        let mut schema = if calls.len() == 1 { calls.remove(0) } else { json!({ "anyOf": calls }) };
+        schema["$defs"] = places.into();
         let schema = super::grammar::one_line(schema);
         match self {
             Self::Tagged => format!("start: \"{BEGIN}\\n\" call \"\\n{END}\"\ncall: %json {schema}\n"),
             Self::Listed => format!("start: \"[\" call \"]\"\ncall: %json {schema}\n"),
             Self::Bare => format!("start: call\ncall: %json {schema}\n"),
         }
+    }
+}
+
+/// Makes the references of a schema to itself those to `#/$defs/PLACE`, where it is to be.
+fn move_references(schema: &mut Value, place: &str) {
+    match schema {
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                match value {
+                    Value::String(target) if key == "$ref" && target.starts_with('#') => {
+                        *target = format!("#/$defs/{place}{}", &target[1..]);
+                    }
+                    value => move_references(value, place),
+                }
+            }
+        }
+        Value::Array(parts) => parts.iter_mut().for_each(|part| move_references(part, place)),
+        _ => {}
     }
 }
 
