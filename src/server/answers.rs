@@ -127,9 +127,10 @@ impl<'a> Answers<'a> {
         let mut stopped = None;
         match event {
             TextEvent::Tokens(tokens) => {
-                self.tokens += tokens.len();
-                let count = tokens.len();
+                let mut count = 0;
                 for token in tokens {
+                    // Those behind a stop text are not delivered, and not counted.
+                    count += 1;
                     let text = &mut piece.text;
                     let reached = choice.writer.push(token.token, &mut |more| text.push_str(more));
                     piece.tokens.push(token);
@@ -138,6 +139,7 @@ impl<'a> Answers<'a> {
                         break;
                     }
                 }
+                self.tokens += count;
                 self.record.written(count, &piece.text);
             }
             TextEvent::Finished(finish) => {

@@ -186,6 +186,11 @@ fn what_a_request_gets_wrong_is_named() {
         ("stream_options", json!({})),
         ("best_of", json!(3)),
         ("suffix", json!("x")),
+        ("guided_json", json!({ "type": "object" })),
+        ("stop_token_ids", json!([3])),
+        ("min_tokens", json!(4)),
+        ("ignore_eos", json!(true)),
+        ("response_format", json!({ "type": "json_object" })),
     ];
     for (field, value) in wrong {
         let (status, answer) = text(json!({ field: value }));
@@ -193,6 +198,11 @@ fn what_a_request_gets_wrong_is_named() {
         let message = answer["error"]["message"].as_str().expect("a message");
         assert!(message.contains(field) || field == "prompt", "{message}");
     }
+    // What asks for nothing is let through, and 2.0 is 2.
+    let nothing =
+        json!({ "guided_json": null, "min_tokens": 0, "ignore_eos": false, "max_tokens": 2.0, "temperature": 1e-8 });
+    let (status, answer) = text(nothing);
+    assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(2)), "{answer}");
     let (status, answer) = text(json!({ "max_tokens": 400 }));
     assert_eq!((status, &answer["error"]["code"]), (400, &json!("context_length_exceeded")));
     let (status, answer) = text(json!({ "model": "another" }));

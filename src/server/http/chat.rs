@@ -61,6 +61,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
             parallel_calls: fields.flag("parallel_tool_calls", true)?,
             prompts: Vec::new(),
         };
+        fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
             Some(most) => Some(most),
             None => fields.count("max_tokens", 1..=usize::MAX)?,
@@ -193,7 +194,11 @@ fn response_schema(fields: &Fields) -> Result<Option<Value>, ApiError> {
     let Some(format) = fields.object("response_format")? else { return Ok(None) };
     match format.text("type")? {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(json!({ "type": "object" }))),
+        // Some servers take a schema with it.
+        Some("json_object") => match format.object("schema")? {
+            Some(schema) => Ok(Some(Value::Object(schema.into_values()))),
+            None => Ok(Some(json!({ "type": "object" }))),
+        },
         Some("json_schema") => {
             let schema = format.object("json_schema")?.ok_or_else(|| format.wrong("json_schema", "an object"))?;
             let schema = schema.object("schema")?.ok_or_else(|| schema.wrong("schema", "an object"))?;

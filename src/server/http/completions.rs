@@ -29,6 +29,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         if echo && settings.likeliest.is_some() {
             return Err(ApiError::param("echo", "the tokens of a prompt have no logprobs here: leave echo out"));
         }
+        fields.refuse(&["response_format", "tools"])?;
         if fields.get("suffix").is_some() {
             return Err(fields.wrong("suffix", "left out: nothing is written before it"));
         }

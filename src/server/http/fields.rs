@@ -41,6 +41,25 @@ impl Fields {
         self.values.get(field).filter(|value| !value.is_null())
     }
 
+    /// Refuses a field of other servers that would change the answer, and is not supported, unless it asks for nothing.
+    ///
+    /// # Errors
+    /// With the first of `names` that asks for something.
+    pub(super) fn refuse(&self, names: &[&str]) -> Result<(), ApiError> {
+        let nothing = |value: &Value| match value {
+            Value::Null | Value::Bool(false) => true,
+            Value::Number(number) => number.as_f64() == Some(0.0),
+            Value::String(text) => text.is_empty(),
+            Value::Array(values) => values.is_empty(),
+            Value::Object(values) => values.is_empty(),
+            Value::Bool(true) => false,
+        };
+        match names.iter().find(|name| self.get(name).is_some_and(|value| !nothing(value))) {
+            None => Ok(()),
+            Some(field) => Err(ApiError::param(self.name(field), format!("{field} is not supported: leave it out"))),
+        }
+    }
+
     /// That a field is not what it has to be.
     pub(super) fn wrong(&self, field: &str, wanted: &str) -> ApiError {
         let name = self.name(field);

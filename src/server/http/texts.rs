@@ -74,6 +74,7 @@ pub(super) struct Settings {
 
 impl Settings {
     pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
+        fields.refuse(&UNSUPPORTED)?;
         let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0);
         // So low it is greedy, but for logits that are as good as one.
         let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
@@ -202,6 +203,25 @@ impl Prompts {
         self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(last(prompt), settings.choices)).collect()
     }
 }
+
+/// Fields of other servers that shape an answer, and that nothing here follows.
+const UNSUPPORTED: [&str; 15] = [
+    "allowed_token_ids",
+    "bad_words",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "stop_token_ids",
+    "structural_tag",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "typical_p",
+    "use_beam_search",
+];
 
 /// Tokens of a prompt's end that what follows is decoded behind.
 const PROMPT_END: usize = 16;
