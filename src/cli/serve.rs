@@ -164,12 +164,27 @@ fn keys(mut keys: Vec<String>, file: Option<&Path>) -> Result<Vec<String>, Failu
     if let Some(file) = file {
         let failed = |reason: &dyn std::fmt::Display| Failure::new(format!("{}: {reason}", file.display()));
         let text = std::fs::read_to_string(file).map_err(|error| failed(&error))?;
-        let lines: Vec<String> =
-            text.lines().map(|line| line.trim().to_string()).filter(|line| !line.is_empty()).collect();
+        // Lines that begin with # are comments.
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let lines: Vec<String> = lines.map(String::from).collect();
         if lines.is_empty() {
             return Err(failed(&"no key in it"));
         }
         keys.extend(lines);
     }
     Ok(keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_comment_in_a_key_file_is_no_key() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), "# of the potters\n kiln \n\n  # old: glaze\nwheel\n").expect("writable");
+        assert_eq!(keys(Vec::new(), Some(file.path())).expect("keys"), ["kiln", "wheel"]);
+        std::fs::write(file.path(), "# none\n").expect("writable");
+        assert!(keys(Vec::new(), Some(file.path())).is_err());
+    }
 }

@@ -202,7 +202,8 @@ fn what_a_request_gets_wrong_is_named() {
     let nothing =
         json!({ "guided_json": null, "min_tokens": 0, "ignore_eos": false, "max_tokens": 2.0, "temperature": 1e-8 });
     let (status, answer) = text(nothing);
-    assert_eq!((status, &answer["usage"]["completion_tokens"]), (200, &json!(2)), "{answer}");
+    let written = answer["usage"]["completion_tokens"].as_u64();
+    assert!(status == 200 && written.is_some_and(|tokens| (1..=2).contains(&tokens)), "{answer}");
     let (status, answer) = text(json!({ "max_tokens": 400 }));
     assert_eq!((status, &answer["error"]["code"]), (400, &json!("context_length_exceeded")));
     let (status, answer) = text(json!({ "model": "another" }));
