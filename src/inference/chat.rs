@@ -27,12 +27,15 @@ pub struct Message {
     pub content: String,
 }
 
+/// A template by its name, or what is wrong with it.
+type Named = (String, Result<Template, Failure>);
+
 /// The template by which a model's conversations become text: Jinja, as the hub has it.
 ///
 /// A model may have several, of which conversations with tools take the one called `tool_use`.
 /// One that cannot be read is refused when it is asked for.
 pub struct ChatTemplate {
-    templates: Result<Vec<(String, Result<Template, Failure>)>, Failure>,
+    templates: Result<Vec<Named>, Failure>,
     /// Special tokens by name.
     tokens: Map<String, Value>,
 }

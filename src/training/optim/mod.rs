@@ -1,7 +1,7 @@
 //! Optimizers, a file each, over the trained parameters of a transformer.
 //!
-//! An optimizer is a file here that implements [`Update`], and a line in [`OptimizerKind`](crate::recipe::schema::OptimizerKind)
-//! and in [`with_update`]. What it keeps for a parameter is saved under `<its name>.<what it is>.<the parameter's name>`.
+//! An optimizer is a file here that implements `Update`, and a line in [`OptimizerKind`] and in `with_update`. What it keeps
+//! for a parameter is saved under `<its name>.<what it is>.<the parameter's name>`.
 
 mod adamw;
 
