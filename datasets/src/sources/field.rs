@@ -51,9 +51,9 @@ pub(super) fn lacks(field: &str, names: Vec<String>) -> String {
     format!("has no text in the field '{field}' but {}: name one with --field NAME", list(names))
 }
 
-/// Which fields there are beside one that is no text.
+/// The other fields of a record, one of which is no text.
 pub(super) fn others(names: Vec<String>) -> String {
-    format!("beside it there is {}: name the text with --field NAME", list(names))
+    format!("other fields: {}; name the text with --field NAME", list(names))
 }
 
 fn list(names: Vec<String>) -> String {

@@ -287,9 +287,7 @@ impl<R: BufRead> Records<'_, R> {
         self.reader.consume(1);
         match self.solid()? {
             None => Ok(ControlFlow::Continue(())),
-            Some(byte) => {
-                Err(self.malformed(self.line, format!("'{}' stands behind the end of the array", shown(byte))))
-            }
+            Some(byte) => Err(self.malformed(self.line, format!("'{}' follows the end of the array", shown(byte)))),
         }
     }
 

@@ -198,12 +198,7 @@ fn what_is_malformed_is_named_with_its_place() {
         ("j.json", plain("[{\"text\": \"a\"},\n 7]"), "text", &["j.json, line 2: '7' is where element 2", "an object"]),
         ("k.json", plain("[{\"text\": \"a\"}\n{}]"), "text", &["k.json, line 2: '{' is where ',' or ']' should be"]),
         ("l.json", plain("[{\"text\": \"a\"},\n"), "text", &["l.json, line 2: the end of the file is where element 2"]),
-        (
-            "m.json",
-            plain("[{\"text\": \"a\"}]\n[]"),
-            "text",
-            &["m.json, line 2: '[' stands behind the end of the array"],
-        ),
+        ("m.json", plain("[{\"text\": \"a\"}]\n[]"), "text", &["m.json, line 2: '[' follows the end of the array"]),
         ("n.json", plain("{\"text\":\n\"a\"}\nand so on"), "text", &["n.json, line 3: 'a' is no JSON object"]),
         (
             "o.json",
@@ -222,7 +217,7 @@ fn what_is_malformed_is_named_with_its_place() {
             "r.jsonl",
             plain("{\"text\": 3, \"meta\": {\"a\": \"x\", \"b\": {\"c\": 1}}}"),
             "text",
-            &["r.jsonl, line 1: the field 'text' is a number, no text; beside it there is meta.a, meta.b.c: name"],
+            &["r.jsonl, line 1: the field 'text' is a number, no text; other fields: meta.a, meta.b.c; name"],
         ),
         (
             "s.json",
@@ -290,7 +285,7 @@ fn what_is_malformed_is_named_with_its_place() {
     parquet::tests::write_as(&folder.path().join("i.parquet"), fields, 2, &[Some("x")]);
     refused("i.parquet", "text", &["no text in the field 'text' but meta.text: name one with --field NAME"]);
     parquet::tests::write_number(&folder.path().join("j.parquet"));
-    refused("j.parquet", "id", &["the column 'id' is INT64, no text; beside it there is nothing"]);
+    refused("j.parquet", "id", &["the column 'id' is INT64, no text; other fields: nothing"]);
 }
 
 #[test]
