@@ -13,6 +13,16 @@ use crate::compare::{assert_close, random, tolerance, values};
 
 const RANK: usize = 4;
 
+const SETTINGS: Settings = Settings {
+    learning_rate: 1e-2,
+    beta_1: 0.9,
+    beta_2: 0.95,
+    epsilon: 1e-8,
+    weight_decay: 0.1,
+    max_grad_norm: Some(1.0),
+    step: 0, // the optimizer counts
+};
+
 /// A small model of Llama's kind.
 fn model<B: Backend>(device: &B::Device) -> Transformer<Autodiff<B>> {
     TransformerConfig::llama(40, 16, 32, 2, 4).init(3, device).expect("a config that holds together")
@@ -97,18 +107,9 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
         // Two moments of each of two matrices of an adapter, of four linear layers in two blocks.
         assert_eq!(optimizer.state().count(), 2 * 2 * 4 * 2);
         assert!(optimizer.state().all(|(name, _)| name.contains(".adapter.")));
-        let settings = Settings {
-            learning_rate: 1e-2,
-            beta_1: 0.9,
-            beta_2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-            max_grad_norm: Some(1.0),
-            step: 0,
-        };
         for _ in 0..40 {
             let gradients = ParameterGradients::take(&model, loss(&model, &device).backward());
-            (model, _) = optimizer.step(model, gradients, settings);
+            (model, _) = optimizer.step(model, gradients, SETTINGS);
         }
         let [before, after] = [before, loss(&model.valid(), &device)].map(|loss| values(&loss)[0]);
         assert!(after < before - 0.3, "{dtype:?}: from {before} to {after}");
@@ -135,16 +136,7 @@ backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
         assert_close("a gradient", &given, &wanted, tolerance::<B>(&device));
     }
     let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
-    let settings = Settings {
-        learning_rate: 1e-2,
-        beta_1: 0.9,
-        beta_2: 0.95,
-        epsilon: 1e-8,
-        weight_decay: 0.1,
-        max_grad_norm: None,
-        step: 0,
-    };
-    (model, _) = optimizer.step(model, gradients, settings);
+    (model, _) = optimizer.step(model, gradients, SETTINGS);
     for ((path, first), (_, _, _, last)) in first.into_iter().zip(named_parameters(&model)) {
         assert_eq!(first != values(&last.inner()), trained(&path), "{path}");
     }

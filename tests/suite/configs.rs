@@ -168,9 +168,11 @@ backend_test!(what_is_stored_counts_of_a_tied_pair_and_in_every_dtype::<B>(devic
 });
 
 backend_test!(keys_that_nobody_knows_are_named_and_weights_that_are_quantized_refused::<B>(device) {
-    let more = serde_json::json!({ "logit_scale": 0.5, "_tool": 1, "torch_dtype": "float16" });
+    let rotary = serde_json::json!({ "rope_type": "linear", "factor": 2.0, "warp": 3 });
+    let more = serde_json::json!({ "logit_scale": 0.5, "_tool": 1, "torch_dtype": "float16", "rope_scaling": rotary });
     let folder = llama::<B>(more, |_| {}, &device);
-    assert_eq!(ModelFolder::new(folder.path()).unknown_keys().expect("a config"), ["logit_scale"]);
+    let unknown = ModelFolder::new(folder.path()).unknown_keys().expect("a config");
+    assert_eq!(unknown, ["logit_scale", "rope_scaling.warp"]);
     let more = serde_json::json!({ "quantization_config": { "quant_method": "gptq" } });
     let folder = llama::<B>(more, |_| {}, &device);
     let refused = ModelFolder::new(folder.path()).load::<B>(&device).expect_err("no GPTQ").to_string();

@@ -147,7 +147,29 @@ const LLAMA: &[&str] = &[
     "use_sliding_window",
 ];
 
-/// The keys of a `config.json` that nobody here knows. Those that begin with an underscore are tools' own.
+/// Of `rope_scaling` and `rope_parameters`.
+const ROTARY: &[&str] = &[
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "full_attention",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "sliding_attention",
+    "truncate",
+    "type",
+];
+
+/// The keys of a `config.json` that nobody here knows, those of rotary scaling as `rope_scaling.KEY`. Those that begin with an underscore are tools' own.
 pub(crate) fn unknown(family: Family, config: &Value) -> Vec<String> {
     let own = match family {
         Family::Gpt2 => GPT2,
@@ -157,5 +179,10 @@ pub(crate) fn unknown(family: Family, config: &Value) -> Vec<String> {
     };
     let keys = config.as_object().into_iter().flat_map(|fields| fields.keys());
     let known = |key: &&String| key.starts_with('_') || [SHARED, own].iter().any(|keys| keys.contains(&key.as_str()));
-    keys.filter(|key| !known(key)).cloned().collect()
+    let outer = keys.filter(|key| !known(key)).cloned();
+    let rotary = ["rope_scaling", "rope_parameters"].into_iter().flat_map(|name| {
+        let fields = config[name].as_object().into_iter().flat_map(|fields| fields.keys());
+        fields.filter(|key| !ROTARY.contains(&key.as_str())).map(move |key| format!("{name}.{key}"))
+    });
+    outer.chain(rotary).collect()
 }
