@@ -184,26 +184,36 @@ impl<'a, B: Backend> Rows<'a, B> {
     }
 }
 
-backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_text::<B>(device) {
-    let half = B::supports_dtype(&device, DType::BF16);
-    for (heads, int8) in [(16, false), (8, false), (16, true)] {
-        let (model, bound) = model::<B>(heads, int8, &device)?;
-        // Rows of all lengths; they come one after another, so that prompts are read between the steps.
-        let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
-        if half {
-            // As many as the kernels for each take, and one more.
-            lengths.extend((0..if int8 { 26 } else { 120 }).map(|row| 1 + 97 * row * row % 400));
-        }
-        let room = lengths.iter().map(|length| (length + 40).next_multiple_of(PAGE_TOKENS)).sum();
-        let mut rows = Rows::new(&model, bound, room, &device);
-        for (row, length) in lengths.into_iter().enumerate() {
-            assert!(rows.add(text(row, length), 40));
-            if [1, 2, 3, 4, 8, 9, 17, 32, 33, 64, 65, 96, 97, 128, 129].contains(&rows.rows.len()) {
-                rows.step();
-                rows.step();
-            }
+/// Rows of all lengths; they come one after another, so that prompts are read between the steps.
+fn assert_hidden_states<B: Backend>(heads: usize, int8: bool, device: &B::Device) -> Result<(), Failure> {
+    let (model, bound) = model::<B>(heads, int8, device)?;
+    let mut lengths: Vec<usize> = vec![1, 63, 64, 150, 257, 300, 130, 5, 2];
+    if B::supports_dtype(device, DType::BF16) {
+        // As many as the kernels for each take, and one more.
+        lengths.extend((0..if int8 { 26 } else { 120 }).map(|row| 1 + 97 * row * row % 400));
+    }
+    let room = lengths.iter().map(|length| (length + 40).next_multiple_of(PAGE_TOKENS)).sum();
+    let mut rows = Rows::new(&model, bound, room, device);
+    for (row, length) in lengths.into_iter().enumerate() {
+        assert!(rows.add(text(row, length), 40));
+        if [1, 2, 3, 4, 8, 9, 17, 32, 33, 64, 65, 96, 97, 128, 129].contains(&rows.rows.len()) {
+            rows.step();
+            rows.step();
         }
     }
+    Ok(())
+}
+
+backend_test!(a_step_has_the_hidden_states_of_a_pass_over_the_whole_sequence::<B>(device) {
+    assert_hidden_states::<B>(16, false, &device)?;
+});
+
+backend_test!(a_step_of_8_heads_has_the_hidden_states_of_a_pass_over_the_whole_sequence::<B>(device) {
+    assert_hidden_states::<B>(8, false, &device)?;
+});
+
+backend_test!(a_step_with_int8_weights_has_the_hidden_states_of_a_pass_over_the_whole_sequence::<B>(device) {
+    assert_hidden_states::<B>(16, true, &device)?;
 });
 
 // Then one token more of all of them.
