@@ -336,15 +336,52 @@ impl Tokenizer {
     /// # Errors
     /// As [`encode`](Self::encode), and if it spells one in a way that cannot be told from one.
     pub fn encode_foreign_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        self.foreign(text, true)
+    }
+
+    /// [`encode`](Self::encode) of a text from anywhere: where it spells a control token, that is text.
+    ///
+    /// # Errors
+    /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).
+    pub fn encode_foreign(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        self.foreign(text, false)
+    }
+
+    /// The tokens of two texts that an encoder compares, as the tokenizer's own post-processor puts them together, and which text
+    /// each token is of: 0 or 1. Where a text spells a control token, that is text.
+    ///
+    /// # Errors
+    /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).
+    pub fn encode_pair(&self, first: &str, second: &str) -> Result<(Vec<u32>, Vec<u32>), DataError> {
+        let spelled = self.spells_control_token(first)? || self.spells_control_token(second)?;
+        if spelled {
+            let mark = Self::unused_mark(&format!("{first}{second}"))?;
+            let [one, other] = [first, second].map(|text| self.escape(text, mark));
+            if self.spells_control_token(&one)? || self.spells_control_token(&other)? {
+                let reason = "the text spells one of the model's control tokens: leave it out";
+                return Err(DataError::Tokenizer(reason.into()));
+            }
+            let mut marked = self.0.clone();
+            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+            let marked = Self(marked);
+            let id = marked.token_id(&mark.to_string());
+            let (ids, types) = marked.encode_pair(&one, &other)?;
+            return Ok(ids.into_iter().zip(types).filter(|(token, _)| Some(*token) != id).unzip());
+        }
+        let encoding = self.0.encode_fast((first, second), true).map_err(|error| self.unknown(second, error))?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_type_ids().to_vec()))
+    }
+
+    fn foreign(&self, text: &str, as_prompt: bool) -> Result<Vec<u32>, DataError> {
         if !self.spells_control_token(text)? {
-            return self.encode_prompt(text);
+            return if as_prompt { self.encode_prompt(text) } else { self.encode(text) };
         }
         let mark = Self::unused_mark(text)?;
         let escaped = self.escape(text, mark);
         if self.spells_control_token(&escaped)? {
             return Err(DataError::Tokenizer("the text spells one of the model's control tokens: leave it out".into()));
         }
-        self.encode_marked(&escaped, mark, true)
+        self.encode_marked(&escaped, mark, as_prompt)
     }
 
     fn encode_marked(&self, text: &str, mark: char, as_prompt: bool) -> Result<Vec<u32>, DataError> {

@@ -54,5 +54,5 @@ pub use linear::{Adapter, Linear};
 pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
-pub use transformer::{Hidden, Tokens, TokensAhead, Transformer};
+pub use transformer::{Hidden, NextTokens, Tokens, TokensAhead, Transformer};
 pub use weights::{MatrixDtype, ModelFolder, f32_chunks};

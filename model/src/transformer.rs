@@ -9,9 +9,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    F32Products, Format, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, StepDraw,
-    StepsAhead, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample, head_sample_logits,
-    linear, norm, reshape,
+    F32Products, Format, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, Sampling,
+    StepDraw, StepsAhead, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
+    head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -76,6 +76,24 @@ pub struct Hidden<B: Backend> {
     states: Tensor<B, 2>,
     /// What the head makes of them, where that was computed with them.
     predicted: Option<Predicted<B>>,
+    /// Hidden states of all tokens that prompts read, `[tokens, d_model]`, where they are asked for.
+    of_prompts: Option<Tensor<B, 2>>,
+}
+
+/// Tokens of rows that decode, and those of rows that read a prompt.
+type StepTokens<'a, B> = (Option<(Tensor<B, 1, Int>, &'a [RowId])>, &'a [(RowId, &'a [u32])]);
+
+/// A token for each row, and what it was drawn from: see
+/// [`next_tokens_and_states`](Transformer::next_tokens_and_states).
+#[derive(Clone, Debug)]
+pub struct NextTokens<B: Backend> {
+    /// `[rows]`.
+    pub tokens: Tensor<B, 1, Int>,
+    /// Logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    pub logits: Tensor<B, 2>,
+    /// Hidden states of all tokens that the `prefill` rows read, `[tokens, d_model]`, one row behind the other, after the last norm;
+    /// where they are asked for.
+    pub prompt_states: Option<Tensor<B, 2>>,
 }
 
 /// Tokens that follow each other in each row: see [`tokens_ahead`](Transformer::tokens_ahead).
@@ -96,7 +114,7 @@ impl<B: Backend> Hidden<B> {
 
 impl<B: Backend> From<Tensor<B, 2>> for Hidden<B> {
     fn from(states: Tensor<B, 2>) -> Self {
-        Self { states, predicted: None }
+        Self { states, predicted: None, of_prompts: None }
     }
 }
 
@@ -348,7 +366,7 @@ impl<B: Backend> Transformer<B> {
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        self.step_drawing(decode, prefill, (None, StepsAhead::one()), cache)
+        self.step_drawing(decode, prefill, (None, StepsAhead::one()), false, cache)
     }
 
     /// [`step`](Self::step), and a token for each row as [`sample`](Self::sample) draws it: in one launch where the backend has one for
@@ -361,19 +379,49 @@ impl<B: Backend> Transformer<B> {
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
         rows: &SampledRows<B>,
-        mut counts: Option<&mut TokenCounts<B>>,
+        counts: Option<&mut TokenCounts<B>>,
         cache: &mut Cache<B>,
     ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
+        let NextTokens { tokens, logits, .. } = self.next_tokens_of((decode, prefill), rows, counts, false, cache);
+        (tokens, logits)
+    }
+
+    /// [`next_tokens`](Self::next_tokens) of prompts, with the hidden states of all their tokens: what log-probabilities of a
+    /// prompt's own tokens are made of.
+    ///
+    /// # Panics
+    /// As [`next_tokens`](Self::next_tokens) does.
+    pub fn next_tokens_and_states(
+        &self,
+        decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
+        prefill: &[(RowId, &[u32])],
+        rows: &SampledRows<B>,
+        counts: Option<&mut TokenCounts<B>>,
+        cache: &mut Cache<B>,
+    ) -> NextTokens<B> {
+        self.next_tokens_of((decode, prefill), rows, counts, true, cache)
+    }
+
+    fn next_tokens_of(
+        &self,
+        (decode, prefill): StepTokens<'_, B>,
+        rows: &SampledRows<B>,
+        mut counts: Option<&mut TokenCounts<B>>,
+        prompt_states: bool,
+        cache: &mut Cache<B>,
+    ) -> NextTokens<B> {
         let greedy = rows.are_greedy();
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
-        let hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), cache);
-        match hidden.predicted {
+        let mut hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), prompt_states, cache);
+        let prompt_states = hidden.of_prompts.take();
+        let (tokens, logits) = match hidden.predicted {
             Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => {
                 assert_rows(rows, &next);
                 (next, logits)
             }
             predicted => self.sample_logits(Hidden { predicted, ..hidden }, rows, counts, cache),
-        }
+        };
+        NextTokens { tokens, logits, prompt_states }
     }
 
     /// [`next_tokens`](Self::next_tokens) of rows that read a token each, which is on the device, and then those that were drawn: as often as
@@ -396,7 +444,7 @@ impl<B: Backend> Transformer<B> {
         let ends = most.ends.filter(|_| cache.goes_ahead(decoding.len(), !greedy));
         let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ends };
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
-        let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), cache);
+        let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), false, cache);
         match hidden.predicted {
             Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => {
                 assert_rows(rows, &next);
@@ -415,6 +463,7 @@ impl<B: Backend> Transformer<B> {
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
         (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
+        prompt_states: bool,
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
         cache.assert_of(self.weights);
@@ -422,7 +471,7 @@ impl<B: Backend> Transformer<B> {
             && !prefill.is_empty()
             && cache.takes_whole_step(decoding.len())
         {
-            return self.step_apart((tokens.clone(), decoding), prefill, cache);
+            return self.step_apart((tokens.clone(), decoding), prefill, prompt_states, cache);
         }
         assert!(prefill.iter().all(|(_, tokens)| !tokens.is_empty()), "prefill: a row of no tokens");
         let device = self.positions.device();
@@ -449,12 +498,15 @@ impl<B: Backend> Transformer<B> {
         {
             rows.iter_mut().for_each(|(_, tokens)| *tokens = steps);
             cache.advance(&rows);
-            return Hidden { states: hidden, predicted };
+            return Hidden { states: hidden, predicted, of_prompts: None };
         }
         let x = self.residual_stream(ids.reshape([1, count]).into(), Some((at, cache)));
         cache.advance(&rows);
+        let decoded = rows.len() - prefill.len();
+        let all = prompt_states.then(|| self.normalised(x.clone()));
+        let of_prompts = all.map(|all| all.narrow(0, decoded, count - decoded));
         if count == rows.len() {
-            return self.normalised(x).into();
+            return Hidden { of_prompts, ..self.normalised(x).into() };
         }
         let ends = rows.iter().scan(0, |end, (_, tokens)| {
             *end += tokens;
@@ -464,7 +516,7 @@ impl<B: Backend> Transformer<B> {
         let last = TensorData::new(ends.collect::<Vec<i32>>(), [rows.len()]);
         let last = Tensor::<B, 1, Int>::from_data(last, &device).reshape([1, rows.len()]);
         let last = embed(x, last, self.activations);
-        self.normalised(reshape(last, [rows.len(), self.config.d_model])).into()
+        Hidden { of_prompts, ..self.normalised(reshape(last, [rows.len(), self.config.d_model])).into() }
     }
 
     /// [`step`](Self::step) of rows that read one token, and behind it that of `prefill`: the host makes the second ready while the device does the
@@ -473,13 +525,14 @@ impl<B: Backend> Transformer<B> {
         &self,
         (tokens, decoding): (Tensor<B, 1, Int>, &[RowId]),
         prefill: &[(RowId, &[u32])],
+        prompt_states: bool,
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
         let rows: Vec<RowId> = decoding.iter().chain(prefill.iter().map(|(row, _)| row)).copied().collect();
         let first = self.decode(tokens, decoding, cache);
-        let second = self.prefill(prefill, cache);
+        let second = self.step_drawing(None, prefill, (None, StepsAhead::one()), prompt_states, cache);
         cache.pass_was_of(rows);
-        Tensor::cat(vec![first.states, second.states], 0).into()
+        Hidden { of_prompts: second.of_prompts, ..Tensor::cat(vec![first.states, second.states], 0).into() }
     }
 
     /// [`step`](Self::step) for rows that read what is on the host.
@@ -684,6 +737,16 @@ impl<B: Backend> Transformer<B> {
         linear(hidden, self.head_weight(), None)
     }
 
+    /// Logits in f32, `[rows, vocab_size]`, of hidden states `[rows, d_model]` in the dtype of activations.
+    pub fn f32_logits(&self, states: Tensor<B, 2>) -> Tensor<B, 2> {
+        let (_in_head, _products) = (part("head"), self.f32_products.enter());
+        let ([rows, _], device) = (states.dims(), states.device());
+        // The likeliest tokens come with them, and are not needed.
+        let greedy = SampledRows::new(&vec![Sampling::greedy().into(); rows], &device);
+        let positions = Tensor::zeros([rows], &device);
+        head_sample_logits(states, self.head_weight(), &greedy, positions, None).1
+    }
+
     /// Mean cross entropy, `[1]` f32 nats, of the hidden states' predictions against `targets`
     /// `[batch_size, seq_length]`, without ever holding all logits.
     pub fn loss(&self, hidden: Tensor<B, 3>, targets: Tensor<B, 2, Int>, options: HeadLossOptions) -> Tensor<B, 1> {
@@ -704,7 +767,7 @@ impl<B: Backend> Transformer<B> {
         cache: &Cache<B>,
     ) -> Tensor<B, 1, Int> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        let Hidden { states, predicted } = hidden.into();
+        let Hidden { states, predicted, .. } = hidden.into();
         match predicted {
             Some(predicted) if rows.are_greedy() && !predicted.drawn => {
                 assert_rows(rows, &predicted.next);
@@ -727,7 +790,7 @@ impl<B: Backend> Transformer<B> {
         cache: &Cache<B>,
     ) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
-        let Hidden { states, predicted } = hidden.into();
+        let Hidden { states, predicted, .. } = hidden.into();
         match predicted {
             Some(Predicted { logits, .. }) => (draw(logits.clone(), rows, cache.last_positions(), counts), logits),
             None => head_sample_logits(states, self.head_weight(), rows, cache.last_positions(), counts),

@@ -169,6 +169,25 @@ impl ModelFolder {
         Ok(model)
     }
 
+    /// A tensor that the folder has beyond the transformer's own, such as a head for classification: its shape, and its values row
+    /// after row. None if there is no tensor of this name.
+    ///
+    /// # Errors
+    /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`, or a dtype that cannot be read.
+    pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<([usize; D], Vec<f32>)>, WeightsError> {
+        let files = TensorFiles::open(&self.path)?;
+        let Some((name, stored)) = stored_as(files.tensors(), name) else { return Ok(None) };
+        let wrong = |reason: String| WeightsError::Weights { path: self.path.clone(), reason };
+        let shape = <[usize; D]>::try_from(&stored.shape[..])
+            .map_err(|_| wrong(format!("{name} has shape {:?} instead of {D} dimensions", stored.shape)))?;
+        if !READABLE.contains(&stored.dtype) {
+            return Err(wrong(format!("{name} has dtype {:?}, which is not supported", stored.dtype)));
+        }
+        let mut values = vec![0.0; shape.iter().product()];
+        files.read::<f32>(stored, false, &mut values, &mut |_| {})?;
+        Ok(Some((shape, values)))
+    }
+
     /// Which stored tensors fill each parameter, after a check that they do.
     fn parts<B: Backend>(
         &self,

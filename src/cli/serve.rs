@@ -59,9 +59,18 @@ pub(super) struct ServeArgs {
     /// them [default: 4096 on CUDA, 2048 elsewhere]
     #[arg(long, value_name = "N")]
     step_tokens: Option<usize>,
-    /// Texts that wait beside those that are written; more are refused
+    /// Maximum number of requests that wait; a client has half of it, and more are refused
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
+    /// A Jinja template for conversations, in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// Origins whose pages may ask, such as https://example.org, separated by commas; * for all
+    #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
+    allowed_origins: Vec<String>,
+    /// Refuse requests with fields that are unknown here, in place of naming them in x-unknown-fields
+    #[arg(long)]
+    strict: bool,
     /// Connections at a time
     #[arg(long, value_name = "N", default_value_t = 1100)]
     connections: usize,
@@ -101,11 +110,14 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
         host: args.host,
         port: args.port,
         name: args.name.unwrap_or_else(|| name(&args.model)),
-        keys: keys(args.api_key, args.api_key_file.as_deref())?,
+        keys: keys(&args.api_key, args.api_key_file.as_deref())?,
         insecure: args.insecure,
         tls: args.tls_cert.zip(args.tls_key),
         log: if args.run.json { LogFormat::Json } else { LogFormat::Text },
+        chat_template: args.chat_template,
         log_texts: args.log_texts,
+        strict: args.strict,
+        allowed_origins: args.allowed_origins,
         limits: Limits {
             rows: args.rows,
             context: args.context,
@@ -125,8 +137,15 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
     let server = Server::bind(options)?;
-    let stopper = server.stopper();
-    drain_on_signals(move || stopper.stop())?;
+    let (stop, handle) = (server.handle(), server.handle());
+    let reload = move || {
+        let read = keys(&args.api_key, args.api_key_file.as_deref()).and_then(|keys| handle.reload(&keys));
+        match read {
+            Ok(()) => eprintln!("keys and certificate are read again"),
+            Err(failure) => eprintln!("keys and certificate stay as they are: {failure}"),
+        }
+    };
+    drain_on_signals(move || stop.stop(), reload)?;
     let url = format!("{scheme}://{}", server.address());
     if open {
         eprintln!("anyone who reaches {url} may use it");
@@ -157,7 +176,8 @@ fn name(model: &Path) -> String {
 }
 
 /// All keys that are given, in whichever way.
-fn keys(mut keys: Vec<String>, file: Option<&Path>) -> Result<Vec<String>, Failure> {
+fn keys(given: &[String], file: Option<&Path>) -> Result<Vec<String>, Failure> {
+    let mut keys = given.to_vec();
     if let Ok(key) = std::env::var(KEY_VARIABLE) {
         keys.push(key);
     }
@@ -183,8 +203,8 @@ mod tests {
     fn a_comment_in_a_key_file_is_no_key() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), "# of the potters\n kiln \n\n  # old: glaze\nwheel\n").expect("writable");
-        assert_eq!(keys(Vec::new(), Some(file.path())).expect("keys"), ["kiln", "wheel"]);
+        assert_eq!(keys(&[], Some(file.path())).expect("keys"), ["kiln", "wheel"]);
         std::fs::write(file.path(), "# none\n").expect("writable");
-        assert!(keys(Vec::new(), Some(file.path())).is_err());
+        assert!(keys(&[], Some(file.path())).is_err());
     }
 }

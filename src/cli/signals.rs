@@ -68,10 +68,21 @@ pub(super) fn end_on_signals() -> Result<Interrupt, Failure> {
     Ok(Interrupt::default())
 }
 
-/// The first signal asks a server to finish its answers, the second ends the program.
+/// The first signal asks a server to finish its answers, the second ends the program. SIGHUP has it `reload`, unless the terminal is
+/// gone that it was started on.
 #[cfg(feature = "serve")]
-pub(super) fn drain_on_signals(stop: impl Fn() -> bool + Send + 'static) -> Result<(), Failure> {
+pub(super) fn drain_on_signals(
+    stop: impl Fn() -> bool + Send + 'static,
+    reload: impl Fn() + Send + 'static,
+) -> Result<(), Failure> {
+    use std::io::IsTerminal;
+
+    let on_terminal = std::io::stdin().is_terminal();
     on_signals(move || {
+        let hung_up = on_terminal && !std::io::stdin().is_terminal();
+        if code() == HUNG_UP && !hung_up {
+            return reload();
+        }
         if stop() {
             std::process::exit(code().into());
         }

@@ -57,6 +57,19 @@ impl ChatTemplate {
         Ok(found)
     }
 
+    /// The template of a file, and the tokens that a model's folder has it begin and end texts with.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is no template.
+    pub fn of_file(file: &Path, folder: &Path) -> Result<Self, Failure> {
+        let about = |error: &dyn std::fmt::Display| Failure::new(format!("{}: {error}", file.display()));
+        let source = std::fs::read_to_string(file).map_err(|error| about(&error))?;
+        let tokens = folder::read(folder).map(|found| found.tokens).unwrap_or_default();
+        let template = Self { templates: Ok(vec![("default".into(), Template::new(&source))]), tokens };
+        template.check().map_err(|failure| about(&failure))?;
+        Ok(template)
+    }
+
     /// The template of a model's folder, if it has one, be it good or not.
     pub fn find(folder: &Path) -> Option<Self> {
         match folder::read(folder) {

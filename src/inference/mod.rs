@@ -1,4 +1,4 @@
-//! What a trained model is used for: text that it writes, chats, evaluation, predictions of utterances, embeddings.
+//! What a trained model is used for: text that it writes, chats, evaluation, predictions of utterances, embeddings, scores.
 
 pub mod chat;
 pub mod embedding;
@@ -6,5 +6,6 @@ pub mod evaluation;
 pub mod generation;
 pub mod language_model;
 pub mod prediction;
+pub mod scoring;
 pub(crate) mod tagging;
 pub mod template;

@@ -7,7 +7,7 @@ use std::task::Poll;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, timeout_at};
 
-use super::engine::TextEvent;
+use super::engine::{NewTokens, TextEvent};
 use super::http::error::ApiError;
 use super::log::Record;
 use super::served::ServedWriter;
@@ -25,6 +25,8 @@ pub(super) struct Piece {
     pub(super) choice: usize,
     pub(super) text: String,
     pub(super) calls: Vec<ToolCall>,
+    /// Tokens of the prompt, where their log-probabilities are asked for; they come before all others.
+    pub(super) prompt: Vec<WrittenToken>,
     /// The tokens that came; those of `text`, but for what is held back or was.
     pub(super) tokens: Vec<WrittenToken>,
     pub(super) finish: Option<FinishReason>,
@@ -40,6 +42,8 @@ pub(super) struct Taken {
     pub(super) parallel_calls: bool,
     /// The prompt's last tokens of each choice, behind which its own are decoded.
     pub(super) prompts: Vec<Vec<u32>>,
+    /// Whether no token is wanted, but what is known of the prompt: the one that is drawn is left out.
+    pub(super) nothing: bool,
 }
 
 /// The texts of a request. Those that are dropped end on the device, too.
@@ -49,6 +53,9 @@ pub(super) struct Answers<'a> {
     record: Arc<Record>,
     /// Tokens written by now, ends included.
     pub(super) tokens: usize,
+    /// Tokens of prompts that the cache had.
+    pub(super) cached: usize,
+    nothing: bool,
 }
 
 struct Choice<'a> {
@@ -77,7 +84,14 @@ impl<'a> Answers<'a> {
                 most_calls: if taken.parallel_calls { usize::MAX } else { 1 },
             })
         };
-        Self { choices: events.into_iter().enumerate().map(choice).collect(), deadline, record, tokens: 0 }
+        Self {
+            choices: events.into_iter().enumerate().map(choice).collect(),
+            deadline,
+            record,
+            tokens: 0,
+            cached: 0,
+            nothing: taken.nothing,
+        }
     }
 
     /// The next piece of any of the texts; none when all are complete.
@@ -107,7 +121,7 @@ impl<'a> Answers<'a> {
             match piece {
                 Ok(piece) if piece.text.is_empty() && piece.calls.is_empty() && piece.finish.is_none() => {
                     // Tokens that make no whole character yet; their log-probabilities are told with the next.
-                    if !piece.tokens.is_empty() {
+                    if !piece.tokens.is_empty() || !piece.prompt.is_empty() {
                         return Some(Ok(piece));
                     }
                 }
@@ -123,12 +137,25 @@ impl<'a> Answers<'a> {
 
     fn take(&mut self, at: usize, event: TextEvent) -> Result<Piece, ApiError> {
         let Some(mut choice) = self.choices[at].take() else { return Err(ApiError::stopping()) };
-        let mut piece = Piece { choice: at, text: String::new(), calls: Vec::new(), tokens: Vec::new(), finish: None };
+        let mut piece = Piece {
+            choice: at,
+            text: String::new(),
+            calls: Vec::new(),
+            prompt: Vec::new(),
+            tokens: Vec::new(),
+            finish: None,
+        };
         let mut stopped = None;
         match event {
-            TextEvent::Tokens(tokens) => {
+            TextEvent::Tokens(NewTokens { prompt, tokens, cached }) => {
+                self.cached += cached;
+                piece.prompt = prompt;
                 let mut count = 0;
                 for token in tokens {
+                    if self.nothing {
+                        stopped = Some("length");
+                        break;
+                    }
                     // Those behind a stop text are not delivered, and not counted.
                     count += 1;
                     let text = &mut piece.text;
@@ -183,7 +210,9 @@ impl<'a> Answers<'a> {
                     None => piece.text.push_str(&rest),
                 }
                 called += piece.calls.len();
-                piece.finish = Some(if called > 0 && reason == "stop" { "tool_calls" } else { reason });
+                let reason = if called > 0 && reason == "stop" { "tool_calls" } else { reason };
+                self.record.finished(reason);
+                piece.finish = Some(reason);
             }
         }
         let before = called - piece.calls.len();

@@ -10,6 +10,7 @@ use fireclay_model::{AttentionDirection, ModelFolder};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
+use super::keys::Client;
 use super::served::{Served, ServedEncoder, ServedWriter};
 use super::{Phase, Shared};
 use crate::backend::{OnBackend, RunContext};
@@ -20,6 +21,7 @@ use crate::inference::generation::scheduler::{
     Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken,
 };
 use crate::inference::prediction::{Prediction, Predictor};
+use crate::inference::scoring::{Pair, ScoreHead};
 use crate::precision::{CachePrecision, Precision};
 use crate::run_folder::LABELS;
 
@@ -38,8 +40,12 @@ pub(super) enum Job {
     Write(Box<WriteJob>),
     /// The embeddings of texts, as tokens.
     Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
+    /// How well pairs of texts fit, by a model that has a head for it.
+    Score { pairs: Vec<Pair>, reply: Reply<Vec<f32>> },
     /// What texts ask for.
     Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
+    /// A text that was preempted, and whoever waits for it.
+    Resume { id: RequestId, events: UnboundedSender<TextEvent> },
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Failure>>;
@@ -52,9 +58,19 @@ pub(super) struct WriteJob {
     pub(super) events: UnboundedSender<TextEvent>,
 }
 
+/// More of a text.
+#[derive(Debug, Default)]
+pub(super) struct NewTokens {
+    /// Those of its prompt, where their log-probabilities are asked for.
+    pub(super) prompt: Vec<WrittenToken>,
+    pub(super) tokens: Vec<WrittenToken>,
+    /// Tokens of its prompt that the cache had.
+    pub(super) cached: usize,
+}
+
 /// What becomes of a text.
 pub(super) enum TextEvent {
-    Tokens(Vec<WrittenToken>),
+    Tokens(NewTokens),
     Finished(Finish),
     /// It cannot be written: by the asker's fault, or not.
     Failed(Failure),
@@ -68,7 +84,9 @@ impl Job {
         match self {
             Self::Write(job) => job.events.is_closed(),
             Self::Embed { reply, .. } => reply.is_closed(),
+            Self::Score { reply, .. } => reply.is_closed(),
             Self::Predict { reply, .. } => reply.is_closed(),
+            Self::Resume { events, .. } => events.is_closed(),
         }
     }
 }
@@ -132,18 +150,21 @@ impl<R: FnOnce()> Engine<R> {
         if self.shared.phase() != Phase::Loading {
             return Ok(());
         }
-        self.begin(Served::Writer(Box::new(ServedWriter::new(&generator, &self.model, context)?)));
+        let template = self.shared.options.chat_template.as_deref();
+        let served = ServedWriter::new(&generator, &self.model, template, context)?;
+        self.begin(Served::Writer(Box::new(served)));
         let Self { shared, ready, .. } = self;
         ready();
-        let mut texts = Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new() };
+        let mut texts =
+            Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
         let served = texts.serve(&generator);
         let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
         // Whoever has gone needs no reason.
-        for mut waiting in texts.jobs.into_values() {
+        for mut waiting in texts.jobs.into_values().chain(texts.preempted.into_values()) {
             waiting.send();
             drop(waiting.events.send(end()));
         }
-        while let Some(job) = shared.queue.pop() {
+        while let Some((_, job)) = shared.queue.pop() {
             if let Job::Write(job) = job {
                 drop(job.events.send(end()));
             }
@@ -156,10 +177,11 @@ impl<R: FnOnce()> Engine<R> {
         let predictor =
             predicts.then(|| Predictor::<B>::open(&self.model, self.precision, device.clone())).transpose()?;
         let embedder = match &predictor {
-            Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device),
-            None => Embedder::open(&self.model, self.precision, device),
+            Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device.clone()),
+            None => Embedder::open(&self.model, self.precision, device.clone()),
         }?;
-        self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts))));
+        let head = ScoreHead::<B>::open(&self.model, &device)?;
+        self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts, head.is_some()))));
         let Self { shared, ready, .. } = self;
         ready();
         loop {
@@ -167,9 +189,13 @@ impl<R: FnOnce()> Engine<R> {
             if is_over(phase) || (matches!(phase, Phase::Draining(_)) && shared.queue.len() == 0) {
                 return Ok(());
             }
-            match shared.queue.pop() {
+            match shared.queue.pop().map(|(_, job)| job) {
                 None => shared.queue.wait(SLEEP),
                 Some(Job::Embed { texts, reply }) => answer(reply, embedder.embed(&texts))?,
+                Some(Job::Score { pairs, reply }) => match &head {
+                    Some(head) => answer(reply, head.scores(embedder.model(), &pairs))?,
+                    None => drop(reply.send(Err(Failure::usage("this model has no head for scores")))),
+                },
                 Some(Job::Predict { texts, reply }) => {
                     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                     match &predictor {
@@ -180,6 +206,8 @@ impl<R: FnOnce()> Engine<R> {
                 Some(Job::Write(job)) => {
                     let _ = job.events.send(TextEvent::Failed(Failure::usage("an encoder does not write")));
                 }
+                // Nothing is preempted here.
+                Some(Job::Resume { .. }) => {}
             }
         }
     }
@@ -207,20 +235,25 @@ struct Texts<'a, B: Backend> {
     shared: &'a Shared,
     scheduler: &'a mut Scheduler<B>,
     jobs: HashMap<RequestId, Waiting>,
+    /// Those that wait in the queue again.
+    preempted: HashMap<RequestId, Waiting>,
 }
 
 /// Whoever waits for a text, and what was written since the last event.
 struct Waiting {
+    client: Client,
+    /// Tokens of its prompt.
+    prompt: usize,
     events: UnboundedSender<TextEvent>,
-    tokens: Vec<WrittenToken>,
+    new: NewTokens,
     sent: Option<Instant>,
 }
 
 impl Waiting {
     /// Sends what was written. Those that are closed end at the next step.
     fn send(&mut self) {
-        if !self.tokens.is_empty() {
-            let _ = self.events.send(TextEvent::Tokens(std::mem::take(&mut self.tokens)));
+        if !self.new.tokens.is_empty() {
+            let _ = self.events.send(TextEvent::Tokens(std::mem::take(&mut self.new)));
             self.sent = Some(Instant::now());
         }
     }
@@ -231,10 +264,11 @@ impl<B: Backend> Texts<'_, B> {
     fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
         loop {
             self.cancel_abandoned();
+            self.share()?;
             while self.jobs.len() < self.scheduler.texts_at_once()
-                && let Some(job) = self.shared.queue.pop()
+                && let Some((client, job)) = self.shared.queue.pop()
             {
-                self.begin(job);
+                self.begin(client, job);
             }
             self.shared.metrics.load(self.scheduler.load(), self.shared.queue.len());
             let phase = self.shared.phase();
@@ -251,38 +285,96 @@ impl<B: Backend> Texts<'_, B> {
         }
     }
 
-    fn begin(&mut self, job: Job) {
+    /// Gives clients that wait, and have fewer rows than their share, rows of the one that has most beyond its own: these
+    /// texts are preempted, the last one first, and wait in its line.
+    fn share(&mut self) -> Result<(), Failure> {
+        let rows = self.scheduler.rows();
+        let waiting = self.shared.queue.clients();
+        if waiting.is_empty() || self.jobs.len() < rows {
+            return Ok(());
+        }
+        let mut held: HashMap<Client, usize> = waiting.iter().map(|client| (*client, 0)).collect();
+        for job in self.jobs.values() {
+            *held.entry(job.client).or_default() += 1;
+        }
+        let share = (rows / held.len()).max(1);
+        // A row for each of them in turn, until nobody is below its share.
+        loop {
+            let below = |client: Client| held.get(&client).is_some_and(|held| *held < share);
+            let beyond = held.iter().filter(|(_, held)| **held > share).max_by_key(|(_, held)| **held);
+            let Some(most) = beyond.map(|(client, _)| *client) else { return Ok(()) };
+            let Some((client, job)) = self.shared.queue.pop_of(below) else { return Ok(()) };
+            while self.jobs.len() >= rows && held.get(&most).is_some_and(|held| *held > share) {
+                let last = self.jobs.iter().filter(|(_, job)| job.client == most).map(|(id, _)| *id).max();
+                let Some(id) = last else { break };
+                *held.entry(most).or_default() -= 1;
+                if self.scheduler.pause(id)?
+                    && let Some(text) = self.jobs.remove(&id)
+                {
+                    let events = text.events.clone();
+                    self.preempted.insert(id, text);
+                    self.shared.queue.put_back(most, Job::Resume { id, events });
+                }
+                // What it drew before is told now.
+                let written = self.scheduler.take();
+                self.send(written);
+            }
+            *held.entry(client).or_default() += 1;
+            self.begin(client, job);
+        }
+    }
+
+    fn begin(&mut self, client: Client, job: Job) {
         match job {
             Job::Write(job) => {
                 let WriteJob { request, filter, events } = *job;
+                let request = Request { client: client.number(), ..request };
+                let prompt = request.prompt.len();
                 match self.scheduler.add_filtered(request, filter) {
-                    Ok(id) => drop(self.jobs.insert(id, Waiting { events, tokens: Vec::new(), sent: None })),
+                    Ok(id) => drop(
+                        self.jobs.insert(id, Waiting { client, prompt, events, new: NewTokens::default(), sent: None }),
+                    ),
                     Err(failure) => drop(events.send(TextEvent::Failed(failure))),
+                }
+            }
+            Job::Resume { id, .. } => {
+                if let Some(text) = self.preempted.remove(&id) {
+                    self.scheduler.resume(id);
+                    self.jobs.insert(id, text);
                 }
             }
             Job::Embed { reply, .. } => {
                 drop(reply.send(Err(Failure::usage("this model writes; it has no embeddings"))));
             }
+            Job::Score { reply, .. } => drop(reply.send(Err(Failure::usage("this model writes; it has no scores")))),
             Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
         }
     }
 
     /// Ends texts that nobody waits for; their pages are free at once.
     fn cancel_abandoned(&mut self) {
-        let (jobs, scheduler) = (&mut self.jobs, &mut self.scheduler);
-        jobs.retain(|id, waiting| {
-            if waiting.events.is_closed() {
+        let scheduler = &mut self.scheduler;
+        let mut wanted = |id: &RequestId, waiting: &mut Waiting| {
+            let abandoned = waiting.events.is_closed();
+            if abandoned {
                 scheduler.cancel(*id);
             }
-            !waiting.events.is_closed()
-        });
+            !abandoned
+        };
+        self.jobs.retain(&mut wanted);
+        self.preempted.retain(&mut wanted);
     }
 
     /// What was written goes to whoever waits for it: at once where a text is finished, and every so often otherwise.
     fn send(&mut self, written: Vec<Written>) {
-        for Written { id, tokens, finish } in written {
-            let Some(waiting) = self.jobs.get_mut(&id) else { continue };
-            waiting.tokens.extend(tokens);
+        for Written { id, prompt, tokens, cached, finish } in written {
+            let Some(waiting) = self.jobs.get_mut(&id).or_else(|| self.preempted.get_mut(&id)) else { continue };
+            if let Some(cached) = cached {
+                waiting.new.cached = cached;
+                self.shared.metrics.cached(waiting.prompt as u64, cached as u64);
+            }
+            waiting.new.prompt.extend(prompt);
+            waiting.new.tokens.extend(tokens);
             if let Some(finish) = finish {
                 waiting.send();
                 let _ = waiting.events.send(TextEvent::Finished(finish));
@@ -290,6 +382,6 @@ impl<B: Backend> Texts<'_, B> {
             }
         }
         let due = |waiting: &&mut Waiting| waiting.sent.is_none_or(|sent| sent.elapsed() >= SEND_INTERVAL);
-        self.jobs.values_mut().filter(due).for_each(Waiting::send);
+        self.jobs.values_mut().chain(self.preempted.values_mut()).filter(due).for_each(Waiting::send);
     }
 }

@@ -15,6 +15,8 @@ pub(super) struct Record {
     address: IpAddr,
     method: String,
     path: String,
+    /// The request's name, its client's own or a new one.
+    id: String,
     /// The path among those that there are, for the figures.
     known: &'static str,
     begun: Instant,
@@ -28,6 +30,7 @@ struct Facts {
     tokens: usize,
     first_token: Option<f64>,
     error: Option<String>,
+    unknown: Vec<String>,
     prompt: Option<Value>,
     answer: String,
     streams: bool,
@@ -35,9 +38,25 @@ struct Facts {
 }
 
 impl Record {
-    pub(super) fn new(shared: Arc<Shared>, address: IpAddr, method: &str, path: &str, known: &'static str) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        (address, id): (IpAddr, String),
+        method: &str,
+        path: &str,
+        known: &'static str,
+    ) -> Self {
         let (method, path) = (method.to_string(), path.to_string());
-        Self { shared, address, method, path, known, begun: Instant::now(), facts: Mutex::default() }
+        Self { shared, address, method, path, id, known, begun: Instant::now(), facts: Mutex::default() }
+    }
+
+    /// Fields of its body that are unknown here.
+    pub(super) fn unknown(&self, fields: Vec<String>) {
+        self.facts(|facts| facts.unknown = fields);
+    }
+
+    /// What [`unknown`](Self::unknown) was told.
+    pub(super) fn unknown_fields(&self) -> Vec<String> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner).unknown.clone()
     }
 
     fn facts(&self, change: impl FnOnce(&mut Facts)) {
@@ -68,7 +87,12 @@ impl Record {
             facts.prompt_tokens = tokens;
             facts.prompt = text;
         });
-        self.shared.metrics.prompt_tokens.inc_by(tokens as u64);
+        self.shared.metrics.prompt(tokens as u64);
+    }
+
+    /// A text is complete.
+    pub(super) fn finished(&self, reason: &str) {
+        self.shared.metrics.finished(reason);
     }
 
     /// More of an answer.
@@ -88,10 +112,7 @@ impl Record {
                 facts.answer.push_str(text);
             }
         });
-        self.shared.metrics.tokens.inc_by(tokens as u64);
-        if first {
-            self.shared.metrics.first_token.observe(seconds);
-        }
+        self.shared.metrics.written(tokens as u64, first.then_some(seconds));
     }
 }
 
@@ -109,8 +130,11 @@ impl Drop for Record {
                 let mut line = json!({
                     "event": "request", "time": time, "address": self.address, "method": self.method, "path": self.path,
                     "status": status, "seconds": seconds, "prompt_tokens": facts.prompt_tokens, "tokens": facts.tokens,
-                    "first_token_seconds": facts.first_token, "error": facts.error,
+                    "first_token_seconds": facts.first_token, "error": facts.error, "request_id": self.id,
                 });
+                if !facts.unknown.is_empty() {
+                    line["unknown_fields"] = facts.unknown.into();
+                }
                 if let Some(prompt) = facts.prompt {
                     line["prompt"] = prompt;
                     line["answer"] = facts.answer.into();
@@ -127,6 +151,9 @@ impl Drop for Record {
                         ", {} tokens after {}, the first after {first:.0} ms, {rate:.0}/s",
                         facts.tokens, facts.prompt_tokens
                     );
+                }
+                if !facts.unknown.is_empty() {
+                    line += &format!(", unknown fields: {}", facts.unknown.join(", ").escape_debug());
                 }
                 if let Some(error) = facts.error {
                     line += &format!(": {error}");

@@ -20,13 +20,14 @@ mod tools;
 use std::net::{IpAddr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio_rustls::TlsAcceptor;
 
 use self::engine::Engine;
 use self::keys::Keys;
@@ -61,8 +62,14 @@ pub struct ServerOptions {
     pub tls: Option<(PathBuf, PathBuf)>,
     /// What is told of requests, on which stream.
     pub log: LogFormat,
+    /// A template for conversations, in place of the model's own.
+    pub chat_template: Option<PathBuf>,
     /// Whether the log has prompts and answers.
     pub log_texts: bool,
+    /// Whether a field that is unknown here is refused, and not only named in the answer's head and the log.
+    pub strict: bool,
+    /// Pages of which origins may ask, such as `https://example.org`; `*` is all.
+    pub allowed_origins: Vec<String>,
     /// What requests may take.
     pub limits: Limits,
 }
@@ -91,11 +98,11 @@ pub struct Limits {
     pub step_tokens: Option<usize>,
     /// What it keeps keys and values as.
     pub cache: CachePrecision,
-    /// Texts that wait beside them.
+    /// Requests that wait.
     pub queue: usize,
     /// Bytes of a request's body.
     pub body_bytes: usize,
-    /// Answers to one request.
+    /// Answers to each prompt of a request.
     pub answers: usize,
     /// Connections at a time.
     pub connections: usize,
@@ -115,7 +122,7 @@ impl Default for Limits {
             cache: CachePrecision::Auto,
             queue: 256,
             body_bytes: 4 << 20,
-            answers: 16,
+            answers: 128,
             connections: 1100,
             request: Duration::from_secs(600),
             drain: Duration::from_secs(30),
@@ -140,6 +147,8 @@ pub(crate) enum Phase {
 pub(crate) struct Shared {
     options: ServerOptions,
     keys: Keys,
+    /// Where it speaks HTTPS.
+    tls: RwLock<Option<TlsAcceptor>>,
     phase: watch::Sender<Phase>,
     served: OnceLock<Served>,
     queue: Queue,
@@ -176,14 +185,27 @@ pub struct Server {
     address: SocketAddr,
 }
 
-/// Ends a server from another thread.
+/// Speaks to a server from another thread.
 #[derive(Clone)]
-pub struct ServerStop(Arc<Shared>);
+pub struct ServerHandle(Arc<Shared>);
 
-impl ServerStop {
+impl ServerHandle {
     /// Asks the server to finish its answers and end; whether it was asked before.
     pub fn stop(&self) -> bool {
         self.0.drain()
+    }
+
+    /// Takes other keys, and reads the certificate's files again. What is being answered goes on.
+    ///
+    /// # Errors
+    /// If a key is empty, there were keys and none is left, or a file of the certificate cannot be used. All stays as it is
+    /// then.
+    pub fn reload(&self, keys: &[String]) -> Result<(), Failure> {
+        let shared = &self.0;
+        let tls = shared.options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;
+        shared.keys.replace(keys)?;
+        *shared.tls.write().unwrap_or_else(PoisonError::into_inner) = tls;
+        Ok(())
     }
 }
 
@@ -201,6 +223,7 @@ impl Server {
             )));
         }
         let tls = options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;
+        options.allowed_origins.iter().try_for_each(|origin| http::check_origin(origin))?;
         let keys = Keys::new(&options.keys)?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(HTTP_THREADS)
@@ -214,14 +237,15 @@ impl Server {
         let address = listener.local_addr().map_err(taken)?;
         let shared = Arc::new(Shared {
             keys,
+            tls: RwLock::new(tls),
             phase: watch::Sender::new(Phase::Loading),
             served: OnceLock::new(),
             queue: Queue::new(options.limits.queue),
-            metrics: Metrics::new(),
+            metrics: Metrics::new(&options.name),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             options,
         });
-        let connections = runtime.spawn(http::serve(listener, tls, Arc::clone(&shared)));
+        let connections = runtime.spawn(http::serve(listener, Arc::clone(&shared)));
         Ok(Self { shared, runtime, connections, address })
     }
 
@@ -230,9 +254,9 @@ impl Server {
         self.address
     }
 
-    /// What ends it.
-    pub fn stopper(&self) -> ServerStop {
-        ServerStop(Arc::clone(&self.shared))
+    /// What ends it, and gives it other keys.
+    pub fn handle(&self) -> ServerHandle {
+        ServerHandle(Arc::clone(&self.shared))
     }
 
     /// Loads a model's folder and answers until it is stopped. The device is this thread's. `ready` is told when the model is

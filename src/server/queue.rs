@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::engine::Job;
 use super::keys::Client;
 
-/// Jobs that wait.
+/// Requests that wait, each with its jobs.
 pub(super) struct Queue {
     waiting: Mutex<Waiting>,
     changed: Condvar,
@@ -17,10 +17,22 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct Waiting {
     /// A line for each client; the next job is the first of the first line, which goes behind the others then.
-    lines: VecDeque<(Client, VecDeque<Job>)>,
-    jobs: usize,
+    lines: VecDeque<Line>,
     closed: bool,
     woken: bool,
+}
+
+struct Line {
+    client: Client,
+    /// Jobs that were preempted: they come before the requests that have not begun.
+    preempted: VecDeque<Job>,
+    requests: VecDeque<Waits>,
+}
+
+/// A request that waits, or what is left of it.
+struct Waits {
+    priority: i64,
+    jobs: VecDeque<Job>,
 }
 
 /// There is no room.
@@ -28,6 +40,7 @@ struct Waiting {
 pub(super) struct Full;
 
 impl Queue {
+    /// A queue of so many requests.
     pub(super) fn new(most: usize) -> Self {
         Self { waiting: Mutex::default(), changed: Condvar::new(), most }
     }
@@ -36,12 +49,14 @@ impl Queue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts all of a client's jobs into its line, or none. A client may have half of the room, so that there is some for others.
-    pub(super) fn push(&self, client: Client, jobs: Vec<Job>) -> Result<(), Full> {
+    /// Puts a request into its client's line: before those of a higher priority's number. A client may have half of the room, so
+    /// that there is some for others.
+    pub(super) fn push(&self, client: Client, priority: i64, jobs: Vec<Job>) -> Result<(), Full> {
         let mut waiting = self.lock();
         let fits = |waiting: &Waiting| {
-            let own = waiting.lines.iter().find(|(other, _)| *other == client).map_or(0, |(_, line)| line.len());
-            waiting.jobs + jobs.len() <= self.most && own + jobs.len() <= self.most.div_ceil(2)
+            let own = waiting.line(client).map_or(0, |line| line.requests.len());
+            let all: usize = waiting.lines.iter().map(|line| line.requests.len()).sum();
+            all < self.most && own < self.most.div_ceil(2)
         };
         if !fits(&waiting) {
             waiting.forget_abandoned();
@@ -49,38 +64,52 @@ impl Queue {
         if waiting.closed || !fits(&waiting) {
             return Err(Full);
         }
-        waiting.jobs += jobs.len();
-        match waiting.lines.iter_mut().find(|(other, _)| *other == client) {
-            Some((_, line)) => line.extend(jobs),
-            None => waiting.lines.push_back((client, jobs.into())),
-        }
+        let line = waiting.line_of(client);
+        let at = line.requests.iter().position(|other| other.priority > priority).unwrap_or(line.requests.len());
+        line.requests.insert(at, Waits { priority, jobs: jobs.into() });
         drop(waiting);
         self.changed.notify_all();
         Ok(())
     }
 
+    /// Puts back a job that was preempted, before what else waits of its client. There is always room.
+    pub(super) fn put_back(&self, client: Client, job: Job) {
+        let mut waiting = self.lock();
+        if !waiting.closed {
+            waiting.line_of(client).preempted.push_front(job);
+        }
+    }
+
     /// The next job that someone still waits for.
-    pub(super) fn pop(&self) -> Option<Job> {
+    pub(super) fn pop(&self) -> Option<(Client, Job)> {
+        self.pop_of(|_| true)
+    }
+
+    /// The next job of a client that `wanted` picks.
+    pub(super) fn pop_of(&self, wanted: impl Fn(Client) -> bool) -> Option<(Client, Job)> {
         let mut waiting = self.lock();
         loop {
-            let (client, mut line) = waiting.lines.pop_front()?;
-            let job = line.pop_front();
+            let at = waiting.lines.iter().position(|line| wanted(line.client))?;
+            let mut line = waiting.lines.remove(at)?;
+            let (client, job) = (line.client, line.pop());
             if !line.is_empty() {
-                waiting.lines.push_back((client, line));
+                waiting.lines.push_back(line);
             }
-            if let Some(job) = job {
-                waiting.jobs -= 1;
-                if !job.is_abandoned() {
-                    return Some(job);
-                }
+            if let Some(job) = job.filter(|job| !job.is_abandoned()) {
+                return Some((client, job));
             }
         }
+    }
+
+    /// Clients of which jobs wait, those whose turn is next first.
+    pub(super) fn clients(&self) -> Vec<Client> {
+        self.lock().lines.iter().map(|line| line.client).collect()
     }
 
     /// Waits until there is a job, or [`wake`](Self::wake) is called, but no longer than that.
     pub(super) fn wait(&self, longest: Duration) {
         let waiting = self.lock();
-        let idle = |waiting: &mut Waiting| waiting.jobs == 0 && !waiting.woken && !waiting.closed;
+        let idle = |waiting: &mut Waiting| waiting.lines.is_empty() && !waiting.woken && !waiting.closed;
         let (mut waiting, _) =
             self.changed.wait_timeout_while(waiting, longest, idle).unwrap_or_else(PoisonError::into_inner);
         waiting.woken = false;
@@ -100,15 +129,53 @@ impl Queue {
 
     /// Jobs that wait.
     pub(super) fn len(&self) -> usize {
-        self.lock().jobs
+        self.lock().lines.iter().map(Line::len).sum()
     }
 }
 
 impl Waiting {
+    fn line(&self, client: Client) -> Option<&Line> {
+        self.lines.iter().find(|line| line.client == client)
+    }
+
+    /// A client's line, at the end of the others if it is new.
+    fn line_of(&mut self, client: Client) -> &mut Line {
+        let at = self.lines.iter().position(|line| line.client == client).unwrap_or_else(|| {
+            self.lines.push_back(Line { client, preempted: VecDeque::new(), requests: VecDeque::new() });
+            self.lines.len() - 1
+        });
+        &mut self.lines[at]
+    }
+
     fn forget_abandoned(&mut self) {
-        self.lines.iter_mut().for_each(|(_, line)| line.retain(|job| !job.is_abandoned()));
-        self.lines.retain(|(_, line)| !line.is_empty());
-        self.jobs = self.lines.iter().map(|(_, line)| line.len()).sum();
+        for line in &mut self.lines {
+            line.preempted.retain(|job| !job.is_abandoned());
+            line.requests.iter_mut().for_each(|waits| waits.jobs.retain(|job| !job.is_abandoned()));
+            line.requests.retain(|waits| !waits.jobs.is_empty());
+        }
+        self.lines.retain(|line| !line.is_empty());
+    }
+}
+
+impl Line {
+    fn pop(&mut self) -> Option<Job> {
+        if let Some(job) = self.preempted.pop_front() {
+            return Some(job);
+        }
+        let waits = self.requests.front_mut()?;
+        let job = waits.jobs.pop_front();
+        if waits.jobs.is_empty() {
+            self.requests.pop_front();
+        }
+        job
+    }
+
+    fn len(&self) -> usize {
+        self.preempted.len() + self.requests.iter().map(|waits| waits.jobs.len()).sum::<usize>()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.preempted.is_empty() && self.requests.is_empty()
     }
 }
 
@@ -121,11 +188,11 @@ mod tests {
     use super::*;
 
     fn client(number: u8) -> Client {
-        Client { key: 0, address: IpAddr::V4(Ipv4Addr::new(10, 0, 0, number)) }
+        Client::of_address(IpAddr::V4(Ipv4Addr::new(10, 0, 0, number)))
     }
 
     /// A job of a name, and what makes it abandoned when it is dropped.
-    fn job(name: &str) -> (Job, impl Sized) {
+    fn job(name: &str) -> (Job, impl Sized + use<>) {
         let (reply, waits) = oneshot::channel();
         (Job::Predict { texts: vec![name.to_string()], reply }, waits)
     }
@@ -137,6 +204,10 @@ mod tests {
         }
     }
 
+    fn names(queue: &Queue) -> Vec<String> {
+        std::iter::from_fn(|| queue.pop()).map(|(_, job)| name(&job).to_string()).collect()
+    }
+
     #[test]
     fn clients_take_turns() {
         let queue = Queue::new(20);
@@ -144,11 +215,36 @@ mod tests {
         for (who, names) in [(1, vec!["a1", "a2", "a3"]), (2, vec!["b1"]), (3, vec!["c1", "c2"])] {
             let (jobs, kept): (Vec<Job>, Vec<_>) = names.into_iter().map(job).unzip();
             waits.push(kept);
-            queue.push(client(who), jobs).expect("room");
+            queue.push(client(who), 0, jobs).expect("room");
         }
-        let order: Vec<String> = std::iter::from_fn(|| queue.pop()).map(|job| name(&job).to_string()).collect();
-        assert_eq!(order, ["a1", "b1", "c1", "a2", "c2", "a3"]);
+        assert_eq!(queue.len(), 6);
+        assert_eq!(names(&queue), ["a1", "b1", "c1", "a2", "c2", "a3"]);
         assert_eq!(queue.len(), 0);
+    }
+
+    #[test]
+    fn a_request_of_many_jobs_has_one_place() {
+        let queue = Queue::new(2);
+        let (jobs, _kept): (Vec<Job>, Vec<_>) = (0..100).map(|_| job("many")).unzip();
+        queue.push(client(1), 0, jobs).expect("room");
+        let (second, _second) = job("second");
+        assert_eq!(queue.push(client(1), 0, vec![second]), Err(Full), "half of the room is for others");
+        assert_eq!(queue.len(), 100);
+    }
+
+    #[test]
+    fn a_client_orders_its_own_requests_by_priority_and_no_others() {
+        let queue = Queue::new(20);
+        let mut waits = Vec::new();
+        for (who, priority, name) in [(1, 0, "a0"), (1, 5, "a5"), (1, -1, "a-1"), (1, 0, "a0 again"), (2, 9, "b9")] {
+            let (job, kept) = job(name);
+            waits.push(kept);
+            queue.push(client(who), priority, vec![job]).expect("room");
+        }
+        let (preempted, _kept) = job("preempted");
+        queue.put_back(client(1), preempted);
+        assert_eq!(queue.clients(), [client(1), client(2)]);
+        assert_eq!(names(&queue), ["preempted", "b9", "a-1", "a0", "a0 again", "a5"]);
     }
 
     #[test]
@@ -156,19 +252,23 @@ mod tests {
         let queue = Queue::new(4);
         let (first, kept) = job("first");
         let (second, gone) = job("second");
-        queue.push(client(1), vec![first, second]).expect("room");
+        queue.push(client(1), 0, vec![first]).expect("room");
+        queue.push(client(1), 0, vec![second]).expect("room");
         let (third, _third) = job("third");
-        assert_eq!(queue.push(client(1), vec![third]), Err(Full), "half of the room is for others");
-        let (others, _others): (Vec<Job>, Vec<_>) = ["x", "y", "z"].map(job).into_iter().unzip();
-        assert_eq!(queue.push(client(2), others), Err(Full), "all or none");
+        assert_eq!(queue.push(client(1), 0, vec![third]), Err(Full), "half of the room is for others");
         drop(gone);
         let (third, _third) = job("third");
-        queue.push(client(1), vec![third]).expect("room");
-        assert_eq!(queue.pop().as_ref().map(name), Some("first"));
+        queue.push(client(1), 0, vec![third]).expect("room");
+        let (other, _other) = job("other");
+        queue.push(client(2), 0, vec![other]).expect("room");
+        assert_eq!(
+            queue.pop_of(|other| other == client(1)).map(|(_, job)| name(&job).to_string()),
+            Some("first".into())
+        );
         drop(kept);
-        assert_eq!(queue.pop().as_ref().map(name), Some("third"));
+        assert_eq!(names(&queue), ["other", "third"]);
         queue.close();
         let (late, _late) = job("late");
-        assert_eq!(queue.push(client(1), vec![late]), Err(Full));
+        assert_eq!(queue.push(client(1), 0, vec![late]), Err(Full));
     }
 }

@@ -41,11 +41,20 @@ pub(super) struct ServedWriter {
 }
 
 impl ServedWriter {
-    pub(super) fn new<B: Backend>(generator: &Generator<B>, folder: &Path, context: usize) -> Result<Self, Failure> {
+    /// The model of a folder, which reads a conversation by a template: that of a file, or its own.
+    pub(super) fn new<B: Backend>(
+        generator: &Generator<B>,
+        folder: &Path,
+        template: Option<&Path>,
+        context: usize,
+    ) -> Result<Self, Failure> {
         let tokenizer = generator.tokenizer().clone();
         let vocabulary = generator.model().config().vocab_size;
         let token_bytes = tokenizer.token_bytes();
-        let template = ChatTemplate::find(folder);
+        let template = match template {
+            Some(file) => Some(ChatTemplate::of_file(file, folder)?),
+            None => ChatTemplate::find(folder),
+        };
         let ends = generator.ends().to_vec();
         Ok(Self {
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),
@@ -61,6 +70,16 @@ impl ServedWriter {
     }
 }
 
+impl ServedWriter {
+    /// The bytes of a token's text; of a special token those of its name.
+    pub(super) fn bytes_of(&self, token: u32) -> Vec<u8> {
+        match self.token_bytes.get(token as usize) {
+            Some(bytes) if !bytes.is_empty() => bytes.clone(),
+            _ => self.tokenizer.token(token).unwrap_or_default().into_bytes(),
+        }
+    }
+}
+
 /// A model that reads.
 pub(super) struct ServedEncoder {
     pub(super) tokenizer: Tokenizer,
@@ -71,10 +90,12 @@ pub(super) struct ServedEncoder {
     pub(super) width: usize,
     /// Whether it says what utterances ask for.
     pub(super) predicts: bool,
+    /// Whether it reads two texts at once, and has a head that says how well they fit.
+    pub(super) scores: bool,
 }
 
 impl ServedEncoder {
-    pub(super) fn new<B: Backend>(embedder: &Embedder<B>, predicts: bool) -> Self {
+    pub(super) fn new<B: Backend>(embedder: &Embedder<B>, predicts: bool, scores: bool) -> Self {
         let config = embedder.model().config();
         Self {
             tokenizer: embedder.tokenizer().clone(),
@@ -82,6 +103,7 @@ impl ServedEncoder {
             vocabulary: config.vocab_size,
             width: config.d_model,
             predicts,
+            scores,
         }
     }
 }

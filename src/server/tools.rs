@@ -162,10 +162,34 @@ impl ToolCalls {
             ToolStyle::Listed => self.calls(&self.held),
             ToolStyle::Bare => self.call(&self.held).map(|call| vec![call]),
         };
-        match calls {
+        match calls.or_else(|| Some(vec![self.cut(&self.held)?])) {
             Some(calls) => (String::new(), calls),
             None => (self.held, Vec::new()),
         }
+    }
+
+    /// A call that ends before it is whole: its name, and as much of its arguments as there is. As OpenAI has it, that is no JSON.
+    fn cut(&self, text: &str) -> Option<ToolCall> {
+        let text = text.trim_start();
+        let inside = match self.style {
+            ToolStyle::Tagged => text.strip_prefix(BEGIN)?,
+            ToolStyle::Listed => text.strip_prefix(LIST).unwrap_or(text).trim_start().strip_prefix('[')?,
+            ToolStyle::Bare => text,
+        };
+        let rest = inside.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
+        let rest = rest.trim_start().strip_prefix(':')?.trim_start();
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
+        let name = values.next()?.ok()?;
+        let rest = rest[values.byte_offset()..].trim_start().strip_prefix(',')?.trim_start();
+        let rest = rest.strip_prefix(&format!("\"{}\"", self.style.arguments()))?;
+        let arguments = rest.trim_start().strip_prefix(':')?.trim_start();
+        // Where all of them are there, the end of the call is not.
+        let mut values = serde_json::Deserializer::from_str(arguments).into_iter::<Value>();
+        let arguments = match values.next() {
+            Some(Ok(_)) => &arguments[..values.byte_offset()],
+            _ => arguments,
+        };
+        Some(ToolCall { name, arguments: arguments.to_string() })
     }
 
     /// A list of calls, and nothing else in it.
@@ -232,6 +256,24 @@ mod tests {
         }
         let unended = "<tool_call>{\"name\": \"heat\", \"arguments\": \"{}\"}";
         assert_eq!(taken(ToolStyle::Tagged, &[unended]), (String::new(), vec![call("heat", "{}")]));
+    }
+
+    #[test]
+    fn a_call_that_is_cut_keeps_its_name_and_what_there_is_of_its_arguments() {
+        let cut = vec![call("heat", "{\"to\": 90")];
+        assert_eq!(
+            taken(ToolStyle::Tagged, &["<tool_call>\n{\"name\": \"heat\", \"arguments\": {\"to\": 90"]),
+            (String::new(), cut.clone())
+        );
+        assert_eq!(
+            taken(ToolStyle::Listed, &["[{\"name\": \"heat\", \"arguments\": {\"to\": 90"]),
+            (String::new(), cut.clone())
+        );
+        assert_eq!(taken(ToolStyle::Bare, &["{\"name\": \"heat\", \"parameters\": {\"to\": 90"]), (String::new(), cut));
+        let whole = "{\"name\": \"heat\", \"parameters\": {\"to\": 90}";
+        assert_eq!(taken(ToolStyle::Bare, &[whole]), (String::new(), vec![call("heat", "{\"to\": 90}")]));
+        let nameless = "{\"name\": \"he";
+        assert_eq!(taken(ToolStyle::Bare, &[nameless]), (nameless.to_string(), vec![]));
     }
 
     #[test]

@@ -228,7 +228,9 @@ def encoder():
     alone = client.embeddings.create(model=MODEL, input=texts[1], encoding_format="float").data[0].embedding
     assert max(abs(x - y) for x, y in zip(alone, vectors[1])) < 1e-5
     refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x" * 500), "input")
-    refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x", dimensions=3), "dimensions")
+    short = client.embeddings.create(model=MODEL, input="x", dimensions=3).data[0].embedding
+    assert len(short) == 3 and abs(sum(value * value for value in short) - 1) < 1e-6
+    refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x", dimensions=9999), "dimensions")
     refused(openai.BadRequestError, say)
 
 

@@ -9,6 +9,9 @@ use fireclay::inference::generation::scheduler::{
 use fireclay_kernels::{Backend, Penalties, Sampling, TokenCounts};
 use fireclay_model::{Transformer, TransformerConfig};
 
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Int, Tensor};
+
 use crate::backend_test;
 
 const VOCABULARY: usize = 90;
@@ -326,6 +329,103 @@ backend_test!(a_token_that_ends_a_text_is_in_no_page_that_others_share::<B>(devi
     let next: Vec<u32> = prompt.iter().chain(&written).copied().chain(0..33).collect();
     let next = Request::new(next, 9);
     assert_eq!(write(&next)?, (3, alone(&model, &next, &device)?));
+});
+
+backend_test!(a_text_that_is_paused_goes_on_where_it_was::<B>(device) {
+    let model = model::<B>(&device)?;
+    let requests = requests(6);
+    let wanted = requests.iter().map(|request| alone(&model, request, &device)).collect::<Result<Vec<_>, _>>()?;
+    let options = SchedulerOptions { rows: 2, ..ROOMY };
+    let mut scheduler = Scheduler::new(&model, options, device.clone());
+    let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
+    let (mut texts, mut paused, mut pauses, mut numbers) = (Texts::new(), Vec::new(), 0, Numbers(9));
+    while !scheduler.is_idle() || !paused.is_empty() {
+        let id = ids[numbers.below(ids.len())];
+        if numbers.below(4) == 0 && !paused.contains(&id) && scheduler.pause(id)? {
+            pauses += 1;
+            paused.push(id);
+        }
+        if numbers.below(3) == 0 && !paused.is_empty() {
+            scheduler.resume(paused.remove(0));
+        }
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    assert!(pauses > 10, "{pauses}");
+    assert!(ids.iter().zip(&wanted).all(|(id, wanted)| &texts[id].0 == wanted));
+    let load = scheduler.load();
+    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+});
+
+backend_test!(where_pages_run_out_the_client_that_has_most_is_preempted::<B>(device) {
+    let model = model::<B>(&device)?;
+    // Five of one client have all pages when one of another comes.
+    let mut scheduler = Scheduler::new(&model, SchedulerOptions { cache_tokens: 10 * 64, ..ROOMY }, device.clone());
+    let request = |client, length: u32, more| {
+        let prompt = (0..length).map(|at| (at * 7 + client as u32) % VOCABULARY as u32).collect();
+        Request { client, ..Request::new(prompt, more) }
+    };
+    let mut texts = Texts::new();
+    let many = (0..5).map(|_| scheduler.add(request(1, 60, 250))).collect::<Result<Vec<_>, _>>()?;
+    while scheduler.load().writing < 5 {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    let one = request(2, 60, 60);
+    let wanted = alone(&model, &one, &device)?;
+    let id = scheduler.add(one)?;
+    while texts.get(&id).is_none_or(|(_, finish)| finish.is_none()) {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    assert_eq!(texts[&id].0, wanted);
+    assert!(scheduler.load().preemptions > 0);
+    assert!(many.iter().all(|id| texts[id].1.is_none()), "it came last and is complete first");
+    while !scheduler.is_idle() {
+        step(&mut scheduler, &model, &mut texts)?;
+    }
+    assert!(many.iter().all(|id| texts[id].0.len() == 250));
+});
+
+backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
+    let model = model::<B>(&device)?;
+    let prompts: Vec<Vec<u32>> =
+        [1, 2, 48, 49, 300].map(|length| (0..length).map(|at| at * 7 % VOCABULARY as u32).collect()).into();
+    // In parts of a step, among others that are decoded, and where pages run out.
+    for cache_tokens in [ROOMY.cache_tokens, 6 * 64] {
+        let mut scheduler = Scheduler::new(&model, SchedulerOptions { cache_tokens, ..ROOMY }, device.clone());
+        let ask = |prompt: &Vec<u32>| Request { prompt_likeliest: Some(2), ..Request::new(prompt.clone(), 20) };
+        let plain = scheduler.add(Request::new(prompts[3].clone(), 40))?;
+        let ids = prompts.iter().map(|prompt| scheduler.add(ask(prompt))).collect::<Result<Vec<_>, _>>()?;
+        let mut told: BTreeMap<RequestId, Vec<WrittenToken>> = BTreeMap::new();
+        while !scheduler.is_idle() {
+            scheduler.step(&model)?;
+            for written in scheduler.take() {
+                assert!(written.id != plain || written.prompt.is_empty());
+                told.entry(written.id).or_default().extend(written.prompt);
+            }
+        }
+        for (id, prompt) in ids.iter().zip(&prompts) {
+            let told = &told[id];
+            assert_eq!(told.len(), if prompt.len() == 1 { 0 } else { prompt.len() });
+            assert!(told.iter().map(|known| known.token).eq(prompt[..told.len()].iter().copied()));
+            let ids = Tensor::<B, 1, Int>::from_ints(&prompt.iter().map(|id| *id as i32).collect::<Vec<_>>()[..], &device);
+            let logits = model.logits(model.forward(ids.reshape([1, prompt.len()])));
+            let wanted = crate::compare::values(&log_softmax(logits, 2));
+            for (at, known) in told.iter().enumerate() {
+                let Some(own) = known.log_probability else {
+                    assert_eq!(at, 0);
+                    continue;
+                };
+                let row = &wanted[(at - 1) * VOCABULARY..at * VOCABULARY];
+                let mut sorted = row.to_vec();
+                sorted.sort_by(f32::total_cmp);
+                assert!((own - row[known.token as usize]).abs() < 2e-3, "token {at}");
+                assert_eq!(known.likeliest.len(), 2);
+                for (place, (token, log_probability)) in known.likeliest.iter().enumerate() {
+                    assert!((log_probability - row[*token as usize]).abs() < 2e-3, "token {at}");
+                    assert!((log_probability - sorted[VOCABULARY - 1 - place]).abs() < 2e-3, "token {at}");
+                }
+            }
+        }
+    }
 });
 
 backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {

@@ -9,7 +9,9 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
+use super::texts::{
+    Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, spelled, told_unknown,
+};
 use super::{Asked, body};
 use crate::inference::chat::{ChatTemplate, Dialogue};
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
@@ -29,6 +31,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
+    let record = Arc::clone(&caller.record);
     let (prompts, settings, taken, dialogue) = apart(&shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
         let top = fields.count("top_logprobs", 0..=MOST_LIKELIEST)?;
@@ -39,40 +42,56 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
             }
             false => {}
         }
-        // What is wrong with the template comes before what it lacks.
-        if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
-            return Err(ApiError::request(format!("this model cannot converse: {failure}")));
-        }
-        let tools = Tools::read(served, &fields)?;
-        let dialogue = dialogue(&fields, &tools)?;
-        let (text, filter) = (read_texts(&dialogue), filter(served, &fields, &tools)?);
-        bounded("messages", &text, served.context, served.longest_token)?;
-        let template = served.template.as_ref().ok_or_else(|| {
-            ApiError::request(
-                "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
-            )
-        })?;
-        let tokens = template.tokens(&dialogue, &served.tokenizer).map_err(|failure| {
-            ApiError::param("messages", failure.to_string())
-        })?;
+        let (tokens, dialogue, tools) = conversation(served, &fields)?;
+        let filter = filter(served, &fields, &tools)?;
         let taken = Taken {
             stop: settings.stop.clone(),
             calls: (!tools.offered.is_empty()).then_some(served.tool_style).flatten(),
             parallel_calls: fields.flag("parallel_tool_calls", true)?,
             prompts: Vec::new(),
+            nothing: false,
         };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
+        if !fields.flag("add_generation_prompt", true)? {
+            return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
+        }
+        if fields.texts("modalities", 4)?.iter().any(|kind| kind != "text") {
+            return Err(fields.wrong("modalities", "[\"text\"]"));
+        }
         let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
             Some(most) => Some(most),
             None => fields.count("max_tokens", 1..=usize::MAX)?,
         };
+        told_unknown(shared, &record, &fields)?;
         let prompts = Prompts { prompts: vec![tokens], max_tokens, filter, field: "messages" };
         Ok((prompts, settings, taken, dialogue))
     })
     .await?;
     caller.record.prompt(prompts.prompts[0].len(), || Value::Array(dialogue.messages));
-    let form = ChatForm { logprobs: settings.likeliest.is_some(), calls: Vec::new() };
+    let form = ChatForm {
+        logprobs: settings.likeliest.is_some(),
+        prompt_logprobs: settings.prompt_likeliest.is_some(),
+        calls: Vec::new(),
+    };
     answer(shared, caller, (prompts, settings, taken), form).await
+}
+
+/// The tokens of a request's conversation, and what it may call.
+pub(super) fn conversation(served: &ServedWriter, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
+    // What is wrong with the template comes before what it lacks.
+    if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
+        return Err(ApiError::request(format!("this model cannot converse: {failure}")));
+    }
+    let tools = Tools::read(served, fields)?;
+    let dialogue = dialogue(fields, &tools)?;
+    bounded("messages", &read_texts(&dialogue), served.context, served.longest_token)?;
+    let template = served.template.as_ref().ok_or_else(|| {
+        ApiError::request(
+            "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
+        )
+    })?;
+    let tokens = template.tokens(&dialogue, &served.tokenizer);
+    Ok((tokens.map_err(|failure| ApiError::param("messages", failure.to_string()))?, dialogue, tools))
 }
 
 /// The text of all messages, for its length.
@@ -83,7 +102,7 @@ fn read_texts(dialogue: &Dialogue) -> String {
 
 /// What the model may call.
 #[derive(Default)]
-struct Tools {
+pub(super) struct Tools {
     /// As they were given.
     given: Value,
     /// Names and schemas of those that it may call.
@@ -218,7 +237,7 @@ fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
         let path = format!("messages[{at}]");
         said(&Fields::of(&path, message)?)
     });
-    let variables = match fields.object("chat_template_kwargs")? {
+    let mut variables = match fields.object("chat_template_kwargs")? {
         None => Map::new(),
         Some(variables) => {
             if let Some(own) = OWN_VARIABLES.into_iter().find(|own| variables.get(own).is_some()) {
@@ -227,6 +246,10 @@ fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
             variables.into_values()
         }
     };
+    // A template knows how to ask for it, or passes it over.
+    if let Some(effort) = fields.text("reasoning_effort")? {
+        variables.entry("reasoning_effort").or_insert_with(|| effort.into());
+    }
     Ok(Dialogue { messages: messages.collect::<Result<_, _>>()?, tools: tools.given.clone(), variables })
 }
 
@@ -283,6 +306,8 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
 /// An answer in the form of a chat.
 struct ChatForm {
     logprobs: bool,
+    /// Whether an answer tells of its prompt's tokens.
+    prompt_logprobs: bool,
     /// Calls of each choice by now.
     calls: Vec<usize>,
 }
@@ -359,7 +384,12 @@ impl Form for ChatForm {
                 message["content"] = Value::Null;
             }
         }
-        json!({ "index": choice, "message": message, "logprobs": logprobs, "finish_reason": text.finish })
+        let mut told =
+            json!({ "index": choice, "message": message, "logprobs": logprobs, "finish_reason": text.finish });
+        if self.prompt_logprobs {
+            told["prompt_logprobs"] = prompt_logprobs(served, &text.prompt);
+        }
+        told
     }
 }
 

@@ -1,5 +1,7 @@
 //! `/v1/completions`: texts in, what follows them out.
 
+use std::sync::Arc;
+
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
@@ -7,27 +9,32 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
+use super::texts::{
+    Form, Prompts, Settings, TEXTS, Whole, answer, apart, named, prompt_logprobs, spelled, told_unknown,
+};
+use super::tokens::Spelling;
 use super::{Asked, body};
-use crate::inference::generation::scheduler::WrittenToken;
+use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::served::ServedWriter;
 
 /// Tokens that follow where nothing else is asked for, as OpenAI has it.
 const MAX_TOKENS: usize = 16;
 /// The likeliest tokens that may be asked for.
-const LOGPROBS: usize = 5;
+const LOGPROBS: usize = MOST_LIKELIEST;
 
 pub(super) async fn completions(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
-    let (prompts, settings, taken, given, echo) = apart(&shared, move |shared, served| {
+    let record = Arc::clone(&caller.record);
+    let (prompts, settings, taken, given, form) = apart(&shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
         settings.likeliest = fields.count("logprobs", 0..=LOGPROBS)?;
         let echo = fields.flag("echo", false)?;
+        let vllms = settings.prompt_likeliest.is_some();
         if echo && settings.likeliest.is_some() {
-            return Err(ApiError::param("echo", "the tokens of a prompt have no logprobs here: leave echo out"));
+            settings.prompt_likeliest = settings.prompt_likeliest.max(settings.likeliest);
         }
         fields.refuse(&["response_format", "tools"])?;
         if fields.get("suffix").is_some() {
@@ -36,30 +43,40 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         if fields.count("best_of", 1..=usize::MAX)?.is_some_and(|best| best != settings.choices) {
             return Err(fields.wrong("best_of", "as n"));
         }
-        let given = given(&fields, served, shared.options.limits.answers)?;
+        let given = given(&fields, served)?;
+        let spelling = Spelling::read(&fields, true)?;
         let tokens = |prompt: &Prompt| match prompt {
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
-            Prompt::Text(text) => {
-                bounded("prompt", text, served.context, served.longest_token)?;
-                let tokens = served.tokenizer.encode_foreign_prompt(text);
-                tokens.map_err(|error| ApiError::param("prompt", error.to_string()))
-            }
+            Prompt::Text(text) => spelling.tokens(served, "prompt", text),
         };
         let prompts = given.iter().map(tokens).collect::<Result<Vec<_>, _>>()?;
-        let max_tokens = fields.count("max_tokens", 1..=usize::MAX)?;
+        // None is for what is known of a prompt.
+        let least = usize::from(settings.prompt_likeliest.is_none() && !echo);
+        let max_tokens = fields.count("max_tokens", least..=usize::MAX)?;
         // No more than there is room for, where nobody said how many.
         let room = prompts.iter().map(|prompt| served.context.saturating_sub(prompt.len())).min().unwrap_or(0);
         let max_tokens = max_tokens.or((room > 0).then_some(MAX_TOKENS.min(room)));
-        let taken = Taken { stop: settings.stop.clone(), calls: None, parallel_calls: true, prompts: Vec::new() };
+        told_unknown(shared, &record, &fields)?;
+        let taken = Taken {
+            stop: settings.stop.clone(),
+            calls: None,
+            parallel_calls: true,
+            prompts: Vec::new(),
+            nothing: false,
+        };
         let prompts = Prompts { prompts, max_tokens, filter: None, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
-        Ok((prompts, settings, taken, given, echo))
+        let form = TextForm {
+            logprobs: settings.likeliest,
+            prompt_logprobs: vllms,
+            echoed: if echo { given.clone() } else { Vec::new() },
+            choices: settings.choices,
+            offsets: Vec::new(),
+        };
+        Ok((prompts, settings, taken, given, form))
     })
     .await?;
-    caller.record.prompt(prompts.prompts.iter().map(Vec::len).sum(), || given.clone().into());
-    let echoed = if echo { given } else { Vec::new() };
-    let form =
-        TextForm { logprobs: settings.likeliest.is_some(), echoed, choices: settings.choices, offsets: Vec::new() };
+    caller.record.prompt(prompts.prompts.iter().map(Vec::len).sum(), || given.into());
     answer(shared, caller, (prompts, settings, taken), form).await
 }
 
@@ -78,8 +95,8 @@ impl Prompt {
 }
 
 /// Prompts, each a text or tokens; one alone need not be in an array.
-fn given(fields: &Fields, served: &ServedWriter, most: usize) -> Result<Vec<Prompt>, ApiError> {
-    let wanted = format!("a string, tokens below {}, or an array of up to {most} of these", served.vocabulary);
+fn given(fields: &Fields, served: &ServedWriter) -> Result<Vec<Prompt>, ApiError> {
+    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", served.vocabulary);
     let wrong = || fields.wrong("prompt", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
@@ -96,27 +113,29 @@ fn given(fields: &Fields, served: &ServedWriter, most: usize) -> Result<Vec<Prom
         Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => {
             Ok(vec![Prompt::Tokens(tokens(values)?)])
         }
-        Some(Value::Array(values)) if (1..=most).contains(&values.len()) => values.iter().map(one).collect(),
+        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => values.iter().map(one).collect(),
         _ => Err(wrong()),
     }
 }
 
 /// An answer in the form of completions.
 struct TextForm {
-    logprobs: bool,
+    /// So many of the likeliest tokens in the place of each.
+    logprobs: Option<usize>,
+    /// Whether what is known of the prompt stands in a field of its own, as vLLM has it.
+    prompt_logprobs: bool,
     /// Prompts that stand before their texts.
     echoed: Vec<String>,
     /// Texts of each prompt.
     choices: usize,
-    /// Characters of each text before a stream's next piece.
+    /// Characters of each text before a stream's next token.
     offsets: Vec<usize>,
 }
 
 impl TextForm {
-    fn logprobs(&self, served: &ServedWriter, tokens: &[WrittenToken], mut offset: usize) -> Value {
-        if !self.logprobs || tokens.is_empty() {
-            return Value::Null;
-        }
+    /// What is known of tokens, the first of which begins at a character of the text; and where the next one does.
+    fn logprobs(&self, served: &ServedWriter, tokens: &[&WrittenToken], mut offset: usize) -> (Value, usize) {
+        let Some(count) = self.logprobs else { return (Value::Null, offset) };
         let (mut names, mut logprobs, mut likeliest, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for token in tokens {
             let name = spelled(served, token.token);
@@ -124,15 +143,34 @@ impl TextForm {
             offset += name.chars().count();
             names.push(name);
             logprobs.push(token.log_probability.map(|logprob| logprob.max(-9999.0)));
-            let others =
-                token.likeliest.iter().map(|(id, logprob)| (spelled(served, *id), json!(logprob.max(-9999.0))));
-            likeliest.push(Value::Object(others.collect::<Map<String, Value>>()));
+            let others = token.likeliest.iter().take(count);
+            let others = others.map(|(id, logprob)| (spelled(served, *id), json!(logprob.max(-9999.0))));
+            likeliest.push(match token.log_probability {
+                Some(_) => Value::Object(others.collect::<Map<String, Value>>()),
+                None => Value::Null,
+            });
         }
-        json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets })
+        if tokens.is_empty() {
+            return (Value::Null, offset);
+        }
+        let told =
+            json!({ "tokens": names, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets });
+        (told, offset)
     }
 
     fn echo(&self, choice: usize) -> &str {
         self.echoed.get(choice / self.choices).map_or("", String::as_str)
+    }
+
+    /// Whether the prompt's own tokens stand among those of the text.
+    fn echoes_tokens(&self) -> bool {
+        self.logprobs.is_some() && !self.echoed.is_empty()
+    }
+
+    /// The tokens that an answer tells of, those of its prompt first if it echoes them.
+    fn told<'a>(&self, prompt: &'a [WrittenToken], tokens: &'a [WrittenToken]) -> Vec<&'a WrittenToken> {
+        let prompt = if self.echoes_tokens() { prompt } else { &[] };
+        prompt.iter().chain(tokens).collect()
     }
 }
 
@@ -149,14 +187,25 @@ impl Form for TextForm {
 
     fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
         self.offsets.resize(self.offsets.len().max(piece.choice + 1), 0);
-        let logprobs = self.logprobs(served, &piece.tokens, self.offsets[piece.choice]);
-        self.offsets[piece.choice] += piece.text.chars().count();
-        json!({ "index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish })
+        // The text of a prompt has come by now; behind it, tokens begin where those before them end, also where a part of their text is held back.
+        let tokens = self.told(&piece.prompt, &piece.tokens);
+        let (logprobs, offset) = self.logprobs(served, &tokens, self.offsets[piece.choice]);
+        self.offsets[piece.choice] = offset;
+        let mut told =
+            json!({ "index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish });
+        if self.prompt_logprobs && !piece.prompt.is_empty() {
+            told["prompt_logprobs"] = prompt_logprobs(served, &piece.prompt);
+        }
+        told
     }
 
     fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {
-        let logprobs = self.logprobs(served, &text.tokens, 0);
+        let (logprobs, _) = self.logprobs(served, &self.told(&text.prompt, &text.tokens), 0);
         let words = format!("{}{}", self.echo(choice), text.text);
-        json!({ "index": choice, "text": words, "logprobs": logprobs, "finish_reason": text.finish })
+        let mut told = json!({ "index": choice, "text": words, "logprobs": logprobs, "finish_reason": text.finish });
+        if self.prompt_logprobs {
+            told["prompt_logprobs"] = prompt_logprobs(served, &text.prompt);
+        }
+        told
     }
 }

@@ -1,7 +1,7 @@
 //! Connections: how many, over TLS or not, and how long a client may be silent or not take what it asked for.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -49,7 +49,7 @@ pub(in crate::server) fn tls(cert: &Path, key: &Path) -> Result<TlsAcceptor, Fai
 }
 
 /// Takes connections until the server has stopped, and lets answers leave.
-pub(in crate::server) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, shared: Arc<Shared>) {
+pub(in crate::server) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let router = router(Arc::clone(&shared));
     let room = Arc::new(Semaphore::new(shared.options.limits.connections));
     let graceful = GracefulShutdown::new();
@@ -74,7 +74,8 @@ pub(in crate::server) async fn serve(listener: TcpListener, tls: Option<TlsAccep
             continue;
         };
         let router = router.clone().layer(axum::Extension(Peer(peer.ip())));
-        let (tls, watcher) = (tls.clone(), graceful.watcher());
+        let tls = shared.tls.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let watcher = graceful.watcher();
         tokio::spawn(async move {
             let _permit = permit;
             // Small events leave at once.

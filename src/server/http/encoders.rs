@@ -12,14 +12,14 @@ use tokio::time::timeout;
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::named;
+use super::texts::{named, told_unknown};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::failure::Failure;
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
 /// Texts of a request, as OpenAI has it.
-const TEXTS: usize = 2048;
+pub(super) const TEXTS: usize = 2048;
 
 pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
@@ -31,23 +31,26 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
         Some("base64") => true,
         Some(_) => return Err(fields.wrong("encoding_format", "\"float\" or \"base64\"")),
     };
-    if fields.count("dimensions", 1..=usize::MAX)?.is_some_and(|wanted| wanted != encoder.width) {
-        return Err(fields.wrong("dimensions", &format!("{}, the model's own", encoder.width)));
-    }
+    let dimensions = fields.count("dimensions", 1..=encoder.width)?.unwrap_or(encoder.width);
+    let record = std::sync::Arc::clone(&caller.record);
     let work = std::sync::Arc::clone(&shared);
     let (texts, given) = tokio::task::spawn_blocking(move || {
         let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
         let given = fields.get("input").cloned().unwrap_or(Value::Null);
-        Ok((tokens(&fields, encoder)?, given))
+        let tokens = tokens(&fields, encoder)?;
+        told_unknown(&work, &record, &fields)?;
+        Ok((tokens, given))
     })
     .await
     .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
     let count: usize = texts.iter().map(Vec::len).sum();
     caller.record.prompt(count, || given);
     let embeddings = ask(&shared, &caller, |reply| Job::Embed { texts, reply }).await?;
-    let told = |embedding: Vec<f32>| match base64 {
-        true => BASE64.encode(embedding.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()).into(),
-        false => Value::from(embedding),
+    let told = |embedding: Vec<f32>| match (base64, shortened(embedding, dimensions)) {
+        (true, embedding) => {
+            BASE64.encode(embedding.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()).into()
+        }
+        (false, embedding) => Value::from(embedding),
     };
     let data = embeddings.into_iter().enumerate();
     let data = data.map(|(at, embedding)| json!({ "object": "embedding", "index": at, "embedding": told(embedding) }));
@@ -56,6 +59,17 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
         "usage": { "prompt_tokens": count, "total_tokens": count },
     });
     Ok(json_response(StatusCode::OK, &body))
+}
+
+/// The first numbers of an embedding, at length one again: for models that were trained so that these say most (Kusupati et al.,
+/// 2022, "Matryoshka Representation Learning").
+fn shortened(mut embedding: Vec<f32>, dimensions: usize) -> Vec<f32> {
+    if dimensions < embedding.len() {
+        embedding.truncate(dimensions);
+        let length = embedding.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt().max(1e-12);
+        embedding.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
+    }
+    embedding
 }
 
 pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -71,6 +85,7 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     if texts.is_empty() {
         return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
     }
+    told_unknown(&shared, &caller.record, &fields)?;
     caller.record.prompt(0, || texts.clone().into());
     let asked = texts.clone();
     let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
@@ -83,7 +98,7 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &body))
 }
 
-fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
+pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
         Some(Served::Writer(_)) => Err(ApiError::request("this model writes: it is no encoder")),
@@ -92,13 +107,13 @@ fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
 }
 
 /// Has the device do a job.
-async fn ask<T>(
+pub(super) async fn ask<T>(
     shared: &Shared,
     caller: &Caller,
     job: impl FnOnce(oneshot::Sender<Result<T, Failure>>) -> Job,
 ) -> Result<T, ApiError> {
     let (reply, answer) = oneshot::channel();
-    if shared.queue.push(caller.client, vec![job(reply)]).is_err() {
+    if shared.queue.push(caller.client, 0, vec![job(reply)]).is_err() {
         return Err(ApiError::busy(1));
     }
     let answer = timeout(shared.options.limits.request, answer).await.map_err(|_| ApiError::too_slow())?;
@@ -135,5 +150,16 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
         None => Ok(texts),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortened_embedding_has_length_one() {
+        assert_eq!(shortened(vec![0.6, 0.0, 0.8], 3), [0.6, 0.0, 0.8]);
+        assert_eq!(shortened(vec![0.36, 0.48, 0.8], 2), [0.6, 0.8]);
     }
 }

@@ -1,15 +1,33 @@
-//! The fields of a request: each is checked where it is asked for, and named where it is wrong. Null is as good as absent, and
-//! what nobody asks for is passed over.
+//! The fields of a request: each is checked where it is asked for, and named where it is wrong. Null is as good as absent. What
+//! nobody asks for is unknown: the answer's head and the log name it, and a strict server refuses it.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
 
+/// Fields of other servers that are for their books, or for how fast they are.
+const WITHOUT_EFFECT: [&str; 11] = [
+    "cache_salt",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "spaces_between_special_tokens",
+    "store",
+    "stream_options",
+    "user",
+];
+
 /// The fields of a JSON object.
 pub(super) struct Fields {
     values: Map<String, Value>,
+    asked: RefCell<HashSet<String>>,
     /// What the object is called, with a dot behind it, within the request.
     path: String,
 }
@@ -19,7 +37,7 @@ impl Fields {
         let value = serde_json::from_slice(bytes)
             .map_err(|error| ApiError::request(format!("the body is not valid JSON: {error}")))?;
         match value {
-            Value::Object(values) => Ok(Self { values, path: String::new() }),
+            Value::Object(values) => Ok(Self { values, asked: RefCell::default(), path: String::new() }),
             other => Err(ApiError::request(format!("the body has to be a JSON object, not {}", kind(&other)))),
         }
     }
@@ -27,7 +45,9 @@ impl Fields {
     /// The fields of an object within a request.
     pub(super) fn of(path: &str, value: &Value) -> Result<Self, ApiError> {
         match value {
-            Value::Object(values) => Ok(Self { values: values.clone(), path: format!("{path}.") }),
+            Value::Object(values) => {
+                Ok(Self { values: values.clone(), asked: RefCell::default(), path: format!("{path}.") })
+            }
             other => Err(ApiError::param(path, format!("{path} has to be an object, not {}", kind(other)))),
         }
     }
@@ -37,7 +57,19 @@ impl Fields {
         format!("{}{field}", self.path)
     }
 
+    /// Fields that nobody has asked for by now, but for those of other servers that change no answer.
+    pub(super) fn unknown(&self) -> Vec<String> {
+        let asked = self.asked.borrow();
+        let known = |field: &str| asked.contains(field) || WITHOUT_EFFECT.contains(&field);
+        self.values
+            .iter()
+            .filter(|(field, value)| !value.is_null() && !known(field))
+            .map(|(field, _)| field.clone())
+            .collect()
+    }
+
     pub(super) fn get(&self, field: &str) -> Option<&Value> {
+        self.asked.borrow_mut().insert(field.to_string());
         self.values.get(field).filter(|value| !value.is_null())
     }
 
@@ -147,5 +179,18 @@ fn kind(value: &Value) -> String {
         Value::String(_) => "a long string".into(),
         Value::Array(values) => format!("an array of {}", values.len()),
         Value::Object(_) => "an object".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_that_nobody_asks_for_is_unknown() {
+        let body = br#"{"temprature": 1, "temperature": 1, "user": "mara", "nothing": null}"#;
+        let fields = Fields::parse(body).expect("an object");
+        assert_eq!(fields.number("temperature", 0.0..=2.0).expect("a number"), Some(1.0));
+        assert_eq!(fields.unknown(), ["temprature"]);
     }
 }

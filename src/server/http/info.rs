@@ -81,12 +81,12 @@ fn served(shared: &Shared) -> Option<Value> {
         }
         Served::Encoder(encoder) => {
             let predicts = encoder.predicts.then_some("/v1/utterances");
-            (predicts.into_iter().chain(["/v1/embeddings"]).collect(), encoder.context)
+            (predicts.into_iter().chain(["/v1/embeddings", "/v1/score", "/v1/rerank"]).collect(), encoder.context)
         }
     };
     Some(json!({
         "id": shared.options.name, "object": "model", "created": shared.created, "owned_by": "fireclay",
-        "context_length": context, "paths": paths,
+        "context_length": context, "max_model_len": context, "paths": paths,
     }))
 }
 
@@ -113,6 +113,7 @@ mod tests {
         for (schema, sources) in [
             ("ChatRequest", vec![include_str!("chat.rs"), shared]),
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),
+            ("TokenizeRequest", vec![include_str!("tokens.rs")]),
         ] {
             let known = description["components"]["schemas"][schema]["properties"].as_object().expect("properties");
             for field in sources.into_iter().flat_map(asked) {

@@ -3,12 +3,16 @@
 mod chat;
 mod completions;
 mod connections;
+mod cross_origin;
 mod encoders;
 pub(super) mod error;
 mod fields;
 mod info;
+mod scores;
 mod texts;
+mod tokens;
 
+use std::io::Read;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -19,6 +23,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Router};
+use flate2::read::MultiGzDecoder;
 use futures_util::StreamExt;
 use serde_json::Value;
 
@@ -29,9 +34,10 @@ use super::log::Record;
 use super::{Phase, Shared};
 
 pub(super) use self::connections::{serve, tls};
+pub(super) use self::cross_origin::check as check_origin;
 
 /// All paths that there are, but for those of single models.
-const PATHS: [&str; 12] = [
+const PATHS: [&str; 17] = [
     "/",
     "/page.css",
     "/page.js",
@@ -43,11 +49,21 @@ const PATHS: [&str; 12] = [
     "/v1/completions",
     "/v1/embeddings",
     "/v1/utterances",
+    "/v1/score",
+    "/v1/rerank",
     "/favicon.ico",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
 ];
 
 /// Paths that need no key: a page that asks for it, and what watches the server.
 const OPEN: [&str; 6] = ["/", "/page.css", "/page.js", "/health", "/openapi.json", "/favicon.ico"];
+
+/// A request's name.
+const REQUEST_ID: &str = "x-request-id";
+/// Names the fields of a request that are unknown here.
+const UNKNOWN_FIELDS: &str = "x-unknown-fields";
 
 /// The address that a connection comes from.
 #[derive(Clone, Copy)]
@@ -75,9 +91,15 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/v1/embeddings", post(encoders::embeddings))
         .route("/v1/utterances", post(encoders::utterances))
+        .route("/v1/score", post(scores::score))
+        .route("/v1/rerank", post(scores::rerank))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/tokenizer_info", get(tokens::tokenizer_info))
         .fallback(nothing_there)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(&shared), guard))
+        .layer(from_fn_with_state(Arc::clone(&shared), cross_origin::allow))
         .with_state(shared)
 }
 
@@ -92,17 +114,25 @@ async fn wrong_method(request: Request) -> ApiError {
     error.with_status(StatusCode::METHOD_NOT_ALLOWED).with_code("method_not_allowed")
 }
 
+/// A request's name: what its client calls it, if that can stand in a log, or a new one.
+fn request_id(headers: &HeaderMap) -> String {
+    let given = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let fits = |id: &&str| (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
+    given.filter(fits).map_or_else(|| format!("req-{:016x}", texts::random()), str::to_string)
+}
+
 /// Who may ask, and a record of what was.
 async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Next) -> Response {
     let address = request.extensions().get::<Peer>().map_or(IpAddr::from([0, 0, 0, 0]), |peer| peer.0);
     let path = request.uri().path().to_string();
     // Paths that there are not are one: anyone can make up more.
     let known = PATHS.into_iter().find(|known| *known == path).unwrap_or("other");
-    let record = Record::new(Arc::clone(&shared), address, request.method().as_str(), &path, known);
+    let id = request_id(request.headers());
+    let record = Record::new(Arc::clone(&shared), (address, id.clone()), request.method().as_str(), &path, known);
     let record = Arc::new(record);
     let mut response = match allowed(&shared, request.method(), &path, request.headers()) {
         Ok(key) => {
-            let client = Client { key, address };
+            let client = key.map_or_else(|| Client::of_address(address), Client::Key);
             request.extensions_mut().insert(Caller { client, record: Arc::clone(&record) });
             next.run(request).await
         }
@@ -115,19 +145,28 @@ async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Ne
     if response.extensions().get::<texts::Streams>().is_some() {
         record.streams();
     }
+    let unknown = record.unknown_fields();
+    if !unknown.is_empty()
+        && let Ok(names) = HeaderValue::from_str(&unknown.join(", ").escape_default().to_string())
+    {
+        response.headers_mut().insert(UNKNOWN_FIELDS, names);
+    }
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
     response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     response
 }
 
-/// The number of the key that a request has.
-fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) -> Result<usize, ApiError> {
+/// The number of the key that a request has, if one is asked for.
+fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) -> Result<Option<usize>, ApiError> {
     let options = &shared.options;
     // A page from elsewhere whose name was made to point here: its requests have that name.
     if shared.keys.is_empty() && options.host.is_loopback() && !options.insecure && !is_local(headers) {
         let error = ApiError::request("this server answers requests to this machine only; --insecure lets others in");
         return Err(error.with_status(StatusCode::FORBIDDEN).with_code("wrong_host"));
     }
-    let mut key = 0;
+    let mut key = None;
     if !shared.keys.is_empty() && !OPEN.contains(&path) {
         let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         let bearer = given.and_then(|value| value.split_once(' '));
@@ -136,7 +175,7 @@ fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) ->
             ApiError::request(message).with_status(StatusCode::UNAUTHORIZED).with_code("invalid_api_key")
         };
         let given = bearer.ok_or_else(|| refused("an API key is needed: `Authorization: Bearer KEY`"))?;
-        key = shared.keys.find(given).ok_or_else(|| refused("the API key is not right"))?;
+        key = Some(shared.keys.find(given).ok_or_else(|| refused("the API key is not right"))?);
     }
     if method == Method::POST && path.starts_with("/v1/") {
         match shared.phase() {
@@ -172,9 +211,31 @@ async fn body(shared: &Shared, request: Request) -> Result<Fields, ApiError> {
         let error = ApiError::request("the body has to be JSON: `Content-Type: application/json`");
         return Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
     }
-    let read = tokio::time::timeout(BODY_TIME, whole(body, shared.options.limits.body_bytes)).await;
+    let most = shared.options.limits.body_bytes;
+    let read = tokio::time::timeout(BODY_TIME, whole(body, most)).await;
     let late = ApiError::request("the body took too long to come").with_status(StatusCode::REQUEST_TIMEOUT);
-    Fields::parse(&read.map_err(|_| late)??)
+    let bytes = read.map_err(|_| late)??;
+    let coding = parts.headers.get(header::CONTENT_ENCODING).map_or("", |value| value.to_str().unwrap_or("?"));
+    match coding.trim().to_ascii_lowercase().as_str() {
+        "" | "identity" => Fields::parse(&bytes),
+        "gzip" | "x-gzip" => Fields::parse(&unzipped(&bytes, most)?),
+        other => {
+            let error = ApiError::request(format!("a body is sent as it is, or as gzip, and not as {other}"));
+            Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE))
+        }
+    }
+}
+
+/// What gzip made smaller, up to `most` bytes.
+fn unzipped(bytes: &[u8], most: usize) -> Result<Vec<u8>, ApiError> {
+    let mut read = Vec::new();
+    let all = MultiGzDecoder::new(bytes).take(most as u64 + 1).read_to_end(&mut read);
+    all.map_err(|error| ApiError::request(format!("the body is not valid gzip: {error}")))?;
+    if read.len() > most { Err(too_large(most)) } else { Ok(read) }
+}
+
+fn too_large(most: usize) -> ApiError {
+    ApiError::request(format!("the body has more than {most} bytes")).with_status(StatusCode::PAYLOAD_TOO_LARGE)
 }
 
 /// How long a body may take to come.
@@ -186,8 +247,7 @@ async fn whole(body: Body, most: usize) -> Result<Vec<u8>, ApiError> {
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(|error| ApiError::request(format!("the body broke off: {error}")))?;
         if bytes.len() + chunk.len() > most {
-            let error = ApiError::request(format!("the body has more than {most} bytes"));
-            return Err(error.with_status(StatusCode::PAYLOAD_TOO_LARGE));
+            return Err(too_large(most));
         }
         bytes.extend_from_slice(&chunk);
     }

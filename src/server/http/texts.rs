@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use fireclay_kernels::Penalties;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -20,8 +20,11 @@ use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilt
 use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
 use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::log::Record;
 use crate::server::served::{Served, ServedWriter};
 
+/// Sequences of a request.
+pub(super) const TEXTS: usize = 2048;
 /// Stop texts of a request.
 const STOPS: usize = 16;
 /// Tokens whose logits a request may change.
@@ -70,11 +73,22 @@ pub(super) struct Settings {
     pub(super) stream: bool,
     pub(super) usage: bool,
     pub(super) likeliest: Option<usize>,
+    /// Asks for the log-probabilities of the prompt's own tokens, and of so many of the likeliest in their places.
+    pub(super) prompt_likeliest: Option<usize>,
+    /// Orders the requests of a client: lower ones first.
+    priority: i64,
+    /// How long the answer may take.
+    time: Duration,
 }
 
 impl Settings {
     pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
         fields.refuse(&UNSUPPORTED)?;
+        if !fields.flag("skip_special_tokens", true)? {
+            return Err(fields.wrong("skip_special_tokens", "true: answers have no special tokens"));
+        }
+        let most = shared.options.limits.request;
+        let time = fields.number("timeout", 0.001..=most.as_secs_f64())?.map_or(most, Duration::from_secs_f64);
         let temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0);
         // So low it is greedy, but for logits that are as good as one.
         let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
@@ -118,6 +132,10 @@ impl Settings {
             stream,
             usage: stream_options.map_or(Ok(false), |options| options.flag("include_usage", false))?,
             likeliest: None,
+            // As vLLM has it; -1 is all of them there.
+            prompt_likeliest: fields.count("prompt_logprobs", 0..=MOST_LIKELIEST)?,
+            priority: fields.integer("priority")?.unwrap_or(0),
+            time,
         })
     }
 }
@@ -160,6 +178,11 @@ pub(super) struct Prompts {
 pub(super) type Filter = Box<dyn Fn() -> Result<Box<dyn TokenFilter>, ApiError> + Send + Sync>;
 
 impl Prompts {
+    /// Texts of the request.
+    fn count(&self, settings: &Settings) -> usize {
+        self.prompts.len() * settings.choices
+    }
+
     /// Jobs for all texts of a request, and where what comes of them is told: those of the first prompt, then of the next.
     fn jobs(
         &self,
@@ -187,7 +210,9 @@ impl Prompts {
                 ends: served.ends.clone(),
                 biases: settings.biases.clone(),
                 likeliest: settings.likeliest.map(|count| count.min(MOST_LIKELIEST)),
-                ..Request::new(prompt.clone(), max_tokens)
+                prompt_likeliest: settings.prompt_likeliest,
+                // What reads a prompt draws a token behind it, whoever asks for it.
+                ..Request::new(prompt.clone(), max_tokens.max(1))
             };
             let filter = self.filter.as_ref().map(|filter| filter()).transpose()?;
             let (sender, receiver) = mpsc::unbounded_channel();
@@ -205,22 +230,34 @@ impl Prompts {
 }
 
 /// Fields of other servers that shape an answer, and that nothing here follows.
-const UNSUPPORTED: [&str; 15] = [
+const UNSUPPORTED: [&str; 27] = [
     "allowed_token_ids",
+    "audio",
     "bad_words",
+    "chat_template",
+    "documents",
+    "function_call",
+    "functions",
     "guided_choice",
     "guided_grammar",
     "guided_json",
     "guided_regex",
     "ignore_eos",
+    "include_stop_str_in_output",
+    "length_penalty",
+    "logits_processors",
     "min_tokens",
-    "prompt_logprobs",
+    "prediction",
+    "prompt_embeds",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
     "stop_token_ids",
     "structural_tag",
     "structured_outputs",
     "truncate_prompt_tokens",
     "typical_p",
     "use_beam_search",
+    "web_search_options",
 ];
 
 /// Tokens of a prompt's end that what follows is decoded behind.
@@ -248,6 +285,8 @@ pub(super) trait Form: Send + 'static {
 pub(super) struct Whole {
     pub(super) text: String,
     pub(super) calls: Vec<crate::server::tools::ToolCall>,
+    /// Those of its prompt, where their log-probabilities are asked for.
+    pub(super) prompt: Vec<WrittenToken>,
     pub(super) tokens: Vec<WrittenToken>,
     pub(super) finish: &'static str,
 }
@@ -260,21 +299,21 @@ pub(super) async fn answer(
     form: impl Form,
 ) -> Result<Response, ApiError> {
     let served = writer(&shared)?;
+    let count = prompts.count(&settings);
+    if count > TEXTS {
+        return Err(ApiError::param("n", format!("{count} sequences are asked for; {TEXTS} are allowed in a request")));
+    }
     let (jobs, events) = prompts.jobs(served, &settings)?;
     taken.prompts = prompts.of_choices(&settings);
+    taken.nothing = prompts.max_tokens == Some(0);
     let prompt_tokens = prompts.prompts.iter().map(Vec::len).sum();
-    let count = jobs.len();
-    if count > shared.options.limits.answers {
-        let most = shared.options.limits.answers;
-        return Err(ApiError::param("n", format!("{count} texts were asked for; {most} are allowed at once")));
-    }
-    if shared.queue.push(caller.client, jobs).is_err() {
+    if shared.queue.push(caller.client, settings.priority, jobs).is_err() {
         let waiting = shared.queue.len() as u64;
         return Err(ApiError::busy(1 + waiting / 16));
     }
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let head = Head { id: format!("{}-{:016x}{:016x}", form.names()[0], random(), random()), created, prompt_tokens };
-    let deadline = Instant::now() + shared.options.limits.request;
+    let deadline = Instant::now() + settings.time;
     if settings.stream {
         return Ok(streamed(Arc::clone(&shared), caller, (head, settings.usage, taken), events, deadline, form));
     }
@@ -296,10 +335,11 @@ impl Head {
         })
     }
 
-    fn usage(&self, tokens: usize) -> Value {
+    fn usage(&self, answers: &Answers<'_>) -> Value {
         json!({
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
-            "total_tokens": self.prompt_tokens + tokens,
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": answers.tokens,
+            "total_tokens": self.prompt_tokens + answers.tokens,
+            "prompt_tokens_details": { "cached_tokens": answers.cached },
         })
     }
 }
@@ -318,12 +358,13 @@ async fn whole(
         let Some(text) = texts.get_mut(piece.choice) else { continue };
         text.text.push_str(&piece.text);
         text.calls.extend(piece.calls);
+        text.prompt.extend(piece.prompt);
         text.tokens.extend(piece.tokens);
         text.finish = piece.finish.unwrap_or(text.finish);
     }
     let choices = texts.into_iter().enumerate().map(|(choice, text)| form.whole(served, choice, text)).collect();
     let mut body = head.json(shared, form.names()[1], choices);
-    body["usage"] = head.usage(answers.tokens);
+    body["usage"] = head.usage(answers);
     Ok(json_response(StatusCode::OK, &body))
 }
 
@@ -392,7 +433,7 @@ async fn stream(
     }
     if usage {
         let mut last = chunk(&shared, &head, object, Vec::new(), usage);
-        last["usage"] = head.usage(answers.tokens);
+        last["usage"] = head.usage(&answers);
         sender.send(event(&last)).await?;
     }
     sender.send(Ok("data: [DONE]\n\n".to_string())).await?;
@@ -408,9 +449,49 @@ fn chunk(shared: &Shared, head: &Head, object: &str, choices: Vec<Value>, usage:
     chunk
 }
 
-/// A token as text; bytes that are no character by themselves become U+FFFD.
+/// Tells the log of fields that are unknown here, and the answer's head by it.
+///
+/// # Errors
+/// If there are any, and the server is strict.
+pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
+    let unknown = fields.unknown();
+    if shared.options.strict
+        && let Some(field) = unknown.first()
+    {
+        return Err(ApiError::param(field.clone(), format!("{field:?} is unknown here")));
+    }
+    if !unknown.is_empty() {
+        caller.unknown(unknown);
+    }
+    Ok(())
+}
+
+/// What is known of a prompt's tokens in vLLM's form: an object for each, by the tokens' ids, and null for the first.
+pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
+    let one = |known: &WrittenToken| {
+        let Some(own) = known.log_probability else { return Value::Null };
+        let mut told = Map::new();
+        let mut tell = |token: u32, logprob: f32, rank: Option<usize>| {
+            let told_one =
+                json!({ "logprob": logprob.max(-9999.0), "rank": rank, "decoded_token": spelled(served, token) });
+            told.insert(token.to_string(), told_one);
+        };
+        tell(known.token, own, None);
+        for (at, (token, logprob)) in known.likeliest.iter().enumerate() {
+            tell(*token, *logprob, Some(at + 1));
+        }
+        Value::Object(told)
+    };
+    let mut all: Vec<Value> = tokens.iter().map(one).collect();
+    if all.is_empty() {
+        all.push(Value::Null);
+    }
+    all.into()
+}
+
+/// A token as text; bytes that are no character by themselves become U+FFFD, and special tokens their names.
 pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
-    String::from_utf8_lossy(served.token_bytes.get(token as usize).map_or(&[][..], Vec::as_slice)).into_owned()
+    String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }
 
 /// Makes tokens or a grammar on a thread where that may take its time.

@@ -2,7 +2,10 @@
 
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData};
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Download, download_float, download_int};
+use fireclay_model::Transformer;
+
+use super::{RequestId, WrittenToken};
 
 /// The drawn token of each row, and behind it the likeliest in its place, the likeliest first: `[rows, 1 + count]`.
 pub(super) struct LogProbabilities<B: Backend> {
@@ -27,6 +30,52 @@ impl<B: Backend> LogProbabilities<B> {
             values.push(value);
         }
         Self { tokens: Tensor::cat(tokens, 1), values: Tensor::cat(values, 1) }
+    }
+}
+
+/// Rows of logits that are made at a time, of prompts.
+const PROMPT_ROWS: usize = 256;
+
+/// Log-probabilities of tokens of a prompt, each by the hidden state of the one before.
+pub(super) struct PromptLogProbabilities {
+    pub(super) id: RequestId,
+    /// Whether they are the first ones.
+    pub(super) begins: bool,
+    count: usize,
+    parts: Vec<(Download, Download)>,
+}
+
+impl PromptLogProbabilities {
+    /// Of `tokens` by as many hidden states `[tokens, d_model]`, and the `count` likeliest in the place of each; a part at a time, so
+    /// that not all logits are there at once.
+    pub(super) fn of<B: Backend>(
+        model: &Transformer<B>,
+        (id, count): (RequestId, usize),
+        states: Tensor<B, 2>,
+        tokens: &[u32],
+    ) -> Self {
+        let part = |(at, tokens): (usize, &[u32])| {
+            let states = states.clone().narrow(0, at * PROMPT_ROWS, tokens.len());
+            let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+            let shape = [tokens.len()];
+            let tokens = Tensor::from_data(TensorData::new(tokens, shape), &states.device());
+            let LogProbabilities { tokens, values } = LogProbabilities::of(model.f32_logits(states), tokens, count);
+            (download_int(tokens).begin(), download_float(values).begin())
+        };
+        Self { id, begins: false, count, parts: tokens.chunks(PROMPT_ROWS).enumerate().map(part).collect() }
+    }
+
+    /// On the host: for each token itself and the likeliest. `wait` waits for a download.
+    pub(super) fn known<E>(
+        self,
+        mut wait: impl FnMut(Download) -> Result<TensorData, E>,
+    ) -> Result<Vec<WrittenToken>, E> {
+        let mut all = Vec::new();
+        for (tokens, values) in self.parts {
+            let known = Known::new(wait(tokens)?, wait(values)?);
+            all.extend(known.all.chunks_exact(known.width.max(1)).map(|row| WrittenToken::of(row, self.count)));
+        }
+        Ok(all)
     }
 }
 

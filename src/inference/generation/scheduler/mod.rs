@@ -24,6 +24,7 @@ use burn::tensor::{Int, Tensor};
 use fireclay_kernels::{Backend, Download, SampledRow, SampledRows, Sampling, TokenCounts};
 use fireclay_model::{Cache, RowId, Transformer, TransformerConfig};
 
+use self::log_probabilities::PromptLogProbabilities;
 use crate::failure::Failure;
 
 /// Steps of which the tokens are read together, at the most, where reading makes the device wait for the host.
@@ -63,13 +64,26 @@ pub struct Request {
     pub biases: Vec<(u32, f32)>,
     /// Asks for the log-probability of each token, and for so many of the likeliest in its place.
     pub likeliest: Option<usize>,
+    /// Asks for the log-probabilities of the prompt's own tokens, too, and for so many of the likeliest in their places.
+    pub prompt_likeliest: Option<usize>,
+    /// Whose it is. Where pages run out, the client that has most of them gives some up.
+    pub client: u64,
 }
 
 impl Request {
     /// A request of the likeliest tokens.
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         let sampling = Sampling::greedy();
-        Self { prompt, max_tokens, sampling, ends: Vec::new(), biases: Vec::new(), likeliest: None }
+        Self {
+            prompt,
+            max_tokens,
+            sampling,
+            ends: Vec::new(),
+            biases: Vec::new(),
+            likeliest: None,
+            prompt_likeliest: None,
+            client: 0,
+        }
     }
 }
 
@@ -118,15 +132,38 @@ pub struct WrittenToken {
     pub likeliest: Vec<(u32, f32)>,
 }
 
+impl WrittenToken {
+    /// A token of no known probability.
+    fn plain(token: u32) -> Self {
+        Self { token, log_probability: None, likeliest: Vec::new() }
+    }
+
+    /// A token and the `count` likeliest in its place, all of which `known` begins with.
+    fn of(known: &[(u32, f32)], count: usize) -> Self {
+        let Some(((token, own), others)) = known.split_first() else { return Self::plain(0) };
+        Self { token: *token, log_probability: Some(*own), likeliest: others.iter().take(count).copied().collect() }
+    }
+}
+
 /// What became of a request since it was asked before.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Written {
     /// Which request.
     pub id: RequestId,
+    /// More tokens of its prompt, where their log-probabilities are asked for; the first of all has none.
+    pub prompt: Vec<WrittenToken>,
     /// Its new tokens.
     pub tokens: Vec<WrittenToken>,
+    /// Tokens of its prompt that were in the cache already, with the first of its tokens.
+    pub cached: Option<usize>,
     /// Why it ended, if it did: nothing more comes then.
     pub finish: Option<Finish>,
+}
+
+impl Written {
+    fn nothing(id: RequestId) -> Self {
+        Self { id, prompt: Vec::new(), tokens: Vec::new(), cached: None, finish: None }
+    }
 }
 
 /// How much there is to do, and what it takes.
@@ -151,6 +188,8 @@ pub struct Load {
 /// A request on its way.
 struct Text {
     id: RequestId,
+    /// Its place in line, which a pause takes from it.
+    arrival: u64,
     request: Request,
     /// The prompt, and the tokens behind it that were read from the device.
     tokens: Vec<u32>,
@@ -165,6 +204,11 @@ struct Text {
     filter: Option<Box<dyn TokenFilter>>,
     /// How often it went on from its own end.
     slides: u64,
+    /// Tokens of its prompt that the cache had when it first got a row; told with its first token.
+    cached: Option<usize>,
+    was_admitted: bool,
+    /// Tokens of the prompt of which log-probabilities are made, if they are asked for.
+    prompt_known: usize,
     /// Where its last token is among those that the last step drew, if it was: the next step reads it there.
     drawn_at: Option<usize>,
     /// Tokens that it reads in this step.
@@ -182,6 +226,11 @@ impl Text {
     /// Whether nothing more is to be drawn.
     fn is_complete(&self) -> bool {
         self.finished || self.drawn >= self.request.max_tokens
+    }
+
+    /// Whether log-probabilities of its prompt are asked for, and not all of them made.
+    fn awaits_prompt(&self) -> bool {
+        self.request.prompt_likeliest.is_some() && self.prompt_known + 1 < self.prompt_length()
     }
 
     fn needs_line(&self) -> bool {
@@ -211,14 +260,14 @@ struct Drawn {
     texts: Vec<(usize, RequestId)>,
     /// The tokens of [`LogProbabilities`](log_probabilities::LogProbabilities), and their values.
     log_probabilities: Option<(Download, Download)>,
+    prompts: Vec<PromptLogProbabilities>,
 }
 
 impl Drawn {
     /// With all that it waits for begun.
     fn begin(self) -> Self {
-        let Self { tokens, steps, texts, log_probabilities } = self;
-        let log_probabilities = log_probabilities.map(|(tokens, values)| (tokens.begin(), values.begin()));
-        Self { tokens: tokens.begin(), steps, texts, log_probabilities }
+        let log_probabilities = self.log_probabilities.map(|(tokens, values)| (tokens.begin(), values.begin()));
+        Self { tokens: self.tokens.begin(), log_probabilities, ..self }
     }
 }
 
@@ -240,7 +289,10 @@ pub struct Scheduler<B: Backend> {
     waiting: VecDeque<Text>,
     /// Those that have rows, in the order in which they came.
     running: Vec<Text>,
+    /// Those that wait until they are resumed.
+    paused: Vec<Text>,
     requests: u64,
+    arrivals: u64,
     /// What the last step drew, and how.
     drawn: Option<Tensor<B, 1, Int>>,
     sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
@@ -273,7 +325,9 @@ impl<B: Backend> Scheduler<B> {
             kept: kept_tokens(config),
             waiting: VecDeque::new(),
             running: Vec::new(),
+            paused: Vec::new(),
             requests: 0,
+            arrivals: 0,
             drawn: None,
             sampled: None,
             ends: None,
@@ -285,6 +339,11 @@ impl<B: Backend> Scheduler<B> {
             preemptions: 0,
             device,
         }
+    }
+
+    /// Sequences decoded at a time.
+    pub fn rows(&self) -> usize {
+        self.options.rows
     }
 
     /// Texts that there is work for at a time: those that are written, and those that are read ahead of their turn.
@@ -310,7 +369,7 @@ impl<B: Backend> Scheduler<B> {
         request: Request,
         filter: Option<Box<dyn TokenFilter>>,
     ) -> Result<RequestId, Failure> {
-        let Request { prompt, max_tokens, biases, likeliest, sampling, .. } = &request;
+        let Request { prompt, max_tokens, biases, likeliest, prompt_likeliest, sampling, .. } = &request;
         sampling.validate().map_err(|reason| Failure::usage(format!("a request with {reason}")))?;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
@@ -321,7 +380,7 @@ impl<B: Backend> Scheduler<B> {
             let last = self.vocabulary - 1;
             return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {last}")));
         }
-        if likeliest.is_some_and(|count| count > MOST_LIKELIEST) {
+        if likeliest.max(prompt_likeliest).is_some_and(|count| count > MOST_LIKELIEST) {
             return Err(Failure::usage(format!("{MOST_LIKELIEST} of the likeliest tokens can be asked for, not more")));
         }
         if room == 0 || (*max_tokens > room && self.kept.is_none()) {
@@ -343,6 +402,7 @@ impl<B: Backend> Scheduler<B> {
         let tokens = prompt.clone();
         let text = Text {
             id,
+            arrival: self.arrive(),
             request,
             tokens,
             drawn: 0,
@@ -351,6 +411,9 @@ impl<B: Backend> Scheduler<B> {
             line: None,
             filter,
             slides: 0,
+            cached: None,
+            was_admitted: false,
+            prompt_known: 0,
             drawn_at: None,
             reads: 0,
             has_turn: false,
@@ -360,9 +423,47 @@ impl<B: Backend> Scheduler<B> {
         Ok(id)
     }
 
+    /// The next place in line.
+    fn arrive(&mut self) -> u64 {
+        self.arrivals += 1;
+        self.arrivals
+    }
+
+    /// Preempts a request until it is [resumed](Self::resume): it gives up its row and pages, and keeps its tokens. Whether
+    /// it did: one that is complete by now, or is not there, does not.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn pause(&mut self, id: RequestId) -> Result<bool, Failure> {
+        if let Some(text) = self.waiting.iter().position(|text| text.id == id).and_then(|at| self.waiting.remove(at)) {
+            self.paused.push(text);
+            return Ok(true);
+        }
+        if !self.running.iter().any(|text| text.id == id) {
+            return Ok(false);
+        }
+        // What it has drawn has to be known.
+        self.read(0)?;
+        let Some(at) = self.running.iter().position(|text| text.id == id) else { return Ok(false) };
+        let text = self.running.remove(at);
+        let text = self.taken_back(text);
+        self.paused.push(text);
+        self.preemptions += 1;
+        Ok(true)
+    }
+
+    /// Puts a paused request behind those that wait.
+    pub fn resume(&mut self, id: RequestId) {
+        if let Some(at) = self.paused.iter().position(|text| text.id == id) {
+            let text = Text { arrival: self.arrive(), ..self.paused.remove(at) };
+            self.waiting.push_back(text);
+        }
+    }
+
     /// Ends a request now; what was not taken of it is gone. Others are not touched.
     pub fn cancel(&mut self, id: RequestId) {
         self.waiting.retain(|text| text.id != id);
+        self.paused.retain(|text| text.id != id);
         if let Some(at) = self.running.iter().position(|text| text.id == id) {
             let text = self.running.remove(at);
             self.taken_back(text);
@@ -370,7 +471,7 @@ impl<B: Backend> Scheduler<B> {
         self.ready.remove(&id);
     }
 
-    /// Whether there is nothing to do and nothing to take.
+    /// Whether there is nothing to do and nothing to take, but for requests that are paused.
     pub fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.running.is_empty() && self.on_the_way.is_empty() && self.ready.is_empty()
     }

@@ -8,7 +8,7 @@ use fireclay_kernels::{
 };
 use fireclay_model::{RowId, Transformer};
 
-use super::log_probabilities::{Known, LogProbabilities};
+use super::log_probabilities::{Known, LogProbabilities, PromptLogProbabilities};
 use super::{Drawn, Ends, Finish, RequestId, Scheduler, TOKENS_AHEAD, Text, Written, WrittenToken};
 use crate::failure::Failure;
 
@@ -50,6 +50,7 @@ impl<B: Backend> Scheduler<B> {
             _ => SampledRows::new(&sampled, &self.device),
         };
         let (counts, cache) = (self.counts.as_mut(), &mut self.cache);
+        let mut prompt_states = None;
         let (tokens, last, log_probabilities) = match (decode, &ends) {
             (Some(first), Some(ends)) => {
                 let most = StepsAhead { steps: most_ahead, ends: Some(ends) };
@@ -58,11 +59,18 @@ impl<B: Backend> Scheduler<B> {
             }
             (decode, _) => {
                 let decode = decode.map(|tokens| (tokens, &writing_rows[..]));
-                let (tokens, logits) = model.next_tokens(decode, &prefill, &rows, counts, cache);
+                let (tokens, logits) = if reads.iter().any(|(at, _)| self.running[*at].awaits_prompt()) {
+                    let next = model.next_tokens_and_states(decode, &prefill, &rows, counts, cache);
+                    prompt_states = next.prompt_states;
+                    (next.tokens, next.logits)
+                } else {
+                    model.next_tokens(decode, &prefill, &rows, counts, cache)
+                };
                 let log_probabilities = likeliest.map(|count| LogProbabilities::of(logits, tokens.clone(), count));
                 (tokens.clone().unsqueeze(), tokens, log_probabilities)
             }
         };
+        let prompts = prompt_states.map_or_else(Vec::new, |states| self.prompts(model, reads, states));
         let [steps, _] = tokens.dims();
         for (place, id) in &texts {
             if let Some(text) = self.running.iter_mut().find(|text| text.id == *id) {
@@ -79,13 +87,41 @@ impl<B: Backend> Scheduler<B> {
                 self.cache.make_known(row, &text.tokens);
             }
         }
-        if !texts.is_empty() {
+        if !texts.is_empty() || !prompts.is_empty() {
             let log_probabilities = log_probabilities.map(|LogProbabilities { tokens, values }| {
                 let floats = download_float(values);
                 (download_int(tokens), floats)
             });
-            self.on_the_way.push_back(Drawn { tokens: download_int(tokens), steps, texts, log_probabilities });
+            let tokens = download_int(tokens);
+            self.on_the_way.push_back(Drawn { tokens, steps, texts, log_probabilities, prompts });
         }
+    }
+
+    /// Log-probabilities of the tokens of prompts that were just read, by the hidden states of all of them.
+    fn prompts(
+        &mut self,
+        model: &Transformer<B>,
+        reads: &[(usize, usize)],
+        states: Tensor<B, 2>,
+    ) -> Vec<PromptLogProbabilities> {
+        let (mut begin, mut prompts) = (0, Vec::new());
+        for (at, count) in reads {
+            let text = &mut self.running[*at];
+            let end = text.row.map_or(0, |row| self.cache.length(row));
+            // Each state says how likely the token behind it is.
+            let first = (end - count).max(text.prompt_known);
+            let last = end.min(text.prompt_length().saturating_sub(1));
+            if let Some(likeliest) = text.request.prompt_likeliest.filter(|_| text.begin == 0 && first < last) {
+                let states = states.clone().narrow(0, begin + first - (end - count), last - first);
+                let tokens = &text.tokens[first + 1..=last];
+                let mut prompt = PromptLogProbabilities::of(model, (text.id, likeliest), states, tokens);
+                prompt.begins = first == 0;
+                prompts.push(prompt);
+                text.prompt_known = last;
+            }
+            begin += count;
+        }
+        prompts
     }
 
     /// The last tokens of texts: those that the last step drew, or, of texts that it drew none of, the last ones that are known.
@@ -156,8 +192,8 @@ impl<B: Backend> Scheduler<B> {
                 Ok(allowed) => counts.allow(line, &allowed, &text.request.biases),
                 Err(_) => {
                     text.finished = true;
-                    let (id, tokens, finish) = (text.id, Vec::new(), Some(Finish::Filter));
-                    self.ready.entry(id).or_insert(Written { id, tokens, finish }).finish = finish;
+                    let id = text.id;
+                    self.ready.entry(id).or_insert_with(|| Written::nothing(id)).finish = Some(Finish::Filter);
                 }
             }
         }
@@ -178,8 +214,12 @@ impl<B: Backend> Scheduler<B> {
         };
         let read = self.on_the_way.len().saturating_sub(left);
         let begun: Vec<Drawn> = self.on_the_way.drain(..read).map(Drawn::begin).collect();
-        let mut drawn = Vec::new();
-        for Drawn { tokens, steps, texts, log_probabilities } in begun {
+        let (mut drawn, mut known_prompts) = (Vec::new(), Vec::new());
+        for Drawn { tokens, steps, texts, log_probabilities, prompts } in begun {
+            for prompt in prompts {
+                let (id, begins) = (prompt.id, prompt.begins);
+                known_prompts.push((id, begins, prompt.known(&mut wait)?));
+            }
             let tokens: Vec<i64> = wait(tokens)?.iter().collect();
             let known = match log_probabilities {
                 Some((tokens, values)) => Some(Known::new(wait(tokens)?, wait(values)?)),
@@ -189,6 +229,9 @@ impl<B: Backend> Scheduler<B> {
         }
         if bytes > 0 {
             recorder::read_back(bytes);
+        }
+        for (id, begins, known) in known_prompts {
+            self.push_prompt(id, begins, known);
         }
         for (tokens, steps, texts, known) in drawn {
             for step in tokens.chunks_exact((tokens.len() / steps).max(1)) {
@@ -206,20 +249,28 @@ impl<B: Backend> Scheduler<B> {
         Ok(())
     }
 
+    /// More tokens of a prompt, with their log-probabilities, unless the text is gone. The first of all has none.
+    fn push_prompt(&mut self, id: RequestId, begins: bool, known: Vec<WrittenToken>) {
+        let Some(text) = self.running.iter().find(|text| text.id == id) else { return };
+        let ready = self.ready.entry(id).or_insert_with(|| Written::nothing(id));
+        if begins {
+            ready.prompt.extend(text.tokens.first().map(|first| WrittenToken::plain(*first)));
+        }
+        ready.prompt.extend(known);
+    }
+
     /// One more token of a text, unless it is finished; -1 is what the device draws from logits that are NaN.
     fn push(&mut self, id: RequestId, token: i64, log_probabilities: Option<&[(u32, f32)]>) {
         let Some(text) = self.running.iter_mut().find(|text| text.id == id && !text.finished) else { return };
-        let ready = self.ready.entry(id).or_insert_with(|| Written { id, tokens: Vec::new(), finish: None });
+        let ready = self.ready.entry(id).or_insert_with(|| Written::nothing(id));
+        ready.cached = text.cached.take().or(ready.cached);
         match u32::try_from(token) {
             Ok(token) => {
                 text.tokens.push(token);
-                let asked = text.request.likeliest.zip(log_probabilities.and_then(<[_]>::split_first));
+                let asked = text.request.likeliest.zip(log_probabilities);
                 ready.tokens.push(match asked {
-                    Some((count, ((_, own), others))) => {
-                        let likeliest = others.iter().take(count).copied().collect();
-                        WrittenToken { token, log_probability: Some(*own), likeliest }
-                    }
-                    None => WrittenToken { token, log_probability: None, likeliest: Vec::new() },
+                    Some((count, known)) => WrittenToken { token, ..WrittenToken::of(known, count) },
+                    None => WrittenToken::plain(token),
                 });
                 let filtered = text.filter.as_mut().map(|filter| filter.push(token));
                 if let Some(Err(_)) = filtered {

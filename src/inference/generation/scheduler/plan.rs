@@ -45,18 +45,18 @@ impl<B: Backend> Scheduler<B> {
                 at += 1;
                 continue;
             };
-            let id = text.id;
+            let arrival = text.arrival;
             while self.cache.reserve(row, 1).is_err() {
                 if !self.release() {
                     self.preempt()?;
                 }
-                if !self.running.iter().any(|text| text.id == id) {
+                if !self.running.iter().any(|text| text.arrival == arrival) {
                     break;
                 }
             }
             // One that came before may be gone.
-            at = self.running.iter().position(|text| text.id >= id).unwrap_or(self.running.len());
-            at += usize::from(self.running.get(at).is_some_and(|text| text.id == id));
+            at = self.running.iter().position(|text| text.arrival >= arrival).unwrap_or(self.running.len());
+            at += usize::from(self.running.get(at).is_some_and(|text| text.arrival == arrival));
         }
         let writing = self.running.iter().filter(|text| self.writes(text)).count();
         let mut budget = self.options.step_tokens.saturating_sub(writing).max(usize::from(writing == 0));
@@ -172,7 +172,15 @@ impl<B: Backend> Scheduler<B> {
     /// The first of those that wait gets a row, with as much of its tokens as the cache has.
     fn admit(&mut self, has_turn: bool) {
         let Some(mut text) = self.waiting.pop_front() else { return };
-        text.row = Some(self.cache.add_row_of(&text.tokens[text.begin..]));
+        // A prompt whose log-probabilities are asked for is read whole.
+        text.row = Some(match text.awaits_prompt() {
+            true => self.cache.add_row(),
+            false => self.cache.add_row_of(&text.tokens[text.begin..]),
+        });
+        if !text.was_admitted {
+            text.was_admitted = true;
+            text.cached = text.row.map(|row| self.cache.length(row));
+        }
         text.has_turn = has_turn;
         if text.needs_line() {
             let line = self.free_line();
@@ -205,16 +213,39 @@ impl<B: Backend> Scheduler<B> {
         self.free_lines.pop().unwrap_or(lines)
     }
 
-    /// The text that came last gives up its pages, and waits to be read again.
+    /// Preempts a text: it gives up its pages, and waits to be recomputed.
     fn preempt(&mut self) -> Result<(), Failure> {
         // What it has drawn has to be known.
         self.read(0)?;
-        if let Some(text) = self.running.pop() {
-            self.preemptions += 1;
-            let text = self.taken_back(text);
+        let Some(at) = self.victim() else { return Ok(()) };
+        self.preemptions += 1;
+        let is_last = at + 1 == self.running.len();
+        let text = self.running.remove(at);
+        let mut text = self.taken_back(text);
+        if is_last {
             self.waiting.push_front(text);
+        } else {
+            // Those that came after it keep their rows.
+            text.arrival = self.arrive();
+            self.waiting.push_back(text);
         }
         Ok(())
+    }
+
+    /// The text that came last, of the client that has most pages where there are several.
+    fn victim(&self) -> Option<usize> {
+        let pages = |text: &Text| text.row.map_or(0, |row| self.cache.pages_of(row));
+        let mut of_clients: Vec<(u64, usize)> = Vec::new();
+        for text in self.running.iter().rev() {
+            match of_clients.iter_mut().find(|(client, _)| *client == text.request.client) {
+                Some((_, held)) => *held += pages(text),
+                None => of_clients.push((text.request.client, pages(text))),
+            }
+        }
+        // The first of the greatest, which is the one that came last.
+        let most = of_clients.iter().map(|(_, held)| *held).max()?;
+        let (client, _) = of_clients.into_iter().find(|(_, held)| *held == most)?;
+        self.running.iter().rposition(|text| text.request.client == client)
     }
 
     /// A text without row and line.

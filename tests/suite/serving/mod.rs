@@ -14,6 +14,9 @@ use serde_json::{Value, json};
 use crate::backend;
 use crate::cli::program;
 
+mod fairness;
+mod requests;
+
 /// A folder with a small model of bytes that converses, and whose texts have no end but their length.
 fn model_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
@@ -72,6 +75,18 @@ impl Server {
         let answer = String::from_utf8_lossy(&answer).into_owned();
         let status = answer.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
         (status, answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_string()))
+    }
+
+    /// The head of an answer, and its body.
+    fn answer(&self, head: &str, body: &[u8]) -> (String, String) {
+        let mut stream = self.connect();
+        let length = body.len();
+        write!(stream, "{head}\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n")
+            .and_then(|()| stream.write_all(body))
+            .expect("it reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer.split_once("\r\n\r\n").map(|(head, body)| (head.to_string(), body.to_string())).expect("a head")
     }
 
     fn post(&self, path: &str, body: &Value) -> (u16, Value) {
@@ -154,7 +169,7 @@ fn a_text_is_the_same_alone_and_among_31_others() {
 #[test]
 fn what_a_request_gets_wrong_is_named() {
     let folder = model_folder();
-    let server = Server::start(folder.path(), &["--queue", "4", "--rows", "1", "--context", "300"]);
+    let server = Server::start(folder.path(), &["--queue", "1", "--rows", "1", "--context", "4000"]);
     let text = |extra: Value| {
         let mut body = json!({ "prompt": "a", "max_tokens": 2 });
         body.as_object_mut().expect("an object").extend(extra.as_object().expect("an object").clone());
@@ -163,14 +178,14 @@ fn what_a_request_gets_wrong_is_named() {
     assert_eq!(
         text(json!({ "unknown": [1], "user": "x", "stop": null, "n": null })).0,
         200,
-        "what nobody knows is passed over"
+        "what nobody knows is told in the answer's head"
     );
     let wrong = [
         ("temperature", json!("hot")),
         ("temperature", json!(-1)),
         ("top_p", json!(0)),
         ("top_k", json!(-2)),
-        ("n", json!(99)),
+        ("n", json!(129)),
         ("max_tokens", json!(0)),
         ("stop", json!([""])),
         ("stop", json!(3)),
@@ -178,7 +193,7 @@ fn what_a_request_gets_wrong_is_named() {
         ("stream", json!("yes")),
         ("logit_bias", json!({ "300": 1 })),
         ("logit_bias", json!({ "3": 101 })),
-        ("logprobs", json!(6)),
+        ("logprobs", json!(21)),
         ("model", json!(1)),
         ("prompt", json!([1, "a"])),
         ("prompt", json!([[]])),
@@ -186,7 +201,9 @@ fn what_a_request_gets_wrong_is_named() {
         ("stream_options", json!({})),
         ("best_of", json!(3)),
         ("suffix", json!("x")),
-        ("guided_json", json!({ "type": "object" })),
+        ("skip_special_tokens", json!(false)),
+        ("timeout", json!(0)),
+        ("prompt_logprobs", json!(-1)),
         ("stop_token_ids", json!([3])),
         ("min_tokens", json!(4)),
         ("ignore_eos", json!(true)),
@@ -204,7 +221,7 @@ fn what_a_request_gets_wrong_is_named() {
     let (status, answer) = text(nothing);
     let written = answer["usage"]["completion_tokens"].as_u64();
     assert!(status == 200 && written.is_some_and(|tokens| (1..=2).contains(&tokens)), "{answer}");
-    let (status, answer) = text(json!({ "max_tokens": 400 }));
+    let (status, answer) = text(json!({ "max_tokens": 4000 }));
     assert_eq!((status, &answer["error"]["code"]), (400, &json!("context_length_exceeded")));
     let (status, answer) = text(json!({ "model": "another" }));
     assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
@@ -228,8 +245,24 @@ fn what_a_request_gets_wrong_is_named() {
     assert_eq!(status(&head("/v1/completions"), &" ".repeat(5 << 20)), 413);
     assert_eq!(status(&head("/v1/completions"), &format!("{}1{}", "[".repeat(90_000), "]".repeat(90_000))), 400);
 
-    // A client has half of the queue, whatever the order in which the texts before are done.
-    let (status, answer) = text(json!({ "n": 3, "max_tokens": 200 }));
+    // One is decoded and one waits: there is no room for a third.
+    let long = json!({ "prompt": "a", "max_tokens": 3900, "stream": true }).to_string();
+    let begin = || {
+        let mut stream = server.connect();
+        let length = long.len();
+        write!(stream, "{}\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n{long}", head("/v1/completions"))
+            .expect("it reads");
+        stream
+    };
+    let _first = begin();
+    while server.metric("fireclay_writing") < 1.0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _second = begin();
+    while server.metric("fireclay_queued") < 1.0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (status, answer) = text(json!({}));
     assert_eq!((status, &answer["error"]["type"]), (429, &json!("rate_limit_error")));
 }
 

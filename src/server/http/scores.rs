@@ -1,0 +1,144 @@
+//! `/v1/score` and `/v1/rerank`: how well texts fit, in vLLM's and Cohere's form. A model with a head for it reads two texts at once;
+//! of another encoder it is the cosine of their embeddings.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde_json::{Value, json};
+
+use super::encoders::{TEXTS, ask, encoder};
+use super::error::ApiError;
+use super::texts::{named, random, told_unknown};
+use super::{Asked, Caller, Shared, body, json_response};
+use crate::server::engine::Job;
+use crate::server::served::{Served, ServedEncoder};
+
+/// A score for each pair of `text_1` and `text_2`: one with each, or the first with the first and so on.
+pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    encoder(&shared)?;
+    let (firsts, seconds) = (fields.texts("text_1", TEXTS)?, fields.texts("text_2", TEXTS)?);
+    let pairs: Vec<(String, String)> = match (firsts.len(), seconds.len()) {
+        (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {TEXTS} of them"))),
+        (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {TEXTS} of them"))),
+        (1, _) => seconds.into_iter().map(|second| (firsts[0].clone(), second)).collect(),
+        (one, other) if one == other => firsts.into_iter().zip(seconds).collect(),
+        (one, _) => return Err(fields.wrong("text_2", &format!("{one} strings, as text_1 has"))),
+    };
+    told_unknown(&shared, &caller.record, &fields)?;
+    let (scores, tokens) = scored(&shared, &caller, pairs).await?;
+    let data = scores.iter().enumerate();
+    let data: Vec<Value> = data.map(|(at, score)| json!({ "object": "score", "index": at, "score": score })).collect();
+    let body = json!({
+        "id": id("score"), "object": "list", "model": shared.options.name, "data": data, "usage": usage(tokens),
+    });
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+/// Documents by how well they fit a query, the best first.
+pub(super) async fn rerank(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    encoder(&shared)?;
+    let query = fields.text("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
+    let wanted = format!("an array of 1 to {TEXTS} strings, or objects with text");
+    let given = fields.array("documents")?.filter(|given| (1..=TEXTS).contains(&given.len()));
+    let given = given.ok_or_else(|| fields.wrong("documents", &wanted))?;
+    let text = |document: &Value| {
+        let text = document.as_str().or_else(|| document["text"].as_str());
+        text.map(str::to_string).ok_or_else(|| fields.wrong("documents", &wanted))
+    };
+    let documents = given.iter().map(text).collect::<Result<Vec<String>, ApiError>>()?;
+    // vLLM takes 0 for all.
+    let most = fields.count("top_n", 0..=usize::MAX)?.filter(|most| *most > 0).unwrap_or(documents.len());
+    let shows = fields.flag("return_documents", true)?;
+    told_unknown(&shared, &caller.record, &fields)?;
+    let pairs = documents.iter().map(|document| (query.clone(), document.clone())).collect();
+    let (scores, tokens) = scored(&shared, &caller, pairs).await?;
+    let mut order: Vec<usize> = (0..documents.len()).collect();
+    order.sort_by(|one, other| scores[*other].total_cmp(&scores[*one]));
+    let result = |at: usize| {
+        let mut told = json!({ "index": at, "relevance_score": scores[at] });
+        if shows {
+            told["document"] = json!({ "text": documents[at] });
+        }
+        told
+    };
+    let body = json!({
+        "id": id("rerank"), "model": shared.options.name, "usage": usage(tokens),
+        "results": order.into_iter().take(most).map(result).collect::<Vec<Value>>(),
+    });
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+fn id(kind: &str) -> String {
+    format!("{kind}-{:016x}", random())
+}
+
+fn usage(tokens: usize) -> Value {
+    json!({ "prompt_tokens": tokens, "total_tokens": tokens })
+}
+
+/// A score for each pair, and the tokens that were read for them.
+async fn scored(
+    shared: &Arc<Shared>,
+    caller: &Caller,
+    pairs: Vec<(String, String)>,
+) -> Result<(Vec<f32>, usize), ApiError> {
+    let work = Arc::clone(shared);
+    let given = json!(pairs);
+    let (of_pairs, of_texts) = tokio::task::spawn_blocking(move || {
+        let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
+        let pair = |(first, second): &(String, String)| {
+            let pair = encoder.tokenizer.encode_pair(first, second).map_err(wrong)?;
+            fits(encoder, pair.0.len()).map(|()| pair)
+        };
+        let text = |text: &String| {
+            let tokens = encoder.tokenizer.encode_foreign_prompt(text).map_err(wrong)?;
+            fits(encoder, tokens.len()).map(|()| tokens)
+        };
+        Ok(match encoder.scores {
+            true => (pairs.iter().map(pair).collect::<Result<Vec<_>, _>>()?, Vec::new()),
+            // The first text of all pairs may be one.
+            false => {
+                let one = pairs.iter().all(|(first, _)| *first == pairs[0].0);
+                let firsts = pairs.iter().take(if one { 1 } else { pairs.len() }).map(|(first, _)| first);
+                let texts = firsts.chain(pairs.iter().map(|(_, second)| second));
+                (Vec::new(), texts.map(text).collect::<Result<Vec<_>, _>>()?)
+            }
+        })
+    })
+    .await
+    .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
+    let tokens = of_pairs.iter().map(|(ids, _)| ids.len()).chain(of_texts.iter().map(Vec::len)).sum();
+    caller.record.prompt(tokens, || given.clone());
+    if !of_pairs.is_empty() {
+        return Ok((ask(shared, caller, |reply| Job::Score { pairs: of_pairs, reply }).await?, tokens));
+    }
+    let pairs = given.as_array().map_or(0, Vec::len);
+    let embeddings = ask(shared, caller, |reply| Job::Embed { texts: of_texts, reply }).await?;
+    let (firsts, seconds) = embeddings.split_at(embeddings.len() - pairs);
+    let cosine = |(at, second): (usize, &Vec<f32>)| {
+        let first = firsts.get(at).or(firsts.first()).map_or(&[][..], Vec::as_slice);
+        first.iter().zip(second).map(|(one, other)| one * other).sum()
+    };
+    Ok((seconds.iter().enumerate().map(cosine).collect(), tokens))
+}
+
+fn wrong(error: fireclay_datasets::DataError) -> ApiError {
+    ApiError::request(error.to_string())
+}
+
+fn fits(encoder: &ServedEncoder, tokens: usize) -> Result<(), ApiError> {
+    if (1..=encoder.context).contains(&tokens) {
+        return Ok(());
+    }
+    let message = format!("the texts have {tokens} tokens; the model reads 1 to {}", encoder.context);
+    Err(ApiError::request(message).with_code("context_length_exceeded"))
+}

@@ -1,0 +1,123 @@
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`: a model's tokens, as vLLM has them.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use fireclay_datasets::Tokenizer;
+use serde_json::{Value, json};
+
+use super::chat::conversation;
+use super::error::ApiError;
+use super::fields::Fields;
+use super::texts::{bounded, named, spelled, told_unknown, writer};
+use super::{Asked, body, json_response};
+use crate::server::served::{Served, ServedWriter};
+
+/// How a text becomes tokens.
+#[derive(Clone, Copy)]
+pub(super) struct Spelling {
+    /// Whether it begins as the tokenizer begins texts, with a token of its own.
+    add_special: bool,
+    /// Whether what spells a special token in the text is that token, and not its characters.
+    allow_special: bool,
+}
+
+impl Spelling {
+    /// What a request asks for. Special tokens are spelled in a text unless it says otherwise: `/v1/completions` is for whoever
+    /// makes prompts whole, and what others have written has to go through a chat.
+    pub(super) fn read(fields: &Fields, add_special: bool) -> Result<Self, ApiError> {
+        Ok(Self {
+            add_special: fields.flag("add_special_tokens", add_special)?,
+            allow_special: fields.flag("allow_special_tokens", true)?,
+        })
+    }
+
+    pub(super) fn tokens(self, served: &ServedWriter, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {
+        bounded(field, text, served.context, served.longest_token)?;
+        let tokenizer = &served.tokenizer;
+        let tokens = match (self.add_special, self.allow_special) {
+            (true, true) => tokenizer.encode_prompt(text),
+            (true, false) => tokenizer.encode_foreign_prompt(text),
+            (false, true) => tokenizer.encode(text),
+            (false, false) => tokenizer.encode_foreign(text),
+        };
+        tokens.map_err(|error| ApiError::param(field, error.to_string()))
+    }
+}
+
+/// Tokens of a text, or of a conversation.
+pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    let (work, record) = (Arc::clone(&shared), Arc::clone(&caller.record));
+    let made = tokio::task::spawn_blocking(move || {
+        let served = writer(&work)?;
+        let strings = fields.flag("return_token_strs", false)?;
+        let tokens = match fields.text("prompt")? {
+            Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
+            None if fields.get("messages").is_some() => conversation(served, &fields)?.0,
+            None => return Err(fields.wrong("prompt", "a string, or messages have to be there")),
+        };
+        told_unknown(&work, &record, &fields)?;
+        let spelled: Value = match strings {
+            true => tokens.iter().map(|token| spelled(served, *token)).collect::<Vec<String>>().into(),
+            false => Value::Null,
+        };
+        Ok(json!({
+            "count": tokens.len(), "max_model_len": served.context, "tokens": tokens, "token_strs": spelled,
+        }))
+    })
+    .await;
+    let answer = made.unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
+    Ok(json_response(StatusCode::OK, &answer))
+}
+
+/// The text of tokens.
+pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
+    let (State(shared), Extension(caller)) = asked;
+    let fields = body(&shared, request).await?;
+    named(&shared, &fields)?;
+    let served = writer(&shared)?;
+    let most = format!("an array of tokens below {}", served.vocabulary);
+    let given = fields.array("tokens")?.ok_or_else(|| fields.wrong("tokens", &most))?;
+    let token = |value: &Value| {
+        let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
+        token.filter(|token| (*token as usize) < served.vocabulary).ok_or_else(|| fields.wrong("tokens", &most))
+    };
+    let tokens = given.iter().map(token).collect::<Result<Vec<u32>, ApiError>>()?;
+    told_unknown(&shared, &caller.record, &fields)?;
+    let bytes: Vec<u8> = tokens.iter().flat_map(|token| served.bytes_of(*token)).collect();
+    Ok(json_response(StatusCode::OK, &json!({ "prompt": String::from_utf8_lossy(&bytes) })))
+}
+
+/// What clients ask of a tokenizer before they count by it.
+pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response, ApiError> {
+    let (tokenizer, template, ends, context) = match shared.served.get() {
+        Some(Served::Writer(served)) => {
+            let template = served.template.as_ref().map(|template| template.source().to_string());
+            (&served.tokenizer, template, served.ends.clone(), served.context)
+        }
+        Some(Served::Encoder(served)) => (&served.tokenizer, None, Vec::new(), served.context),
+        None => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+    };
+    let name = |token: Option<u32>| token.and_then(|token| tokenizer.token(token));
+    let begin = begins(tokenizer);
+    Ok(json_response(
+        StatusCode::OK,
+        &json!({
+            "tokenizer_class": "fireclay", "vocab_size": tokenizer.vocab_size(), "model_max_length": context,
+            "bos_token": name(begin), "bos_token_id": begin, "eos_token": name(ends.first().copied()),
+            "eos_token_id": ends.first(), "chat_template": template,
+        }),
+    ))
+}
+
+/// The token that texts begin with, if they begin with one.
+fn begins(tokenizer: &Tokenizer) -> Option<u32> {
+    let (with, without) = (tokenizer.encode_prompt("a").ok()?, tokenizer.encode("a").ok()?);
+    (with.len() > without.len()).then(|| with.first().copied()).flatten()
+}

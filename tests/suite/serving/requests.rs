@@ -1,0 +1,178 @@
+//! What requests ask for beyond a text.
+
+use std::io::Write as _;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use serde_json::{Value, json};
+
+use super::{Server, head, model_folder};
+
+#[test]
+fn fields_that_are_unknown_are_named_and_a_strict_server_refuses_them() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &[]);
+    let body = json!({ "prompt": "a", "max_tokens": 2, "temprature": 0, "user": "mara" }).to_string();
+    let (answer, _) = server.answer(&head("/v1/completions"), body.as_bytes());
+    assert!(answer.contains("200 OK") && answer.contains("x-unknown-fields: temprature\r\n"), "{answer}");
+    let named = format!("{}\r\nX-Request-ID: kiln-7", head("/v1/completions"));
+    let (answer, _) = server.answer(&named, b"{\"prompt\": \"a\", \"max_tokens\": 1}");
+    assert!(answer.contains("x-request-id: kiln-7") && !answer.contains("x-unknown-fields"), "{answer}");
+    let strict = Server::start(folder.path(), &["--strict"]);
+    let (status, answer) = strict.post("/v1/completions", &serde_json::from_str(&body).expect("JSON"));
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("temprature")));
+}
+
+#[test]
+fn a_body_may_be_gzip() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &[]);
+    let zipped = |body: &[u8]| {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+        encoder.write_all(body).expect("memory");
+        encoder.finish().expect("memory")
+    };
+    let gzip = format!("{}\r\nContent-Encoding: gzip", head("/v1/completions"));
+    let small = zipped(b"{\"prompt\": \"a\", \"max_tokens\": 1}");
+    assert!(server.answer(&gzip, &small).0.contains("200 OK"));
+    assert!(server.answer(&gzip, b"{}").0.contains("400 Bad"));
+    assert!(server.answer(&gzip, &zipped(&vec![b' '; 50 << 20])).0.contains("413 "), "however small it was");
+    let other = format!("{}\r\nContent-Encoding: br", head("/v1/completions"));
+    assert!(server.answer(&other, b"{}").0.contains("415 "));
+}
+
+#[test]
+fn pages_of_allowed_origins_may_ask_and_no_others() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &["--allowed-origins", "https://pots.example,http://localhost:3000"]);
+    let asked = |origin: &str| {
+        let head = format!(
+            "OPTIONS /v1/completions HTTP/1.1\r\nOrigin: {origin}\r\nAccess-Control-Request-Method: POST\r\n\
+             Access-Control-Request-Headers: authorization, content-type"
+        );
+        server.answer(&head, b"").0
+    };
+    let answer = asked("https://pots.example");
+    assert!(
+        answer.contains("204 ") && answer.contains("access-control-allow-origin: https://pots.example"),
+        "{answer}"
+    );
+    assert!(answer.contains("access-control-allow-headers: authorization, content-type"), "{answer}");
+    assert!(!asked("https://evil.example").contains("access-control-allow-origin"));
+    let (answer, _) = server.answer("GET /v1/models HTTP/1.1\r\nOrigin: http://localhost:3000", b"");
+    assert!(answer.contains("access-control-allow-origin: http://localhost:3000"), "{answer}");
+}
+
+#[test]
+fn tokens_of_texts_and_texts_of_tokens() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &["--context", "200"]);
+    let (status, answer) = server.post("/tokenize", &json!({ "prompt": "pot", "return_token_strs": true }));
+    let wanted = json!({ "count": 3, "max_model_len": 200, "tokens": [79, 78, 83], "token_strs": ["p", "o", "t"] });
+    assert_eq!((status, answer), (200, wanted));
+    let (_, answer) = server.post("/detokenize", &json!({ "tokens": [79, 78, 83] }));
+    assert_eq!(answer, json!({ "prompt": "pot" }));
+    let (_, answer) = server.post("/tokenize", &json!({ "messages": [{ "role": "user", "content": "x" }] }));
+    assert_eq!(answer["count"], "[user: x]".len());
+    assert_eq!(server.post("/detokenize", &json!({ "tokens": [256] })).0, 400);
+    assert_eq!(server.post("/tokenize", &json!({})).1["error"]["param"], "prompt");
+    let (status, info) = server.ask("GET /tokenizer_info HTTP/1.1", "");
+    assert!(status == 200 && info.contains("\"vocab_size\":256"), "{info}");
+    let (_, models) = server.ask("GET /v1/models HTTP/1.1", "");
+    assert!(models.contains("\"max_model_len\":200"), "{models}");
+}
+
+/// What the model gives tokens of a prompt, and of its own, are the same numbers, whatever else is read and in which parts.
+#[test]
+fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_generated() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &["--step-tokens", "48", "--rows", "4"]);
+    let ask = |body: Value| {
+        let (status, answer) = server.post("/v1/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        answer
+    };
+    let prompt: Vec<u32> = (0..90).map(|at| at * 7 % 251).collect();
+    let made = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "n": 1 }));
+    let told = &made["choices"][0]["logprobs"];
+    let bytes = made["choices"][0]["text"].as_str().expect("a text");
+    // The same tokens as a prompt; the texts of single bytes are not all characters, so that they are asked for by their places.
+    let generated = told["token_logprobs"].as_array().expect("numbers");
+    assert_eq!(generated.len(), 150, "{bytes}");
+    let whole = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "echo": true }));
+    let whole = &whole["choices"][0]["logprobs"];
+    assert_eq!(whole["token_logprobs"].as_array().map(Vec::len), Some(240));
+    assert_eq!(whole["token_logprobs"][0], Value::Null);
+    assert_eq!(whole["top_logprobs"][0], Value::Null);
+    assert_eq!(whole["text_offset"][90].as_u64(), Some(90), "one character a token");
+    // A prompt that begins with the first one's tokens has the same numbers there.
+    let longer: Vec<u32> = prompt.iter().copied().chain((0..60).map(|at| at * 5 % 251)).collect();
+    let many: Vec<&Vec<u32>> = std::iter::repeat_n(&longer, 24).collect();
+    let scored = ask(json!({ "prompt": many, "max_tokens": 0, "logprobs": 1, "echo": true }));
+    assert_eq!(scored["choices"].as_array().map(Vec::len), Some(24));
+    assert_eq!(scored["usage"]["completion_tokens"], 0);
+    let number = |value: &Value| value.as_f64().expect("a number");
+    for choice in scored["choices"].as_array().expect("choices") {
+        let numbers = choice["logprobs"]["token_logprobs"].as_array().expect("numbers");
+        assert_eq!((numbers.len(), &choice["finish_reason"]), (150, &json!("length")));
+        for at in 1..90 {
+            let (one, other) = (number(&numbers[at]), number(&whole["token_logprobs"][at]));
+            assert!((one - other).abs() < 1e-4, "token {at}: {one} and {other}");
+        }
+        let top = choice["logprobs"]["top_logprobs"][120].as_object().expect("the most likely");
+        assert_eq!(top.len(), 1);
+        let best = top.values().next().map(number).expect("one");
+        assert!(best >= number(&numbers[120]) - 1e-6);
+    }
+    // As vLLM tells it, by ids, and in a chat.
+    let vllms = ask(json!({ "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 2 }));
+    let told = vllms["choices"][0]["prompt_logprobs"].as_array().expect("numbers").clone();
+    assert!(told.len() == 3 && told[0].is_null() && told[1]["6"]["logprob"].is_number(), "{told:?}");
+    let body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_tokens": 1, "prompt_logprobs": 0 });
+    let (_, chat) = server.post("/v1/chat/completions", &body);
+    assert_eq!(chat["choices"][0]["prompt_logprobs"].as_array().map(Vec::len), Some("[user: x]".len()));
+}
+
+#[test]
+fn usage_tells_what_the_cache_had() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &[]);
+    let body = json!({ "prompt": "a pot of clay ".repeat(20), "max_tokens": 2, "temperature": 0 });
+    let cached = || server.post("/v1/completions", &body).1["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+    assert_eq!(cached(), Some(0));
+    // Whole pages of 64 tokens.
+    assert_eq!(cached(), Some(256));
+    assert_eq!(server.metric("fireclay_prefix_cache_hits_total"), 256.0);
+}
+
+#[test]
+fn a_template_of_a_file_takes_the_place_of_the_models_own() {
+    let folder = model_folder();
+    let file = folder.path().join("other.jinja");
+    std::fs::write(&file, "{% for message in messages %}<{{ message.content }}>{% endfor %}").expect("writable");
+    let server = Server::start(folder.path(), &["--chat-template", file.to_str().expect("a path")]);
+    let (_, answer) = server.post("/tokenize", &json!({ "messages": [{ "role": "user", "content": "x" }] }));
+    assert_eq!(answer["count"], 3);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_hangup_has_keys_and_certificate_read_again() {
+    let folder = model_folder();
+    let file = folder.path().join("keys");
+    std::fs::write(&file, "first\n").expect("writable");
+    let server = Server::start(folder.path(), &["--api-key-file", file.to_str().expect("a path")]);
+    let status = |key: &str| server.ask(&format!("GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {key}"), "").0;
+    assert_eq!((status("first"), status("second")), (200, 401));
+    std::fs::write(&file, "second\n").expect("writable");
+    server.signal("-HUP");
+    while status("second") != 200 {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert_eq!(status("first"), 401);
+    // What cannot be read changes nothing.
+    std::fs::write(&file, "").expect("writable");
+    server.signal("-HUP");
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert_eq!(status("second"), 200);
+}
