@@ -37,6 +37,8 @@ pub(super) struct ServedWriter {
     /// Tokens of a text, with its prompt.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
+    /// The token that the tokenizer puts before a text, if it puts one there.
+    pub(super) begins: Option<u32>,
     pub(super) grammars: Arc<Grammars>,
 }
 
@@ -60,6 +62,7 @@ impl ServedWriter {
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),
             tool_style: template.as_ref().and_then(ToolStyle::of),
             grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &ends)),
+            begins: begins(&tokenizer),
             token_bytes,
             tokenizer,
             template,
@@ -78,6 +81,12 @@ impl ServedWriter {
             _ => self.tokenizer.token(token).unwrap_or_default().into_bytes(),
         }
     }
+}
+
+/// The token that a tokenizer puts before a text, if it puts one there.
+pub(super) fn begins(tokenizer: &Tokenizer) -> Option<u32> {
+    let (with, without) = (tokenizer.encode_prompt("a").ok()?, tokenizer.encode("a").ok()?);
+    with.first().copied().filter(|first| with.len() > without.len() && Some(first) != without.first())
 }
 
 /// A model that reads.

@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::{Int, Tensor, TensorData};
+use fireclay::inference::scoring::{Pair, ScoreHead};
 use fireclay::recipe::schema::OptimizerKind;
 use fireclay::recipe::{Schedule, ScheduleKind};
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
+use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{
     Activation, ActivationKind, AttentionMask, AttentionOptions, Backend, HeadLossOptions, Norm, RotaryTable, activate,
     attention, head_loss, norm, rotary,
@@ -174,6 +176,24 @@ backend_test!(hidden_states_of_bert_match_transformers::<B>(device) {
         .with_lengths(golden.int("lengths", &device));
     let hidden = model.forward(tokens);
     assert_near::<B>("bert", &values(&hidden), golden.values("hidden"), 1e-5, &device);
+});
+
+backend_test!(scores_of_pairs_match_transformers::<B>(device) {
+    let folder = folder("cross_encoder");
+    let golden = std::fs::read_to_string(folder.join("scores.json")).expect("the golden");
+    let golden: serde_json::Value = serde_json::from_str(&golden).expect("JSON");
+    let tokenizer = Tokenizer::load(&folder.join("tokenizer.json")).expect("a tokenizer");
+    let text = |value: &serde_json::Value| value.as_str().expect("a text").to_string();
+    let pairs = golden["pairs"].as_array().expect("pairs").iter();
+    let pairs: Vec<Pair> = pairs
+        .map(|pair| tokenizer.encode_pair(&text(&pair[0]), &text(&pair[1])).expect("tokens"))
+        .collect();
+    let model = ModelFolder::new(&folder).load::<B>(&device)?;
+    let head = ScoreHead::<B>::open(&folder, &device)?.expect("a head of one class");
+    let scores = head.scores(&model, &pairs)?;
+    let wanted: Vec<f32> = golden["scores"].as_array().expect("numbers").iter().map(|score| score.as_f64().expect("a number") as f32).collect();
+    assert_near::<B>("cross_encoder", &scores, &wanted, 1e-5, &device);
+    assert!(ScoreHead::<B>::open(&crate::golden::folder("bert"), &device)?.is_none());
 });
 
 /// A model with other values of its parameters, in their order: to name gradients as the hub does, by saving them.

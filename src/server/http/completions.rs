@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::fill;
 use super::texts::{
     Form, Prompts, Settings, TEXTS, Whole, answer, apart, named, prompt_logprobs, spelled, told_unknown,
 };
@@ -37,17 +38,21 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             settings.prompt_likeliest = settings.prompt_likeliest.max(settings.likeliest);
         }
         fields.refuse(&["response_format", "tools"])?;
-        if fields.get("suffix").is_some() {
-            return Err(fields.wrong("suffix", "left out: nothing is written before it"));
-        }
         if fields.count("best_of", 1..=usize::MAX)?.is_some_and(|best| best != settings.choices) {
             return Err(fields.wrong("best_of", "as n"));
         }
         let given = given(&fields, served)?;
         let spelling = Spelling::read(&fields, true)?;
+        let suffix = fields.text("suffix")?.filter(|suffix| !suffix.is_empty());
+        if suffix.is_some() && given.iter().any(|prompt| matches!(prompt, Prompt::Tokens(_))) {
+            return Err(fields.wrong("suffix", "left out where prompts are tokens"));
+        }
         let tokens = |prompt: &Prompt| match prompt {
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
-            Prompt::Text(text) => spelling.tokens(served, "prompt", text),
+            Prompt::Text(text) => match suffix {
+                Some(suffix) => fill::tokens(served, text, suffix),
+                None => spelling.tokens(served, "prompt", text),
+            },
         };
         let prompts = given.iter().map(tokens).collect::<Result<Vec<_>, _>>()?;
         // None is for what is known of a prompt.

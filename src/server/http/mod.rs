@@ -7,6 +7,7 @@ mod cross_origin;
 mod encoders;
 pub(super) mod error;
 mod fields;
+mod fill;
 mod info;
 mod scores;
 mod texts;

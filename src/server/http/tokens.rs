@@ -6,7 +6,6 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
-use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
 use super::chat::conversation;
@@ -14,7 +13,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{bounded, named, spelled, told_unknown, writer};
 use super::{Asked, body, json_response};
-use crate::server::served::{Served, ServedWriter};
+use crate::server::served::{Served, ServedWriter, begins};
 
 /// How a text becomes tokens.
 #[derive(Clone, Copy)]
@@ -114,10 +113,4 @@ pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response
             "eos_token_id": ends.first(), "chat_template": template,
         }),
     ))
-}
-
-/// The token that texts begin with, if they begin with one.
-fn begins(tokenizer: &Tokenizer) -> Option<u32> {
-    let (with, without) = (tokenizer.encode_prompt("a").ok()?, tokenizer.encode("a").ok()?);
-    (with.len() > without.len()).then(|| with.first().copied()).flatten()
 }

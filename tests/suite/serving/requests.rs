@@ -146,6 +146,70 @@ fn usage_tells_what_the_cache_had() {
 }
 
 #[test]
+fn a_prompt_with_a_suffix_has_the_tokens_that_mark_the_middle() {
+    let folder = model_folder();
+    let file = folder.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_str(&std::fs::read_to_string(&file).expect("a file")).expect("JSON");
+    // In place of three bytes, which the prompt has none of.
+    let names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"];
+    let vocabulary = tokenizer["model"]["vocab"].as_object_mut().expect("a vocabulary");
+    vocabulary.retain(|_, id| id.as_u64().is_some_and(|id| id < 253));
+    tokenizer["added_tokens"] = (0..3)
+        .map(|at| {
+            json!({ "id": 253 + at, "content": names[at], "special": true, "normalized": false, "lstrip": false,
+                    "rstrip": false, "single_word": false })
+        })
+        .collect();
+    let server = Server::start(folder.path(), &[]);
+    let body = json!({ "prompt": "ab", "suffix": "c", "max_tokens": 1, "prompt_logprobs": 0 });
+    let (status, answer) = server.post("/v1/completions", &body);
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("suffix")), "it has no such tokens");
+    drop(server);
+    std::fs::write(&file, tokenizer.to_string()).expect("writable");
+    let server = Server::start(folder.path(), &[]);
+    let (status, answer) = server.post("/v1/completions", &body);
+    assert_eq!(status, 200, "{answer}");
+    let told = answer["choices"][0]["prompt_logprobs"].as_array().expect("numbers");
+    let ids: Vec<&str> =
+        told.iter().skip(1).filter_map(|told| Some(told.as_object()?.keys().next()?.as_str())).collect();
+    // a and b, the suffix's mark, c, and the middle's; the first token has no number.
+    assert_eq!(ids, ["64", "65", "254", "66", "255"]);
+}
+
+#[test]
+fn documents_are_ranked_by_a_model_with_a_head_for_it() {
+    let folder = crate::golden::folder("cross_encoder");
+    let golden = std::fs::read_to_string(folder.join("scores.json")).expect("the golden");
+    let golden: Value = serde_json::from_str(&golden).expect("JSON");
+    let server = Server::start(&folder, &[]);
+    let (pairs, wanted) = (golden["pairs"].as_array().expect("pairs"), golden["scores"].as_array().expect("numbers"));
+    let of = |part: usize| pairs.iter().map(|pair| pair[part].clone()).collect::<Vec<Value>>();
+    let (status, answer) = server.post("/v1/score", &json!({ "text_1": of(0), "text_2": of(1) }));
+    assert_eq!(status, 200, "{answer}");
+    for (at, wanted) in wanted.iter().enumerate() {
+        let score = answer["data"][at]["score"].as_f64().expect("a number");
+        assert!((score - wanted.as_f64().expect("a number")).abs() < 1e-5, "{at}: {score}");
+    }
+    let documents = json!(["fire in the kiln", { "text": "a blue glaze" }, "the clay"]);
+    let body = json!({ "query": "the clay is hot", "documents": documents, "top_n": 2 });
+    let (_, answer) = server.post("/v1/rerank", &body);
+    let results = answer["results"].as_array().expect("results");
+    let score = |at: usize| results[at]["relevance_score"].as_f64().expect("a number");
+    assert!(results.len() == 2 && score(0) >= score(1), "{answer}");
+    let of_the_first = results.iter().find(|result| result["index"] == 0).expect("among the two");
+    assert!(
+        (of_the_first["relevance_score"].as_f64().expect("a number") - wanted[0].as_f64().expect("a number")).abs()
+            < 1e-5
+    );
+    assert_eq!(of_the_first["document"]["text"], "fire in the kiln");
+    let (status, answer) = server.post("/v1/score", &json!({ "text_1": ["a", "b"], "text_2": ["c", "d", "e"] }));
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("text_2")));
+    // Of an encoder without a head it is the cosine.
+    let (status, short) = server.post("/v1/embeddings", &json!({ "input": "the clay", "dimensions": 4 }));
+    assert_eq!((status, short["data"][0]["embedding"].as_array().map(Vec::len)), (200, Some(4)));
+}
+
+#[test]
 fn a_template_of_a_file_takes_the_place_of_the_models_own() {
     let folder = model_folder();
     let file = folder.path().join("other.jinja");

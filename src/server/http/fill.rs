@@ -1,0 +1,46 @@
+//! Prompts with a suffix, for models that were trained to fill in the middle (Bavarian et al., 2022).
+
+use fireclay_datasets::Tokenizer;
+
+use super::error::ApiError;
+use super::texts::bounded;
+use crate::server::served::ServedWriter;
+
+/// The tokens before what stands before, before what stands behind, and before what is to be written, as families call them.
+const MARKS: [[&str; 3]; 4] = [
+    // Qwen, Granite's later models.
+    ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+    // StarCoder, Gemma, Granite.
+    ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+    ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
+    // DeepSeek.
+    ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
+];
+
+/// The marks of a tokenizer, if it has any.
+pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
+    let ids = |names: &[&str; 3]| {
+        let [prefix, suffix, middle] = names.map(|name| tokenizer.token_id(name));
+        Some([prefix?, suffix?, middle?])
+    };
+    MARKS.iter().find_map(ids)
+}
+
+/// The tokens of a prompt and the text behind what is to be written. What spells a special token in either is text.
+pub(super) fn tokens(served: &ServedWriter, prompt: &str, suffix: &str) -> Result<Vec<u32>, ApiError> {
+    let Some([before, behind, middle]) = marks(&served.tokenizer) else {
+        let message = "suffix is for models that fill in the middle, and this one's tokenizer has no tokens for it";
+        return Err(ApiError::param("suffix", message));
+    };
+    let encoded = |field: &str, text: &str| {
+        bounded(field, text, served.context, served.longest_token)?;
+        served.tokenizer.encode_foreign(text).map_err(|error| ApiError::param(field, error.to_string()))
+    };
+    let mut tokens = served.begins.iter().copied().collect::<Vec<u32>>();
+    tokens.push(before);
+    tokens.extend(encoded("prompt", prompt)?);
+    tokens.push(behind);
+    tokens.extend(encoded("suffix", suffix)?);
+    tokens.push(middle);
+    Ok(tokens)
+}
