@@ -23,6 +23,33 @@ const picture = (page, name) => pictures && page.screenshot({ path: `${pictures}
 const ready = page => page.waitForFunction(() => document.querySelector("#state").textContent === "ready");
 const done = page => page.waitForFunction(() => document.querySelector("#stop").hidden, null, { timeout: 60000 });
 const count = (page, role) => page.locator(`.said.${role}`).count();
+const answers = page => page.locator(".said.assistant .text");
+// Takes the model's place: `piece` writes to the answer that the page waits for, and `end` ends it.
+const standIn = page => page.evaluate(() => {
+  const real = window.fetch;
+  window.fetch = (url, options) => {
+    if (!/completions$/.test(url)) return real(url, options);
+    window.asked = JSON.parse(options.body);
+    return Promise.resolve(new Response(new ReadableStream({
+      start(stream) {
+        const send = text => stream.enqueue(new TextEncoder().encode(`data: ${text}\n\n`));
+        window.piece = content => send(JSON.stringify({ choices: [{ delta: { content } }] }));
+        window.end = () => { send("[DONE]"); stream.close(); };
+        options.signal.onabort = () => stream.error(options.signal.reason);
+      },
+    })));
+  };
+});
+async function say(page, text) {
+  await page.fill("#prompt", text);
+  await page.press("#prompt", "Enter");
+}
+// A message and its answer by the stand-in.
+async function exchange(page, text, answer) {
+  await say(page, text);
+  await page.evaluate(answer => { window.piece(answer); window.end(); }, answer);
+  await done(page);
+}
 
 // What a model may write becomes what Markdown says, and never markup of its own.
 const MARKDOWN = [
@@ -192,6 +219,163 @@ async function completion() {
   await context.close();
 }
 
+// Markdown and what the page makes of it, in short.
+const CASES = {
+  "a\n- b\n- c": "<p>a</p><ul><li>b</li><li>c</li></ul>",
+  "- a\n  - b\n    - c\n- d": "<ul><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ul>",
+  "3. a\n4. b": "<ol start=\"3\"><li>a</li><li>b</li></ol>",
+  "0) a": "<ol start=\"0\"><li>a</li></ol>",
+  "- a\n\n- b": "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
+  "1. a\n\n   b\n2. c": "<ol><li><p>a</p><p>b</p></li><li><p>c</p></li></ol>",
+  "1. a\n   ```sh\n   b\n     c\n   ```\n2. d": "<ol><li>a<pre><code>b\n  c</code></pre></li><li>d</li></ol>",
+  "1. a\n\n       b": "<ol><li><p>a</p><pre><code>b</code></pre></li></ol>",
+  "- [ ] a\n- [x] b": "<ul><li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"to do\"> a</li>"
+    + "<li class=\"task\"><input type=\"checkbox\" disabled=\"\" aria-label=\"done\"> b</li></ul>",
+  "- a\nb": "<ul><li>a\nb</li></ul>",
+  "- a\n* b": "<ul><li>a</li></ul><ul><li>b</li></ul>",
+  "In\n1984. No list": "<p>In\n1984. No list</p>",
+  "> a\n> > b\n\n- > c":
+    "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><ul><li><blockquote><p>c</p></blockquote></li></ul>",
+  "a\n===\n\nb\n---": "<h3>a</h3><h4>b</h4>",
+  "### a ###\n#b\n####### c": "<h5>a</h5><p>#b\n####### c</p>",
+  "* * *\n___": "<hr><hr>",
+  "*a **b** c* ***d*** **e*f*g**":
+    "<p><em>a <strong>b</strong> c</em> <em><strong>d</strong></em> <strong>e<em>f</em>g</strong></p>",
+  "snake_case_name _a_ __b__ 2*3*4 5 * 6": "<p>snake_case_name <em>a</em> <strong>b</strong> 2<em>3</em>4 5 * 6</p>",
+  "\\*a\\* &lt;b&gt; &amp; <br>c": "<p>*a* &lt;b&gt; &amp; <br>c</p>",
+  "``a`b`` ` c ` `**d**`": "<p><code>a`b</code> <code>c</code> <code>**d**</code></p>",
+  "a  \nb\\\nc\nd": "<p>a<br>b<br>c\nd</p>",
+  "~~a~~ ~b~ ~5": "<p><s>a</s> ~b~ ~5</p>",
+  "[a](https://b.org/c_(d)) [*e*](<https://f.org> \"g\")":
+    "<p><a href=\"https://b.org/c_(d)\">a</a> <a href=\"https://f.org/\" title=\"g\"><em>e</em></a></p>",
+  "(https://a.org/b_(c)). <https://d.org> **https://e.org**":
+    "<p>(<a href=\"https://a.org/b_(c)\">https://a.org/b_(c)</a>). <a href=\"https://d.org/\">https://d.org</a> "
+    + "<strong><a href=\"https://e.org/\">https://e.org</a></strong></p>",
+  "[a](javascript:alert(1)) <javascript:b> ![c](https://d.org/e.png)":
+    "<p>[a](javascript:alert(1)) &lt;javascript:b&gt; <a href=\"https://d.org/e.png\">c</a></p>",
+  "| a | b |\n|:-:|--:|\n| `c\\|d` | e |\n| f |\n\ng":
+    "<table><thead><tr><th class=\"center\">a</th><th class=\"right\">b</th></tr></thead>"
+    + "<tbody><tr><td class=\"center\"><code>c|d</code></td><td class=\"right\">e</td></tr>"
+    + "<tr><td class=\"center\">f</td><td colspan=\"1\"></td></tr></tbody></table><p>g</p>",
+  "~~~\na\n```\n\tb\n~~~\nc": "<pre><code>a\n```\n\tb</code></pre><p>c</p>",
+  "    a\n\n    b\nc": "<pre><code>a\n\nb</code></pre><p>c</p>",
+};
+
+// Texts that make a careless reader of Markdown slow, or run out of stack; a model that repeats
+// itself writes the like.
+const times = (text, count) => text.repeat(count);
+const HOSTILE = {
+  quotes: times(">", 3000),
+  "quotes and spaces": times("> ", 50000),
+  "a heading of spaces": `# a${times(" ", 60000)}b`,
+  "a heading of marks": `# ${times("# ", 50000)}x`,
+  stars: times("*", 100000),
+  "open stars": times("*a ", 40000),
+  underscores: times("_a", 50000),
+  "emphasis within emphasis": times("*", 50000) + "a" + times("*", 50000),
+  "the like of several kinds": times("**a _b ", 15000) + times("c_ d** ", 15000),
+  "stars and underscores": times("*_", 50000) + "a" + times("_*", 50000),
+  tildes: times("~~a ", 20000) + times("b~~ ", 20000),
+  brackets: times("[", 100000),
+  "open links": times("[a](", 25000),
+  "open titles": times("[a](b \"", 15000),
+  "angled links": times("[a](<b", 16000),
+  links: times("[", 30000) + times("[a](http://x)", 5000),
+  pictures: times("![a", 30000) + times("](http://x)", 10000),
+  "closed brackets": times("](", 50000),
+  parentheses: `[a](http://x${times("(", 100000)}`,
+  backticks: times("`", 100000),
+  "runs of backticks": Array.from({ length: 450 }, (_, at) => times("`", at + 1)).join(" "),
+  codes: times("`a` ", 25000),
+  angles: times("<http:", 16000),
+  ampersands: times("&#", 50000),
+  urls: times("http://", 15000),
+  "a url's end": `http://a${times(")", 100000)}`,
+  backslashes: times("\\\n", 50000),
+  "a table": `|a|b|\n|-|-|\n${times("|a|b|\n", 16000)}`,
+  "a wide table": `|${times("a|", 25000)}\n|${times("-|", 25000)}\n`,
+  "a table with holes": `|${times("a|", 90)}\n|${times("-|", 90)}\n${times("|\n", 30000)}`,
+  pipes: times("-|", 50000),
+  rules: times("- ", 50000) + "x",
+  items: times("- a\n", 25000),
+  "items within items": times("1. ", 33000),
+  "deep items": Array.from({ length: 400 }, (_, at) => `${times("  ", at)}- a`).join("\n"),
+  "blank lines": `- a${times("\n", 100000)}b`,
+  tabs: times("-\t", 50000),
+  fences: times("```\n", 25000),
+  paragraphs: times("a\n\n", 33000),
+  "hard breaks": times("a  \n", 25000),
+  "a long line": times("a", 500000),
+  headings: times("# a\n", 25000),
+  "marks on a letter": `a${times("\u0301", 50000)}`,
+};
+
+async function markdown() {
+  const { page, faults, context } = await open(chat);
+  await ready(page);
+  for (const [text, wanted] of Object.entries(CASES)) {
+    const made = await page.evaluate(text => {
+      const into = document.createElement("div");
+      for (const one of window.markdown(text)) into.append(one);
+      // What is the same wherever it is.
+      for (const block of into.querySelectorAll(".block")) block.replaceWith(block.querySelector("pre"));
+      for (const scroll of into.querySelectorAll(".scroll")) scroll.replaceWith(...scroll.childNodes);
+      for (const pre of into.querySelectorAll("pre")) pre.removeAttribute("tabindex");
+      for (const a of into.querySelectorAll("a")) {
+        if (a.rel !== "noopener noreferrer" || a.target !== "_blank") return `a link that tells where it is: ${a.outerHTML}`;
+        a.setAttribute("href", a.href);
+        for (const name of ["rel", "target"]) a.removeAttribute(name);
+      }
+      // Written piece by piece it is the same.
+      const grown = document.createElement("div"), whole = document.createElement("div");
+      const draw = window.growing(grown);
+      for (let at = 1; at <= text.length; at += 1) draw(text.slice(0, at));
+      for (const one of window.markdown(text)) whole.append(one);
+      return grown.innerHTML === whole.innerHTML ? into.innerHTML : `grown: ${grown.innerHTML}`;
+    }, text);
+    assert.equal(made, wanted, text);
+  }
+
+  await standIn(page);
+  for (const [name, text] of Object.entries(HOSTILE)) {
+    await say(page, "Write");
+    const took = await page.evaluate(async text => {
+      const begun = performance.now();
+      window.piece(text);
+      window.end();
+      while (document.querySelector("#stop").checkVisibility()) await new Promise(done => { setTimeout(done, 5); });
+      const last = [...document.querySelectorAll(".said.assistant .text")].at(-1);
+      last.getBoundingClientRect();
+      await new Promise(done => { requestAnimationFrame(() => setTimeout(done)); });
+      return last.childNodes.length && performance.now() - begun;
+    }, text);
+    assert.ok(took > 0 && took < 2000, `${name}: ${took} ms`);
+    await page.click("#new");
+  }
+  // Piece by piece they do not stop the page, either.
+  for (const name of ["stars", "brackets", "items", "a table", "quotes and spaces"]) {
+    await say(page, "Write");
+    const longest = await page.evaluate(async text => {
+      let longest = 0;
+      for (let at = 0; at < text.length; at += 50) {
+        window.piece(text.slice(at, at + 50));
+        const begun = performance.now();
+        if (at % 500 === 0) await new Promise(done => { setTimeout(done); });
+        longest = Math.max(longest, performance.now() - begun);
+      }
+      return longest;
+    }, HOSTILE[name]);
+    assert.ok(longest < 2000, `${name}: ${longest} ms`);
+    await page.keyboard.press("Escape");
+    await done(page);
+    await page.click("#new");
+  }
+  await exchange(page, "Are you there?", "Yes.");
+  assert.equal(await answers(page).innerText(), "Yes.");
+  assert.deepEqual(faults, []);
+  await context.close();
+}
+
 async function asksForKey() {
   const { page, context } = await open(keyed);
   await page.waitForSelector("#key");
@@ -207,7 +391,7 @@ async function asksForKey() {
   await context.close();
 }
 
-for (const check of [conversation, phone, completion, asksForKey]) {
+for (const check of [conversation, phone, completion, markdown, asksForKey]) {
   await check();
   console.log(`page: ${check.name} is well`);
 }
