@@ -1,4 +1,5 @@
-// The page in a browser: `node page.mjs CHROMIUM CHAT_URL STORIES_URL KEYED_URL KEY [SCREENSHOTS]`. Needs playwright-core.
+// The page in a browser: `node page.mjs CHROMIUM CHAT_URL STORIES_URL KEYED_URL KEY [SCREENSHOTS]`.
+// Needs playwright-core.
 
 import assert from "node:assert/strict";
 import { mkdir } from "node:fs/promises";
@@ -24,6 +25,12 @@ const ready = page => page.waitForFunction(() => document.querySelector("#state"
 const done = page => page.waitForFunction(() => document.querySelector("#stop").hidden, null, { timeout: 60000 });
 const count = (page, role) => page.locator(`.said.${role}`).count();
 const answers = page => page.locator(".said.assistant .text");
+const focused = page => page.evaluate(() => {
+  const { id, className, tagName } = document.activeElement;
+  return id || className || tagName;
+});
+const set = (page, name, value) => page.$eval(`#${name}`, (box, value) => { box.value = value; }, String(value));
+
 // Takes the model's place: `piece` writes to the answer that the page waits for, and `end` ends it.
 const standIn = page => page.evaluate(() => {
   const real = window.fetch;
@@ -50,6 +57,9 @@ async function exchange(page, text, answer) {
   await page.evaluate(answer => { window.piece(answer); window.end(); }, answer);
   await done(page);
 }
+const refuse = (page, status, error) => page.route(/completions$/, route => route.fulfill({
+  status, contentType: "application/json", body: JSON.stringify({ error }),
+}));
 
 // What a model may write becomes what Markdown says, and never markup of its own.
 const MARKDOWN = [
@@ -86,23 +96,12 @@ async function conversation() {
   assert.equal(await count(page, "assistant"), 1, "an answer takes the place of the one before");
   assert.equal(await page.locator(".said.assistant .text").innerText(), first, "the same seed writes the same");
 
-  // An answer that goes on is stopped, and stays as far as it came. Here one that never ends takes the model's place.
-  await page.evaluate(() => {
-    const real = window.fetch;
-    window.fetch = (url, options) => {
-      window.fetch = real;
-      window.asked = JSON.parse(options.body);
-      const piece = JSON.stringify({ choices: [{ delta: { content: "On and on" } }] });
-      return Promise.resolve(new Response(new ReadableStream({
-        start(stream) {
-          stream.enqueue(new TextEncoder().encode(`data: ${piece}\n\n`));
-          options.signal.onabort = () => stream.error(options.signal.reason);
-        },
-      })));
-    };
-  });
+  // An answer that goes on is stopped, and stays as far as it came. Here one that never ends takes
+  // the model's place.
+  await standIn(page);
   await page.fill("#prompt", "How long?");
   await page.click("#send");
+  await page.evaluate(() => window.piece("On and on"));
   await page.waitForFunction(() => document.querySelectorAll(".said.assistant .text")[1]?.textContent === "On and on");
   assert.equal(await page.isVisible("#stop"), true);
   await page.keyboard.press("Escape");
@@ -112,18 +111,10 @@ async function conversation() {
   assert.deepEqual(asked.messages.map(message => message.role), ["system", "user", "assistant", "user"]);
   assert.equal(asked.max_tokens, 30);
 
-  // An error is told, and the conversation goes on.
-  await page.route("**/v1/chat/completions", route => route.fulfill({
-    status: 429, contentType: "application/json", body: JSON.stringify({ error: { message: "too many texts wait already" } }),
-  }));
-  await page.fill("#prompt", "Again");
-  await page.click("#send");
-  await page.waitForSelector("#error:not([hidden])");
-  assert.equal(await page.innerText("#error"), "too many texts wait already");
-  await page.unroute("**/v1/chat/completions");
+  await page.reload();
+  await ready(page);
   await page.click("#new");
   assert.equal(await count(page, "user") + await count(page, "assistant"), 0);
-  assert.equal(await page.isVisible("#error"), false);
 
   await page.route("**/v1/chat/completions", route => {
     const event = value => `data: ${JSON.stringify(value)}\n\n`;
@@ -174,7 +165,8 @@ async function conversation() {
         }
         return "rgb(255, 255, 255)";
       };
-      return [...document.querySelectorAll("h1, h2, p, label, button, code, a, td, .under span")].filter(one => {
+      const texts = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
+      return [...document.querySelectorAll(texts)].filter(one => {
         if (one.offsetParent === null) return false;
         const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((a, b) => b - a);
         return (a + 0.05) / (b + 0.05) < 4.5;
@@ -195,9 +187,13 @@ async function phone() {
   const wide = await page.evaluate(() => document.documentElement.scrollWidth);
   assert.ok(wide <= 360, `${wide} pixels of 360`);
   await picture(page, "narrow");
-  await page.click("#show-settings");
-  await picture(page, "narrow-settings");
-  await page.click("#show-settings");
+  for (const panel of ["chats", "settings"]) {
+    await page.click(`#show-${panel}`);
+    await picture(page, `narrow-${panel}`);
+    const right = await page.$$eval("button", all => Math.max(...all.map(one => one.getBoundingClientRect().right)));
+    assert.ok(right <= 360, `a button ends at ${right} of 360 pixels`);
+    await page.click(`#show-${panel}`);
+  }
   assert.deepEqual(faults, []);
   await context.close();
 }
@@ -215,6 +211,268 @@ async function completion() {
   const words = (await page.locator(".said.assistant .text").innerText()).trim().split(/\s+/);
   assert.ok(words.length > 20, words.join(" "));
   await picture(page, "stories");
+
+  // The text goes on, and when the model has no room for all of it, for its end.
+  for (let turn = 1; turn < 4; turn += 1) {
+    await say(page, " She makes a small jug, and the old baker shared the clever one.");
+    await done(page);
+    assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
+    assert.equal(await count(page, "assistant"), turn + 1);
+  }
+  assert.match(await page.innerText(".cut"), /not sent any more: it does not fit in the model's [\d,]+ tokens\./);
+  await picture(page, "stories-cut");
+  // As many tokens as fit, though more are allowed.
+  await set(page, "max_tokens", 100000);
+  await say(page, " She");
+  await done(page);
+  assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
+  // No room is left beside a text that is too long by itself.
+  await say(page, " She makes pots.".repeat(100));
+  await done(page);
+  assert.match(await page.innerText("#error"), /tokens/);
+  assert.match(await page.inputValue("#prompt"), /^( She makes pots\.){100}$/);
+  assert.equal(await count(page, "assistant"), 5);
+  assert.deepEqual(faults, []);
+  await context.close();
+}
+
+// The oldest messages of a conversation are left out when the model has no room for them.
+async function longConversation() {
+  const { page, faults, context } = await open(chat);
+  await ready(page);
+  await set(page, "max_tokens", 20);
+  await page.fill("#prompt", "");
+  const asked = [];
+  page.on("request", request => { if (/completions$/.test(request.url())) asked.push(request.postDataJSON()); });
+  for (let turn = 0; turn < 6; turn += 1) {
+    await say(page, `${turn} `.repeat(120));
+    await done(page);
+    assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
+    assert.equal(await count(page, "assistant"), turn + 1);
+  }
+  const last = asked.at(-1).messages;
+  assert.ok(last.length < 11 && last[0].role === "user" && last.at(-1).content.startsWith("5 5"), JSON.stringify(last));
+  assert.equal(await page.locator(".cut").count(), 1);
+  const sent = page.locator(".said").nth(12 - last.length - 1);
+  assert.equal(await page.locator(".cut + .said").innerText(), await sent.innerText());
+  await page.reload();
+  await ready(page);
+  assert.equal(await page.locator(".cut").count(), 1);
+  assert.equal(await count(page, "user"), 6);
+  assert.deepEqual(faults, []);
+  await context.close();
+}
+
+// What is refused leaves the conversation, and what was typed returns.
+async function refusals() {
+  const { page, context } = await open(chat);
+  await ready(page);
+  await standIn(page);
+  await exchange(page, "Hello", "Good morning.");
+  await page.reload();
+  await ready(page);
+
+  for (const [status, message] of [[429, "too many texts wait already"], [500, "the kiln broke"], [503, "still loading"]]) {
+    await refuse(page, status, { message });
+    await say(page, "Two\nlines");
+    await page.waitForSelector("#error:not([hidden])");
+    assert.equal(await page.innerText("#error"), message);
+    assert.deepEqual([await count(page, "user"), await count(page, "assistant")], [1, 1]);
+    assert.equal(await page.inputValue("#prompt"), "Two\nlines");
+    assert.equal(await focused(page), "prompt");
+    await page.unroute(/completions$/);
+  }
+  await page.route(/completions$/, route => route.abort());
+  await page.click(".regenerate");
+  await page.waitForSelector("#error:not([hidden])");
+  assert.equal(await page.innerText("#error"), "the server does not answer");
+  assert.equal(await answers(page).innerText(), "Good morning.", "the answer that was to be replaced stays");
+  assert.equal(await page.isVisible(".said.assistant"), true);
+  assert.equal(await focused(page), "regenerate");
+  await page.unroute(/completions$/);
+
+  // What is typed meanwhile stays, too.
+  await page.route(/completions$/, async route => {
+    await page.fill("#prompt", "Meanwhile");
+    await route.fulfill({ status: 429, contentType: "application/json", body: "{\"error\": {\"message\": \"busy\"}}" });
+  });
+  await say(page, "First");
+  await page.waitForSelector("#error button");
+  assert.equal(await page.inputValue("#prompt"), "Meanwhile");
+  await page.click("#error button");
+  assert.equal(await page.inputValue("#prompt"), "First\nMeanwhile");
+  assert.equal(await page.isVisible("#error"), false);
+  await page.unroute(/completions$/);
+
+  // So does a message whose answer is stopped before it begins, and one that the page is loaded
+  // again for.
+  await standIn(page);
+  await say(page, "Never mind");
+  await page.keyboard.press("Escape");
+  await done(page);
+  assert.equal(await page.inputValue("#prompt"), "Never mind");
+  assert.equal(await count(page, "user"), 1);
+  await say(page, "Not yet");
+  await page.reload();
+  await ready(page);
+  assert.equal(await page.inputValue("#prompt"), "Not yet");
+  assert.equal(await count(page, "user"), 1);
+  // An answer that breaks off stays.
+  await standIn(page);
+  await say(page, "Go on");
+  await page.evaluate(() => window.piece("So far"));
+  await page.waitForFunction(() => document.querySelectorAll(".said.assistant .text")[1]?.textContent === "So far");
+  await page.reload();
+  await ready(page);
+  assert.deepEqual(await answers(page).allInnerTexts(), ["Good morning.", "So far"]);
+  assert.match(await page.locator(".said.assistant .under").nth(1).innerText(), /stopped/);
+  await context.close();
+}
+
+async function history() {
+  const { page: first, faults, context } = await open(chat);
+  await ready(first);
+  await standIn(first);
+  await exchange(first, "The first chat", "An answer\n\n- with\n- a list");
+  await first.fill("#prompt", "A draft");
+  await first.reload();
+  await ready(first);
+  assert.equal(await first.locator(".said.user .text").innerText(), "The first chat");
+  assert.equal(await answers(first).locator("li").count(), 2);
+  assert.equal(await first.inputValue("#prompt"), "A draft");
+
+  // Another tab begins with a chat of its own; a third one shows the same as the first, and what
+  // they write stays apart.
+  const second = await context.newPage();
+  await second.goto(chat);
+  await ready(second);
+  assert.equal(await count(second, "user"), 0);
+  await standIn(second);
+  await exchange(second, "The second chat", "Another answer");
+  const third = await context.newPage();
+  const id = await first.evaluate(() => sessionStorage.getItem("chat"));
+  await third.addInitScript(id => { if (!sessionStorage.getItem("chat")) sessionStorage.setItem("chat", id); }, id);
+  await third.goto(chat);
+  await ready(third);
+  assert.equal(await third.locator(".said.user .text").innerText(), "The first chat");
+  for (const [page, name] of [[first, "first"], [third, "third"]]) {
+    await standIn(page);
+    await exchange(page, `From the ${name} tab`, `To the ${name}`);
+  }
+  for (const [page, wanted] of [
+    [first, ["The first chat", "From the first tab"]],
+    [second, ["The second chat"]],
+    [third, ["The first chat", "From the third tab"]],
+  ]) {
+    await page.reload();
+    await ready(page);
+    assert.deepEqual(await page.locator(".said.user .text").allInnerTexts(), wanted);
+  }
+
+  // A list of them, from which they are opened and deleted.
+  await first.click("#show-chats");
+  assert.equal(await first.locator("#chat-list li").count(), 3);
+  await picture(first, "chats");
+  await first.click("#chat-list .open:has-text('The second chat')");
+  assert.equal(await answers(first).innerText(), "Another answer");
+  await first.click("#chat-list li:has([aria-current]) button:last-child");
+  assert.equal(await count(first, "user"), 0);
+  assert.equal(await first.locator("#chat-list li").count(), 2);
+  assert.notEqual(await focused(first), "BODY");
+  first.on("dialog", dialog => dialog.accept());
+  await first.click("#delete-all");
+  assert.equal(await first.locator("#chat-list li").count(), 0);
+  assert.equal(await first.evaluate(() => Object.keys(localStorage).filter(name => name.startsWith("chat:")).length), 0);
+  assert.equal(await focused(first), "new");
+  await first.keyboard.press("Escape");
+
+  await first.reload();
+  await ready(first);
+  assert.equal(await count(first, "user"), 0, "a new chat stays one");
+
+  // No more than so much is kept: the oldest go first. Without room the page goes on, and says that
+  // nothing is kept.
+  await first.evaluate(() => {
+    for (let at = 0; at < 120; at += 1) {
+      const messages = [{ role: "user", content: `chat ${at} ${"x".repeat(30000)}` }, { role: "assistant", content: "" }];
+      const one = { id: String(at), revision: "", converses: true, saved: at, messages };
+      localStorage.setItem(`chat:${at}`, JSON.stringify(one));
+    }
+    localStorage.setItem("chat:broken", "{");
+  });
+  await standIn(first);
+  await exchange(first, "Make room", "Done");
+  const names = await first.evaluate(() => Object.keys(localStorage).filter(name => name.startsWith("chat:")));
+  assert.ok(names.length < 70 && names.includes("chat:119"), names.join());
+  assert.ok(!names.includes("chat:0") && !names.includes("chat:broken"), names.join());
+  await first.evaluate(() => {
+    Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); };
+  });
+  await exchange(first, "More", "Still here");
+  assert.match(await first.innerText("#notice"), /not kept/);
+  assert.equal(await answers(first).nth(1).innerText(), "Still here");
+  // Where a browser has no storage for it the page works all the same.
+  const without = await context.newPage();
+  await without.addInitScript(() => {
+    for (const name of ["localStorage", "sessionStorage"]) {
+      Object.defineProperty(window, name, { get() { throw new DOMException("blocked", "SecurityError"); } });
+    }
+  });
+  await without.goto(chat);
+  await ready(without);
+  await standIn(without);
+  await exchange(without, "Hello", "Good morning.");
+  assert.equal(await answers(without).innerText(), "Good morning.");
+  assert.match(await without.innerText("#notice"), /not kept/);
+  assert.deepEqual(faults, []);
+  await context.close();
+}
+
+// By the keyboard alone: the focus is never lost.
+async function keyboard() {
+  const { page, faults, context } = await open(chat);
+  await ready(page);
+  await standIn(page);
+  assert.equal(await focused(page), "prompt");
+  await page.keyboard.type("Hello");
+  await page.keyboard.press("Tab");
+  assert.equal(await focused(page), "send");
+  await page.keyboard.press("Space");
+  assert.equal(await focused(page), "stop");
+  await page.evaluate(() => { window.piece("Good morning."); window.end(); });
+  await done(page);
+  assert.equal(await focused(page), "prompt");
+  await page.focus(".regenerate");
+  await page.keyboard.press("Enter");
+  assert.equal(await focused(page), "stop");
+  await page.evaluate(() => { window.piece("Good evening."); window.end(); });
+  await done(page);
+  assert.equal(await focused(page), "regenerate");
+  await page.keyboard.press("Enter");
+  await page.evaluate(() => window.piece("Good"));
+  await page.waitForFunction(() => document.querySelector(".said.assistant:not([hidden]) .text").textContent === "Good");
+  await page.keyboard.press("Space");
+  await done(page);
+  assert.equal(await focused(page), "prompt", "after Stop");
+  assert.equal(await answers(page).innerText(), "Good");
+  await say(page, "More");
+  assert.equal(await focused(page), "prompt", "Enter leaves it where it is");
+  await page.evaluate(() => { window.piece("More."); window.end(); });
+  await done(page);
+  assert.equal(await focused(page), "prompt");
+  // A new chat while an answer is written: what comes is the old one's.
+  await say(page, "Again");
+  await page.evaluate(() => window.piece("And"));
+  await page.focus("#new");
+  await page.keyboard.press("Enter");
+  await done(page);
+  assert.equal(await focused(page), "prompt");
+  assert.equal(await count(page, "assistant"), 0);
+  await page.focus("#show-chats");
+  await page.keyboard.press("Enter");
+  assert.equal(await page.locator("#chat-list li").count(), 1);
+  await page.keyboard.press("Escape");
+  assert.equal(await focused(page), "show-chats");
   assert.deepEqual(faults, []);
   await context.close();
 }
@@ -370,6 +628,21 @@ async function markdown() {
     await done(page);
     await page.click("#new");
   }
+  // A chat that is full of them comes back.
+  await page.evaluate(text => {
+    const messages = Array.from({ length: 30 }, (_, at) => ({ role: at % 2 ? "assistant" : "user", content: at % 2 ? text : "Write" }));
+    const full = { id: "full", revision: "", converses: true, saved: Date.now(), messages };
+    localStorage.setItem("chat:full", JSON.stringify(full));
+    sessionStorage.setItem("chat", "full");
+  }, HOSTILE.headings);
+  const begun = performance.now();
+  await page.reload();
+  await ready(page);
+  assert.equal(await count(page, "assistant"), 15);
+  assert.ok(performance.now() - begun < 8000, `${performance.now() - begun} ms until a full chat was there`);
+  assert.equal(await page.locator(".said").first().locator(".text").innerText(), "Write");
+  await page.click("#new");
+  await standIn(page);
   await exchange(page, "Are you there?", "Yes.");
   assert.equal(await answers(page).innerText(), "Yes.");
   assert.deepEqual(faults, []);
@@ -391,7 +664,7 @@ async function asksForKey() {
   await context.close();
 }
 
-for (const check of [conversation, phone, completion, markdown, asksForKey]) {
+for (const check of [conversation, phone, completion, longConversation, refusals, history, keyboard, markdown, asksForKey]) {
   await check();
   console.log(`page: ${check.name} is well`);
 }

@@ -1,21 +1,20 @@
 "use strict";
-// A conversation with the model that this server has. Nothing is loaded from elsewhere, and what a model writes becomes text
-// nodes, never markup.
+// A conversation with the model that this server has. Nothing is loaded from elsewhere, and what a
+// model writes becomes text nodes, never markup.
 
 const $ = id => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 let model = null;      // as /v1/models tells of it
-let messages = [];     // what was said: { role, content }
 let running = null;    // aborts the answer that is being written
 
-// --- storage that may not be there (private windows)
+// --- storage that may not be there (private windows, blocked by settings)
 
 function keep(store, name, value) {
-  try { value ? store.setItem(name, value) : store.removeItem(name); } catch { /* not kept */ }
+  try { value ? window[store].setItem(name, value) : window[store].removeItem(name); } catch { /* not kept */ }
 }
 
 function kept(store, name) {
-  try { return store.getItem(name) || ""; } catch { return ""; }
+  try { return window[store].getItem(name) || ""; } catch { return ""; }
 }
 
 // --- Markdown as CommonMark and GitHub have it, but for HTML, which stays text, and references.
@@ -733,12 +732,151 @@ function growing(into) {
   };
 }
 
+// --- chats, which this browser keeps
+
+const CHAT = "chat:";        // what the names of their entries begin with
+const CHATS = 100;           // so many are kept
+const CHARACTERS = 2e6;      // of all of them; browsers keep 5 million in all
+const SAVE_EVERY = 1000;     // milliseconds, while an answer is written
+
+const random = () => Math.random().toString(36).slice(2) + Date.now().toString(36);
+const converses = () => model !== null && model.paths.includes("/v1/chat/completions");
+const newChat = () => ({ id: random(), revision: "", converses: converses(), cut: 0, messages: [] });
+let chat = newChat();        // `rate` of a chat are its tokens a character, once they are known
+let letGo = () => {};        // of the chat's lock
+
+function read(name) {
+  try {
+    const value = JSON.parse(localStorage.getItem(name));
+    const { id, revision, cut, messages, saved, converses } = value;
+    const known = messages.every(one => ["user", "assistant"].includes(one.role) && typeof one.content === "string");
+    if (!known || !messages.length || name !== CHAT + id) return null;
+    return { id, revision, cut: value.context === context() ? cut : 0, saved: Number(saved) || 0, converses, messages };
+  } catch {
+    return null;
+  }
+}
+
+function names() {
+  try { return Object.keys(localStorage).filter(name => name.startsWith(CHAT)); } catch { return []; }
+}
+
+// Those of a model of this kind, the newest first.
+function keptChats() {
+  const found = names().map(read).filter(one => one !== null && one.converses === converses());
+  return found.sort((a, b) => b.saved - a.saved);
+}
+
+// Another tab may have gone on with the chat since: then this tab's becomes a chat of its own.
+function save(one) {
+  if (one.deleted) return;
+  const before = read(CHAT + one.id);
+  if (before && before.revision !== one.revision) {
+    one.id = random();
+    if (one === chat) hold();
+  }
+  if (!one.messages.length) return keep("localStorage", CHAT + one.id, "");
+  const revision = random();
+  const text = JSON.stringify({ ...one, rate: undefined, revision, context: context(), saved: Date.now() });
+  const told = "This chat is not kept: there is no more room for it in this browser's storage.";
+  if (text.length > CHARACTERS) return note(told);
+  // The oldest make room.
+  const others = names().filter(name => name !== CHAT + one.id);
+  let size = others.reduce((sum, name) => sum + kept("localStorage", name).length, text.length);
+  let sorted = false;
+  for (;;) {
+    try {
+      if (size <= CHARACTERS && others.length < CHATS) {
+        localStorage.setItem(CHAT + one.id, text);
+        one.revision = revision;
+        if (!$("chats").hidden) listChats();
+        return note("");
+      }
+    } catch (error) {
+      if (error.name !== "QuotaExceededError" || !others.length) return note(told);
+    }
+    if (!sorted) {
+      const when = new Map(others.map(name => [name, read(name)?.saved ?? 0]));
+      others.sort((a, b) => when.get(b) - when.get(a));
+      sorted = true;
+    }
+    const oldest = others.pop();
+    size -= kept("localStorage", oldest).length;
+    keep("localStorage", oldest, "");
+  }
+}
+
+// Tells other tabs that this one shows the chat, where the browser has locks.
+function hold() {
+  letGo();
+  letGo = () => {};
+  keep("sessionStorage", "chat", chat.id);
+  navigator.locks?.request(CHAT + chat.id, { ifAvailable: true }, lock => lock && new Promise(done => { letGo = done; }))
+    .catch(() => {});
+}
+
+// What this tab showed before it was loaded again, or else the newest chat that no other tab shows.
+async function restore() {
+  const id = kept("sessionStorage", "chat"), own = read(CHAT + id);
+  if (id && (!own || own.converses === converses())) return open(own ?? newChat());
+  let held = [];
+  try { held = (await navigator.locks.query()).held.map(lock => lock.name); } catch { /* no locks here */ }
+  if (chat.messages.length) return;
+  open(keptChats().find(one => !held.includes(CHAT + one.id)) ?? newChat());
+}
+
+function titleOf(one) {
+  const title = one.messages[0].content.trim().replace(/\s+/g, " ").slice(0, 80);
+  return title || "(empty)";
+}
+
+function listChats() {
+  const found = keptChats();
+  $("chat-list").replaceChildren(...found.map(one => {
+    const title = titleOf(one);
+    const when = new Date(one.saved).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+    const shown = element("button", title, [element("small", when)]);
+    shown.type = "button";
+    shown.className = "open";
+    if (one.id === chat.id) shown.ariaCurrent = "true";
+    shown.onclick = () => {
+      const now = read(CHAT + one.id);
+      if (now === null) return listChats();
+      open(now);
+      if (matchMedia("(max-width: 45rem)").matches) toggle("chats", false);
+      else listChats();
+      rest();
+    };
+    const gone = element("button", "Delete");
+    gone.type = "button";
+    gone.ariaLabel = `Delete chat: ${title}`;
+    gone.onclick = () => {
+      const at = [...$("chat-list").children].indexOf(gone.parentElement);
+      forget([CHAT + one.id]);
+      const left = $("chat-list").children;
+      (left.length ? left[Math.min(at, left.length - 1)].lastElementChild : $("new")).focus();
+    };
+    return element("li", "", [shown, gone]);
+  }));
+  $("kept").textContent = found.length ? "Chats are kept in this browser only." : "There are no chats yet.";
+  $("delete-all").hidden = !found.length;
+}
+
+function forget(gone) {
+  for (const name of gone) keep("localStorage", name, "");
+  if (gone.includes(CHAT + chat.id)) {
+    chat.deleted = true;
+    open(newChat());
+  }
+  listChats();
+}
+
 // --- the conversation on the page
 
-const chats = () => model !== null && model.paths.includes("/v1/chat/completions");
-const NAMES = { user: "You", assistant: "Answer", system: "System" };
+const NAMES = { user: "You", assistant: "Answer" };
+let views = new Map();       // how messages are shown
 
-function show(message) {
+function show(message, plain = message.role === "user" || !chat.converses) {
   $("empty").hidden = true;
   const text = element("div");
   text.className = "text";
@@ -748,10 +886,76 @@ function show(message) {
   article.className = `said ${message.role}`;
   $("log").append(article);
   let draw = said => { text.textContent = readable(said); };
-  if (message.role === "assistant" && chats()) draw = growing(text);
-  else text.classList.add("plain");
+  if (plain) text.classList.add("plain");
+  else draw = growing(text);
   draw(message.content);
-  return { message, article, text, under, draw };
+  const view = { message, article, text, under, draw };
+  views.set(message, view);
+  return view;
+}
+
+// What is under an answer that is complete.
+function tell({ message, under }) {
+  const empty = message.content.trim() ? [] : [element("span", "The model wrote nothing.")];
+  under.replaceChildren(...empty, ...message.told ? [element("span", message.told)] : []);
+}
+
+// The last answer may be written again.
+function offer() {
+  document.querySelectorAll(".regenerate").forEach(button => button.remove());
+  const last = chat.messages.at(-1);
+  if (running || !last || last.role !== "assistant") return null;
+  const again = element("button", "Regenerate");
+  again.type = "button";
+  again.className = "regenerate";
+  again.onclick = () => answer({ instead: last });
+  views.get(last).under.append(again);
+  return again;
+}
+
+// A line above the first message that the model reads, where not all of them fit.
+function showCut() {
+  document.querySelectorAll(".cut").forEach(line => line.remove());
+  if (!chat.cut) return;
+  let end = 0;
+  const first = chat.messages.find(message => (end += message.content.length) > chat.cut);
+  if (!first) return;
+  const within = end - first.content.length < chat.cut;
+  const what = within ? "What is above, and the first part of what follows, is" : "What is above is";
+  const tokens = context().toLocaleString("en");
+  const line = element("p", `${what} not sent any more: it does not fit in the model's ${tokens} tokens.`);
+  line.className = "cut";
+  views.get(first).article.before(line);
+}
+
+function open(one) {
+  if (running) running.abort();
+  running = null;
+  busy(false);
+  chat = one;
+  views = new Map();
+  document.querySelectorAll(".said, .cut").forEach(said => said.remove());
+  $("empty").hidden = chat.messages.length > 0;
+  fail("");
+  note("");
+  hold();
+  // What is shown again is not read aloud as if it were new.
+  $("log").ariaLive = "off";
+  setTimeout(() => { $("log").ariaLive = null; }, 500);
+  // A message that was not answered is to be sent again.
+  const unanswered = chat.messages.at(-1)?.role === "user" ? chat.messages.pop() : null;
+  let elements = 0;
+  for (const message of chat.messages.slice().reverse()) {
+    // The oldest of many are shown as they were written.
+    const view = show(message, elements > 4 * ELEMENTS || undefined);
+    elements += view.text.getElementsByTagName("*").length;
+    $("log").prepend(view.article);
+    tell(view);
+  }
+  showCut();
+  offer();
+  toEnd();
+  if (unanswered) giveBack(unanswered.content, "The last message was not answered.");
 }
 
 function atEnd() {
@@ -768,10 +972,40 @@ function fail(message) {
   $("error").hidden = !message;
 }
 
+function note(message) {
+  $("notice").textContent = message;
+  $("notice").hidden = !message;
+}
+
+// A text that was not sent goes back into the box, and where something else is being typed by now,
+// on demand.
+function giveBack(content, why) {
+  fail(why);
+  const put = () => {
+    const box = $("prompt");
+    box.value = box.value ? `${content}\n${box.value}` : content;
+    typed();
+  };
+  if (!$("prompt").value) return put();
+  const button = element("button", "Restore the message");
+  button.type = "button";
+  button.onclick = () => {
+    put();
+    fail("");
+    $("prompt").focus();
+  };
+  $("error").append(" ", button);
+}
+
 function busy(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
-  document.querySelectorAll(".regenerate").forEach(button => { button.disabled = is; });
+}
+
+// Where the focus goes from what is no longer there: to the message box, but on a phone that would
+// open a keyboard.
+function rest() {
+  (matchMedia("(pointer: coarse)").matches ? $("log") : $("prompt")).focus({ preventScroll: true });
 }
 
 // --- requests
@@ -781,13 +1015,7 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
-async function reason(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
-}
+const context = () => model.max_model_len ?? model.context_length;
 
 function settings() {
   const set = {};
@@ -796,6 +1024,24 @@ function settings() {
     if (value !== "") set[name] = Number(value);
   }
   return set;
+}
+
+// The server's answer; else an error with its reason and code.
+async function post(path, body, signal) {
+  let response;
+  try {
+    response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("the server does not answer");
+  }
+  if (response.status === 401) askForKey();
+  if (response.ok) return response;
+  let told;
+  try { told = (await response.json()).error; } catch { /* not from this server */ }
+  const error = new Error(told?.message || `the server answered ${response.status}`);
+  error.code = told?.code;
+  throw error;
 }
 
 // Server-sent events, each as its data.
@@ -812,127 +1058,247 @@ async function* events(response) {
   }
 }
 
-async function answer() {
-  fail("");
-  const chat = chats();
-  const system = $("system").value.trim();
-  const said = chat && system ? [{ role: "system", content: system }, ...messages] : messages.slice();
-  const body = { model: model.id, stream: true, stream_options: { include_usage: true }, ...settings() };
-  if (chat) body.messages = said;
-  else {
-    body.prompt = messages.map(message => message.content).join("");
-    body.max_tokens ??= Math.min(200, Math.floor(model.context_length / 2));
+const joined = (messages, cut) => messages.map(message => message.content).join("").slice(cut);
+const lengthOf = messages => messages.reduce((sum, message) => sum + message.content.length, 0);
+
+// How many characters of the oldest messages to leave out so that some fit: whole messages of a
+// conversation, which begins with the user's then; of a text, up to a word. The last message stays,
+// if it is the user's.
+function cutFor(messages, characters, converses) {
+  const total = lengthOf(messages), last = messages.at(-1);
+  const most = last.role === "user" ? total - last.content.length : total - 1;
+  const least = Math.min(Math.max(0, Math.ceil(total - characters)), most);
+  if (!converses) {
+    const word = messages.map(message => message.content).join("").indexOf(" ", least);
+    return least && word >= 0 ? Math.min(word, most) : least;
   }
-  const message = { role: "assistant", content: "" };
-  const shown = show(message);
-  shown.text.classList.add("cursor");
-  toEnd();
-  running = new AbortController();
+  let at = 0;
+  for (const message of messages) {
+    if (at >= least && message.role === "user") return at;
+    at += message.content.length;
+  }
+  return most;
+}
+
+// Asks for what follows the messages, of which the oldest are left out where the model has no room
+// for them.
+async function ask(one, messages, signal) {
+  const set = settings();
+  const system = one.converses ? $("system").value.trim() : "";
+  const path = one.converses ? "/v1/chat/completions" : "/v1/completions";
+  const whole = context(), total = lengthOf(messages);
+  // Tokens that an answer has room for.
+  const answer = Math.max(1, Math.min(set.max_tokens ?? Infinity, 256, Math.floor(whole / 4)));
+  const leave = characters => {
+    const cut = cutFor(messages, characters - system.length, one.converses);
+    const more = cut > one.cut;
+    one.cut = Math.max(one.cut, cut);
+    return more;
+  };
+  if (one.rate) leave((whole - answer) / one.rate);
+  // /v1/completions writes a few tokens where nobody says how many, and refuses too many: then it
+  // tells how many the text has, which is guessed here.
+  const tokens = (one.rate ? 1.05 * one.rate : 0.25) * (total - one.cut);
+  let most = one.converses ? Infinity : Math.max(answer, Math.floor(whole - tokens - 4));
+  for (;;) {
+    const body = { model: model.id, stream: true, stream_options: { include_usage: true }, ...set };
+    if (one.converses) {
+      let at = 0;
+      body.messages = messages.filter(message => (at += message.content.length) > one.cut || message === messages.at(-1));
+      body.messages = body.messages.map(({ role, content }) => ({ role, content }));
+      if (system) body.messages.unshift({ role: "system", content: system });
+    } else body.prompt = joined(messages, one.cut);
+    if (most < (set.max_tokens ?? Infinity)) body.max_tokens = most;
+    const size = system.length + total - one.cut;
+    try {
+      return { response: await post(path, body, signal), size };
+    } catch (error) {
+      if (error.code !== "context_length_exceeded") throw error;
+      const tokens = Number(/has (\d+) tokens/.exec(error.message)?.[1]);
+      const left = whole - tokens;
+      const fits = tokens ? 0.95 * size * (whole - answer) / tokens : size / 2;
+      if (!(left >= answer) && leave(fits)) most = one.converses ? Infinity : answer;
+      else if (left >= 1 && left !== most) most = left;
+      else throw error;
+    }
+  }
+}
+
+// Writes an answer to what was sent, or another one instead of one that is there. Neither changes
+// unless something comes.
+async function answer({ sent = null, instead = null }) {
+  const one = chat, control = new AbortController(), cut = one.cut;
+  const asked = instead ? one.messages.slice(0, one.messages.indexOf(instead)) : one.messages.slice();
+  const message = { role: "assistant", content: "", told: "stopped" };
+  const focused = document.activeElement;
+  const leaves = focused === $("send") || focused.className === "regenerate";
+  fail("");
+  if (instead) views.get(instead).article.hidden = true;
+  running = control;
+  const view = show(message);
+  view.text.classList.add("cursor");
+  view.article.ariaBusy = "true";
   busy(true);
+  if (leaves) $("stop").focus({ preventScroll: true });
+  offer();
+  save(one);
+  toEnd();
+
   const begun = performance.now();
-  let first = 0, tokens = 0, timer = 0, wait = 0, complete = false;
+  let first = 0, usage = null, ended = "", complete = false, size = 0, failure = null;
+  let arrived = false, saved = begun, timer = 0, wait = 0;
+  const arrive = () => {
+    arrived = true;
+    if (!instead) one.messages.push(message);
+    else {
+      one.messages.splice(one.messages.indexOf(instead), 1, message);
+      if (running === control) views.get(instead).article.remove();
+    }
+  };
   // The longer it takes, the more rarely.
   const redraw = () => {
     timer = 0;
+    if (running !== control) return;
     const begun = performance.now(), follow = atEnd();
-    shown.draw(message.content);
+    view.draw(message.content);
     if (follow) toEnd();
     wait = Math.max(50, 4 * (performance.now() - begun));
   };
   try {
-    const path = chat ? "/v1/chat/completions" : "/v1/completions";
-    const response = await fetch(path, {
-      method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
-    });
-    if (response.status === 401) askForKey();
-    if (!response.ok) throw new Error(await reason(response));
+    const { response, size: sentSize } = await ask(one, asked, control.signal);
+    size = sentSize;
+    if (running === control) showCut();
     for await (const data of events(response)) {
       if (data === "[DONE]") { complete = true; break; }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) tokens = chunk.usage.completion_tokens;
-      const piece = chunk.choices[0] && (chat ? chunk.choices[0].delta.content : chunk.choices[0].text);
+      usage = chunk.usage ?? usage;
+      const choice = chunk.choices?.[0];
+      ended = choice?.finish_reason ?? ended;
+      const piece = choice && (one.converses ? choice.delta?.content : choice.text);
       if (!piece) continue;
       first ||= performance.now();
       message.content += piece;
+      if (!arrived) arrive();
       timer ||= setTimeout(redraw, wait);
+      if (performance.now() - saved > SAVE_EVERY) {
+        save(one);
+        saved = performance.now();
+      }
     }
     if (!complete) throw new Error("the connection broke off");
   } catch (error) {
-    if (error.name !== "AbortError") fail(error.message);
+    failure = error.name === "AbortError" ? null : error;
   }
   clearTimeout(timer);
-  // What came nearly all at once is measured from the question on: how long it took to arrive says nothing.
-  const now = performance.now(), seconds = (now - (now - first < 100 ? begun : first)) / 1000, speed = tokens / seconds;
-  running = null;
-  busy(false);
-  shown.text.classList.remove("cursor");
-  shown.draw(message.content);
-  if (message.content) messages.push(message);
-  else shown.article.remove();
-  const follow = atEnd();
-  if (message.content) {
-    const told = complete && tokens > 1 ? `${tokens} tokens, ${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s, the first after ${(first - begun).toFixed(0)} ms` : "stopped";
-    document.querySelectorAll(".regenerate").forEach(button => button.remove());
-    const again = element("button", "Regenerate");
-    again.type = "button";
-    again.className = "regenerate";
-    again.onclick = () => {
-      if (running) return;
-      messages = messages.slice(0, messages.indexOf(message));
-      shown.article.remove();
-      answer();
-    };
-    shown.under.append(element("span", told), again);
+  if (complete && !arrived) arrive();
+  if (complete) message.told = "";
+  if (complete && usage) {
+    const limited = ended === "length" ? ", the most that were allowed" : "";
+    message.told = speed(usage.completion_tokens, begun, first) + limited;
   }
-  if (follow) toEnd();
+  if (failure) message.told = "broken off";
+  // In a short conversation most of it is the template's.
+  if (usage && (usage.total_tokens > context() / 2 || !one.converses)) {
+    one.rate = usage.total_tokens / (size + message.content.length);
+  }
+  // Another chat is there by now.
+  if (running !== control) return save(one);
+
+  running = null;
+  const stopFocused = document.activeElement === $("stop");
+  busy(false);
+  view.text.classList.remove("cursor");
+  view.article.ariaBusy = "false";
+  if (arrived) {
+    const follow = atEnd();
+    view.draw(message.content);
+    tell(view);
+    if (failure) fail(failure.message);
+    if (follow) toEnd();
+  } else {
+    one.cut = cut;
+    showCut();
+    for (const gone of [message, sent]) {
+      if (gone) views.get(gone).article.remove();
+      views.delete(gone);
+    }
+    if (instead) views.get(instead).article.hidden = false;
+    one.messages = sent ? one.messages.filter(other => other !== sent) : one.messages;
+    $("empty").hidden = one.messages.length > 0;
+    const why = failure ? failure.message : "stopped before an answer came";
+    if (sent) giveBack(sent.content, why);
+    else fail(why);
+  }
+  save(one);
+  const again = offer();
+  if (stopFocused || document.activeElement === document.body) {
+    if (instead && again) again.focus({ preventScroll: true });
+    else rest();
+  }
+}
+
+// What came nearly all at once is measured from the question on: how long it took to arrive says
+// nothing.
+function speed(tokens, begun, first) {
+  const now = performance.now();
+  if (!first) return `${tokens} tokens`;
+  const rate = tokens / ((now - (now - first < 100 ? begun : first)) / 1000);
+  const told = tokens > 1 ? `${tokens} tokens` : "1 token";
+  return `${told}, ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s, the first after ${(first - begun).toFixed(0)} ms`;
 }
 
 function say() {
-  const content = chats() ? $("prompt").value.trim() : $("prompt").value;
-  if (running || model === null || (!content.trim() && chats())) return;
-  if (content) {
-    const message = { role: "user", content };
-    messages.push(message);
-    show(message);
+  const content = chat.converses ? $("prompt").value.trim() : $("prompt").value;
+  if (running || model === null || (chat.converses ? !content : !content && !chat.messages.length)) return;
+  const sent = content ? { role: "user", content } : null;
+  if (sent) {
+    chat.messages.push(sent);
+    show(sent);
   }
-  if (!messages.length) return;
   $("prompt").value = "";
-  fit();
-  answer();
+  typed();
+  answer({ sent });
 }
 
 function stop() {
   if (running) running.abort();
-  $("prompt").focus();
+  rest();
 }
 
 function fresh() {
-  stop();
-  messages = [];
-  document.querySelectorAll(".said").forEach(said => said.remove());
-  $("empty").hidden = false;
-  fail("");
-  $("prompt").focus();
+  open(newChat());
+  if (!$("chats").hidden) listChats();
+  rest();
 }
 
 // --- settings
 
-function fit() {
+function typed() {
   const box = $("prompt");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight + 2}px`;
+  keep("sessionStorage", "draft", box.value);
 }
 
-function toggleSettings(open) {
-  $("settings").hidden = !open;
-  $("show-settings").setAttribute("aria-expanded", String(open));
-  $("show-settings").textContent = open ? "Close settings" : "Settings";
+const PANELS = { chats: "Chats", settings: "Settings" };
+
+function toggle(panel, open) {
+  for (const [name, title] of Object.entries(PANELS)) {
+    // One at a time.
+    const shown = name === panel && open;
+    $(name).hidden = !shown;
+    const button = $(`show-${name}`);
+    button.ariaExpanded = String(shown);
+    button.textContent = shown ? "Close" : title;
+    button.ariaLabel = shown ? `Close ${title.toLowerCase()}` : title;
+  }
+  if (panel === "chats" && open) listChats();
 }
 
 function askForKey() {
   $("key-label").hidden = false;
-  toggleSettings(true);
+  toggle("settings", true);
   $("key").focus();
 }
 
@@ -950,17 +1316,19 @@ async function connect() {
       askForKey();
       return;
     }
+    const first = model === null;
     model = (await response.json()).data[0];
     $("model").textContent = model.id;
     document.title = `${model.id} - Fireclay`;
     const writes = model.paths.includes("/v1/completions");
-    $("state").textContent = writes ? "ready" : "an encoder: it answers programs, at /v1";
     $("send").disabled = !writes;
-    $("system-label").hidden = !chats();
-    if (!chats() && writes) {
+    $("system-label").hidden = !converses();
+    if (!converses() && writes) {
       $("prompt-label").textContent = "Text to go on from";
       $("empty").textContent = "This model goes on from a text; it was not made to converse.";
     }
+    if (first) await restore();
+    $("state").textContent = writes ? "ready" : "an encoder: it answers programs, at /v1";
   } catch {
     $("state").textContent = "the server does not answer";
     setTimeout(connect, 2000);
@@ -973,24 +1341,35 @@ function theme(value) {
 }
 
 $("say").onsubmit = event => { event.preventDefault(); say(); };
-$("prompt").oninput = fit;
+$("prompt").oninput = typed;
 $("prompt").onkeydown = event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); say(); }
 };
 document.onkeydown = event => {
   if (event.key !== "Escape") return;
+  const panel = Object.keys(PANELS).find(name => !$(name).hidden);
   if (running) stop();
-  else if (!$("settings").hidden) { toggleSettings(false); $("show-settings").focus(); }
+  else if (panel) { toggle(panel, false); $(`show-${panel}`).focus(); }
 };
 $("stop").onclick = stop;
 $("new").onclick = fresh;
-$("show-settings").onclick = () => toggleSettings($("settings").hidden);
-$("key").onchange = () => { keep(sessionStorage, "key", $("key").value.trim()); connect(); };
-$("system").onchange = () => keep(localStorage, "system", $("system").value);
-$("theme").onchange = () => { keep(localStorage, "theme", $("theme").value); theme($("theme").value); };
-$("key").value = kept(sessionStorage, "key");
-$("system").value = kept(localStorage, "system");
-$("theme").value = kept(localStorage, "theme");
+for (const name of Object.keys(PANELS)) $(`show-${name}`).onclick = () => toggle(name, $(name).hidden);
+$("delete-all").onclick = () => {
+  if (!confirm("Delete all chats that this browser keeps?")) return;
+  forget(names());
+  $("new").focus();
+};
+// Before the page is left or loaded again, and when another tab changed what is kept.
+window.onpagehide = () => { if (running) save(chat); };
+window.onstorage = () => { if (!$("chats").hidden) listChats(); };
+$("key").onchange = () => { keep("sessionStorage", "key", $("key").value.trim()); connect(); };
+$("system").onchange = () => keep("localStorage", "system", $("system").value);
+$("theme").onchange = () => { keep("localStorage", "theme", $("theme").value); theme($("theme").value); };
+$("key").value = kept("sessionStorage", "key");
+$("system").value = kept("localStorage", "system");
+$("theme").value = kept("localStorage", "theme");
 theme($("theme").value);
+$("prompt").value = kept("sessionStorage", "draft");
+typed();
 $("prompt").focus();
 connect();
