@@ -14,7 +14,7 @@ OUT = Path(__file__).parent / "cross_encoder"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"clay kiln pot glaze red blue fire heat wheel slow fast cold hot a the is of in".split()]
 PAIRS = [
     ("the clay is hot", "fire in the kiln"), ("the clay is hot", "a blue glaze"), ("glaze", "glaze"), ("glaze", "glaze glaze of glaze"),
-    ("slow wheel", "a fast wheel is hot in the cold fire of the kiln"), ("unheard", "words"), ("red [SEP] pot", "the [CLS] pot"),
+    ("slow wheel", "a fast wheel is hot in the cold fire of the kiln"), ("unheard", "words"),
 ]
 
 
@@ -35,12 +35,11 @@ def main():
     )
     model = BertForSequenceClassification(config).eval()
     model.save_pretrained(OUT)
-    # What a text spells is text here, special tokens too: the pieces of their names are unknown words.
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
     scores = []
     for first, second in PAIRS:
         with torch.no_grad():
-            encoded = fast(first, second, return_tensors="pt", split_special_tokens=True)
+            encoded = fast(first, second, return_tensors="pt")
             scores.append(torch.sigmoid(model(**encoded).logits).item())
     (OUT / "scores.json").write_text(json.dumps({"pairs": PAIRS, "scores": scores}, indent=1) + "\n")
     print(scores)

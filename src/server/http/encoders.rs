@@ -160,6 +160,7 @@ mod tests {
     #[test]
     fn a_shortened_embedding_has_length_one() {
         assert_eq!(shortened(vec![0.6, 0.0, 0.8], 3), [0.6, 0.0, 0.8]);
-        assert_eq!(shortened(vec![0.36, 0.48, 0.8], 2), [0.6, 0.8]);
+        let short = shortened(vec![0.36, 0.48, 0.8], 2);
+        assert!(short.iter().zip([0.6, 0.8]).all(|(value, wanted)| (value - wanted).abs() < 1e-6), "{short:?}");
     }
 }

@@ -454,7 +454,7 @@ fn chunk(shared: &Shared, head: &Head, object: &str, choices: Vec<Value>, usage:
 /// # Errors
 /// If there are any, and the server is strict.
 pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
-    let unknown = fields.unknown();
+    let unknown = Fields::unknown(fields);
     if shared.options.strict
         && let Some(field) = unknown.first()
     {
