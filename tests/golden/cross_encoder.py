@@ -39,7 +39,7 @@ def main():
     scores = []
     for first, second in PAIRS:
         with torch.no_grad():
-            encoded = fast(first, second, return_tensors="pt")
+            encoded = fast(first, second, return_tensors="pt", return_token_type_ids=True)
             scores.append(torch.sigmoid(model(**encoded).logits).item())
     (OUT / "scores.json").write_text(json.dumps({"pairs": PAIRS, "scores": scores}, indent=1) + "\n")
     print(scores)
