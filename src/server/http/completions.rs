@@ -5,6 +5,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 
+use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{Form, Prompts, Settings, Whole, answer, apart, bounded, named, spelled};
@@ -29,7 +30,8 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         if echo && settings.likeliest.is_some() {
             return Err(ApiError::param("echo", "the tokens of a prompt have no logprobs here: leave echo out"));
         }
-        fields.refuse(&["response_format", "tools"])?;
+        fields.refuse(&["tools"])?;
+        let constraint = Constraint::read(&fields)?;
         if fields.get("suffix").is_some() {
             return Err(fields.wrong("suffix", "left out: nothing is written before it"));
         }
@@ -51,7 +53,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         let room = prompts.iter().map(|prompt| served.context.saturating_sub(prompt.len())).min().unwrap_or(0);
         let max_tokens = max_tokens.or((room > 0).then_some(MAX_TOKENS.min(room)));
         let taken = Taken { stop: settings.stop.clone(), calls: None, parallel_calls: true, prompts: Vec::new() };
-        let prompts = Prompts { prompts, max_tokens, filter: None, field: "prompt" };
+        let prompts = Prompts { prompts, max_tokens, constraint, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
         Ok((prompts, settings, taken, given, echo))
     })

@@ -3,6 +3,7 @@
 mod chat;
 mod completions;
 mod connections;
+mod constraints;
 mod encoders;
 pub(super) mod error;
 mod fields;

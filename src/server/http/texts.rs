@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
@@ -20,6 +21,7 @@ use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilt
 use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
 use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::grammar::GrammarFilter;
 use crate::server::served::{Served, ServedWriter};
 
 /// Stop texts of a request.
@@ -151,37 +153,44 @@ pub(super) fn random() -> u64 {
 pub(super) struct Prompts {
     pub(super) prompts: Vec<Vec<u32>>,
     pub(super) max_tokens: Option<usize>,
-    /// Makes a filter for each text.
-    pub(super) filter: Option<Filter>,
+    /// What each text is kept to.
+    pub(super) constraint: Option<Constraint>,
     /// The field that a prompt comes from.
     pub(super) field: &'static str,
 }
 
-pub(super) type Filter = Box<dyn Fn() -> Result<Box<dyn TokenFilter>, ApiError> + Send + Sync>;
-
 impl Prompts {
+    /// That the texts are not too many, and each has room.
+    fn check(&self, shared: &Shared, served: &ServedWriter, settings: &Settings) -> Result<(), ApiError> {
+        let (count, most) = (self.prompts.len() * settings.choices, shared.options.limits.answers);
+        for length in self.prompts.iter().map(Vec::len) {
+            let room = served.context.saturating_sub(length);
+            if length == 0 {
+                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
+            }
+            if room == 0 || self.max_tokens.is_some_and(|more| more > room) {
+                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
+                let message =
+                    format!("the prompt has {length} tokens{asked}, but there is room for {} in all", served.context);
+                return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
+            }
+        }
+        if count > most {
+            return Err(ApiError::param("n", format!("{count} texts were asked for; {most} are allowed at once")));
+        }
+        Ok(())
+    }
+
     /// Jobs for all texts of a request, and where what comes of them is told: those of the first prompt, then of the next.
     fn jobs(
         &self,
         served: &ServedWriter,
         settings: &Settings,
-    ) -> Result<(Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>), ApiError> {
-        let mut jobs = Vec::new();
-        let mut events = Vec::new();
-        for (number, (prompt, _)) in
-            self.prompts.iter().flat_map(|prompt| (0..settings.choices).map(move |choice| (prompt, choice))).enumerate()
-        {
-            let (length, context) = (prompt.len(), served.context);
-            let room = context.saturating_sub(length);
-            let max_tokens = self.max_tokens.unwrap_or(room);
-            if length == 0 {
-                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
-            }
-            if room == 0 || max_tokens > room {
-                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
-                let message = format!("the prompt has {length} tokens{asked}, but there is room for {context} in all");
-                return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
-            }
+        filter: Option<&GrammarFilter>,
+    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>) {
+        let prompts = self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices));
+        let job = |(number, prompt): (usize, &Vec<u32>)| {
+            let max_tokens = self.max_tokens.unwrap_or(served.context.saturating_sub(prompt.len()));
             let request = Request {
                 sampling: settings.options.sampling(number as u64),
                 ends: served.ends.clone(),
@@ -189,12 +198,11 @@ impl Prompts {
                 likeliest: settings.likeliest.map(|count| count.min(MOST_LIKELIEST)),
                 ..Request::new(prompt.clone(), max_tokens)
             };
-            let filter = self.filter.as_ref().map(|filter| filter()).transpose()?;
+            let filter = filter.map(|filter| Box::new(filter.again()) as Box<dyn TokenFilter>);
             let (sender, receiver) = mpsc::unbounded_channel();
-            jobs.push(Job::Write(Box::new(WriteJob { request, filter, events: sender })));
-            events.push(receiver);
-        }
-        Ok((jobs, events))
+            (Job::Write(Box::new(WriteJob { request, filter, events: sender })), receiver)
+        };
+        prompts.enumerate().map(job).unzip()
     }
 
     /// The end of each text's prompt, in the order of [`jobs`](Self::jobs).
@@ -205,19 +213,15 @@ impl Prompts {
 }
 
 /// Fields of other servers that shape an answer, and that nothing here follows.
-const UNSUPPORTED: [&str; 15] = [
+const UNSUPPORTED: [&str; 11] = [
     "allowed_token_ids",
     "bad_words",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
+    "guided_whitespace_pattern",
     "ignore_eos",
     "min_tokens",
     "prompt_logprobs",
     "stop_token_ids",
     "structural_tag",
-    "structured_outputs",
     "truncate_prompt_tokens",
     "typical_p",
     "use_beam_search",
@@ -256,25 +260,26 @@ pub(super) struct Whole {
 pub(super) async fn answer(
     shared: Arc<Shared>,
     caller: Caller,
-    (prompts, settings, mut taken): (Prompts, Settings, Taken),
+    (mut prompts, settings, mut taken): (Prompts, Settings, Taken),
     form: impl Form,
 ) -> Result<Response, ApiError> {
     let served = writer(&shared)?;
-    let (jobs, events) = prompts.jobs(served, &settings)?;
+    prompts.check(&shared, served, &settings)?;
+    let deadline = Instant::now() + shared.options.limits.request;
+    let filter = match prompts.constraint.take() {
+        Some(constraint) => Some(constraint.compile(served, deadline).await?),
+        None => None,
+    };
+    let (jobs, events) = prompts.jobs(served, &settings, filter.as_ref());
     taken.prompts = prompts.of_choices(&settings);
     let prompt_tokens = prompts.prompts.iter().map(Vec::len).sum();
     let count = jobs.len();
-    if count > shared.options.limits.answers {
-        let most = shared.options.limits.answers;
-        return Err(ApiError::param("n", format!("{count} texts were asked for; {most} are allowed at once")));
-    }
     if shared.queue.push(caller.client, jobs).is_err() {
         let waiting = shared.queue.len() as u64;
         return Err(ApiError::busy(1 + waiting / 16));
     }
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let head = Head { id: format!("{}-{:016x}{:016x}", form.names()[0], random(), random()), created, prompt_tokens };
-    let deadline = Instant::now() + shared.options.limits.request;
     if settings.stream {
         return Ok(streamed(Arc::clone(&shared), caller, (head, settings.usage, taken), events, deadline, form));
     }
@@ -413,7 +418,7 @@ pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
     String::from_utf8_lossy(served.token_bytes.get(token as usize).map_or(&[][..], Vec::as_slice)).into_owned()
 }
 
-/// Makes tokens or a grammar on a thread where that may take its time.
+/// Makes tokens on a thread where that may take its time.
 pub(super) async fn apart<T: Send + 'static>(
     shared: &Arc<Shared>,
     work: impl FnOnce(&Shared, &ServedWriter) -> Result<T, ApiError> + Send + 'static,
