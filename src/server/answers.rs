@@ -11,7 +11,7 @@ use super::engine::{NewTokens, TextEvent};
 use super::http::error::ApiError;
 use super::log::Record;
 use super::served::ServedWriter;
-use super::tools::{ToolCall, ToolCalls, ToolStyle};
+use super::tools::{Calls, ToolCall, ToolCalls};
 use crate::inference::generation::Writer;
 use crate::inference::generation::scheduler::{Finish, WrittenToken};
 
@@ -37,7 +37,7 @@ pub(super) struct Piece {
 pub(super) struct Taken {
     pub(super) stop: Vec<String>,
     /// How calls are spelled, where they are taken out.
-    pub(super) calls: Option<ToolStyle>,
+    pub(super) calls: Option<Calls>,
     /// Whether a text may have more than one.
     pub(super) parallel_calls: bool,
     /// The prompt's last tokens of each choice, behind which its own are decoded.
@@ -79,7 +79,7 @@ impl<'a> Answers<'a> {
             Some(Choice {
                 events,
                 writer: Writer::new(&served.tokenizer, prompt, &taken.stop),
-                calls: taken.calls.map(ToolCalls::new),
+                calls: taken.calls.clone().map(ToolCalls::new),
                 called: 0,
                 most_calls: if taken.parallel_calls { usize::MAX } else { 1 },
             })
@@ -178,7 +178,7 @@ impl<'a> Answers<'a> {
                             "the model's logits are NaN: its weights are damaged, or its values overflow in bf16 or f16",
                         ));
                     }
-                    Finish::Filter => return Err(ApiError::server("the grammar could not be followed")),
+                    Finish::Filter => return Err(ApiError::grammar()),
                 });
             }
             TextEvent::Failed(failure) => return Err(failure.into()),

@@ -53,13 +53,12 @@ impl ToolStyle {
         }
     }
 
-    /// A grammar in Lark's form of one call of one of these tools, by name and the schema of its arguments.
-    pub(super) fn grammar(self, tools: &[(String, Value)]) -> String {
+    /// The schema of a call of one of these tools, by name and the schema of its arguments.
+    pub(super) fn schema(self, tools: Vec<(String, Value)>) -> Value {
         // Each schema is at a place of its own, since references within it begin at its own root.
         let mut places = Map::new();
-        let mut call = |(at, (name, schema)): (usize, &(String, Value))| {
+        let mut call = |(at, (name, mut schema)): (usize, (String, Value))| {
             let (name, place) = (json!({ "const": name }), format!("tool{at}"));
-            let mut schema = schema.clone();
             move_references(&mut schema, &place);
             let mut properties = Map::new();
             properties.insert("name".into(), name);
@@ -70,34 +69,42 @@ impl ToolStyle {
                 "additionalProperties": false,
             })
         };
-        let mut calls: Vec<Value> = tools.iter().enumerate().map(&mut call).collect();
+        let mut calls: Vec<Value> = tools.into_iter().enumerate().map(&mut call).collect();
         let mut schema = if calls.len() == 1 { calls.remove(0) } else { json!({ "anyOf": calls }) };
         schema["$defs"] = places.into();
-        let schema = super::grammar::one_line(schema);
-        match self {
-            Self::Tagged => format!("start: \"{BEGIN}\\n\" call \"\\n{END}\"\ncall: %json {schema}\n"),
-            Self::Listed => format!("start: \"[\" call \"]\"\ncall: %json {schema}\n"),
-            Self::Bare => format!("start: call\ncall: %json {schema}\n"),
-        }
+        schema
+    }
+
+    /// A grammar in Lark's form of a call of a schema, of several if need be, or of what a rule `answer` says.
+    pub(super) fn grammar(self, schema: &Value, several: bool, answer: Option<&str>) -> String {
+        let more = |between: &str| if several { format!(" (\"{between}\" call)*") } else { String::new() };
+        let calls = match self {
+            Self::Tagged => format!("calls: call{}\ncall: \"{BEGIN}\\n\" json \"\\n{END}\"\n", more("\\n")),
+            Self::Listed => format!("calls: \"[\" call{} \"]\"\ncall: json\n", more(", ")),
+            Self::Bare => "calls: json\n".to_string(),
+        };
+        let start = if answer.is_some() { "calls | answer" } else { "calls" };
+        format!("start: {start}\n{calls}json: %json {schema}\n{}", answer.unwrap_or_default())
     }
 }
 
 /// Makes the references of a schema to itself those to `#/$defs/PLACE`, where it is to be.
 fn move_references(schema: &mut Value, place: &str) {
-    match schema {
-        Value::Object(fields) => {
-            for (key, value) in fields {
-                match value {
-                    Value::String(target) if key == "$ref" && target.starts_with('#') => {
-                        *target = format!("#/$defs/{place}{}", &target[1..]);
-                    }
-                    value => move_references(value, place),
-                }
-            }
+    super::grammar::each_schema(schema, &mut |fields| {
+        if let Some(Value::String(target)) = fields.get_mut("$ref")
+            && target.starts_with('#')
+        {
+            *target = format!("#/$defs/{place}{}", &target[1..]);
         }
-        Value::Array(parts) => parts.iter_mut().for_each(|part| move_references(part, place)),
-        _ => {}
-    }
+    });
+}
+
+/// The calls that a text may have.
+#[derive(Clone, Debug)]
+pub(super) struct Calls {
+    pub(super) style: ToolStyle,
+    /// Names of tools, where a text is either calls of these and nothing else, or something else and no call.
+    pub(super) only: Option<Vec<String>>,
 }
 
 /// A call.
@@ -111,20 +118,28 @@ pub(super) struct ToolCall {
 /// Takes the calls out of a text as it comes.
 pub(super) struct ToolCalls {
     style: ToolStyle,
+    only: Option<Vec<String>>,
     /// What is not yet known to be words or a call.
     held: String,
-    begun: bool,
+    /// Whether the text is one without calls.
+    words: bool,
+    /// Whether it has had one.
+    called: bool,
 }
 
 impl ToolCalls {
-    pub(super) fn new(style: ToolStyle) -> Self {
-        Self { style, held: String::new(), begun: false }
+    pub(super) fn new(Calls { style, only }: Calls) -> Self {
+        Self { style, only, held: String::new(), words: false, called: false }
     }
 
     /// More text: its words, and the calls that it completes.
     pub(super) fn push(&mut self, text: &str) -> (String, Vec<ToolCall>) {
         self.held.push_str(text);
         let (mut words, mut calls) = (String::new(), Vec::new());
+        if self.words || self.begins_without_calls() {
+            self.words = true;
+            return (std::mem::take(&mut self.held), calls);
+        }
         match self.style {
             ToolStyle::Tagged => loop {
                 let Some(at) = self.held.find(BEGIN) else {
@@ -142,21 +157,29 @@ impl ToolCalls {
                     None => words.push_str(&whole),
                 }
             },
-            ToolStyle::Listed | ToolStyle::Bare => {
-                let begin = if self.style == ToolStyle::Listed { '[' } else { '{' };
-                let begins = self.held.trim_start().starts_with(begin) || self.held.trim_start().is_empty();
-                if self.begun || !begins {
-                    self.begun = true;
-                    words = std::mem::take(&mut self.held);
-                }
-            }
+            // Known at its end.
+            ToolStyle::Listed | ToolStyle::Bare => {}
         }
+        self.called |= !calls.is_empty();
         (words, calls)
+    }
+
+    /// Whether a text that begins like this has no calls.
+    fn begins_without_calls(&self) -> bool {
+        let text = self.held.trim_start();
+        match self.style {
+            ToolStyle::Tagged => {
+                self.only.is_some() && !self.called && !text.starts_with(BEGIN) && !BEGIN.starts_with(text)
+            }
+            ToolStyle::Listed => !text.starts_with('[') && !text.is_empty(),
+            ToolStyle::Bare => !text.starts_with('{') && !text.is_empty(),
+        }
     }
 
     /// The end of the text: what is left of it.
     pub(super) fn finish(self) -> (String, Vec<ToolCall>) {
         let calls = match self.style {
+            _ if self.words => None,
             // A model that stops at the end of a turn may leave the last tag out.
             ToolStyle::Tagged => self.held.strip_prefix(BEGIN).and_then(|rest| Some(vec![self.call(rest)?])),
             ToolStyle::Listed => self.calls(&self.held),
@@ -206,6 +229,14 @@ impl ToolCalls {
 
     fn called(&self, value: &Value) -> Option<ToolCall> {
         let name = value["name"].as_str()?.to_string();
+        if let Some(only) = &self.only {
+            // Anything else is JSON of the answer's own schema.
+            let whole =
+                value[self.style.arguments()].is_object() && value.as_object().is_some_and(|call| call.len() == 2);
+            if !whole || !only.contains(&name) {
+                return None;
+            }
+        }
         let arguments = value.get(self.style.arguments()).or(value.get("arguments")).unwrap_or(&Value::Null);
         let arguments = match arguments {
             Value::Null => "{}".to_string(),
@@ -221,7 +252,11 @@ mod tests {
     use super::*;
 
     fn taken(style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
-        let mut tools = ToolCalls::new(style);
+        taken_of(Calls { style, only: None }, pieces)
+    }
+
+    fn taken_of(calls: Calls, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+        let mut tools = ToolCalls::new(calls);
         let (mut words, mut calls) = (String::new(), Vec::new());
         for piece in pieces {
             let (more, called) = tools.push(piece);
@@ -312,5 +347,33 @@ mod tests {
         assert_eq!(taken(ToolStyle::Bare, &pieces), (String::new(), vec![call("heat", "{\"to\":900}")]));
         assert_eq!(taken(ToolStyle::Bare, &["Hello {", "}"]), ("Hello {}".to_string(), vec![]));
         assert_eq!(taken(ToolStyle::Bare, &["{\"a\": 1}"]), ("{\"a\": 1}".to_string(), vec![]));
+    }
+
+    #[test]
+    fn json_beside_calls_is_a_call_of_a_tool_that_there_is_and_nothing_else() {
+        let only = |style| Calls { style, only: Some(vec!["heat".into()]) };
+        let called = |style, text: &str| {
+            let pieces: Vec<String> = text.chars().map(String::from).collect();
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            assert_eq!(taken_of(only(style), &pieces), taken_of(only(style), &[text]), "{text}");
+            taken_of(only(style), &pieces)
+        };
+        let heat = "{\"name\": \"heat\", \"parameters\": {\"to\": 9}}";
+        let wanted = call("heat", "{\"to\":9}");
+        assert_eq!(called(ToolStyle::Bare, heat), (String::new(), vec![wanted.clone()]));
+        let heat = heat.replace("parameters", "arguments");
+        assert_eq!(called(ToolStyle::Listed, &format!("[{heat}]")), (String::new(), vec![wanted.clone()]));
+        let two = format!("<tool_call>\n{heat}\n</tool_call>\n<tool_call>\n{heat}\n</tool_call>");
+        assert_eq!(called(ToolStyle::Tagged, &two), ("\n".into(), vec![wanted.clone(), wanted]));
+        for (style, text) in [
+            (ToolStyle::Bare, "{\"name\": \"Ada\", \"parameters\": {}}"),
+            (ToolStyle::Bare, "{\"name\": \"heat\"}"),
+            (ToolStyle::Bare, "{\"name\": \"heat\", \"parameters\": {}, \"x\": 1}"),
+            (ToolStyle::Listed, "[{\"name\": \"Ada\", \"arguments\": {}}]"),
+            (ToolStyle::Tagged, "{\"note\": \"<tool_call>{\\\"name\\\": 1}</tool_call>\"}"),
+            (ToolStyle::Tagged, "\"<tool_call>{\"name\": \"heat\", \"arguments\": {}}</tool_call>\""),
+        ] {
+            assert_eq!(called(style, text), (text.to_string(), vec![]));
+        }
     }
 }

@@ -7,18 +7,19 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 
+use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{
-    Filter, Form, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, spelled, told_unknown,
+    Form, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, spelled, told_unknown,
 };
 use super::{Asked, body};
 use crate::inference::chat::{ChatTemplate, Dialogue};
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
-use crate::server::grammar::Grammars;
+use crate::server::grammar::Grammar;
 use crate::server::served::ServedWriter;
-use crate::server::tools::{ToolCall, ToolStyle};
+use crate::server::tools::{Calls, ToolCall, ToolStyle};
 
 /// Messages of a conversation.
 const MESSAGES: usize = 4096;
@@ -43,14 +44,15 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
             false => {}
         }
         let (tokens, dialogue, tools) = conversation(served, &fields)?;
-        let filter = filter(served, &fields, &tools)?;
-        let taken = Taken {
-            stop: settings.stop.clone(),
-            calls: (!tools.offered.is_empty()).then_some(served.tool_style).flatten(),
-            parallel_calls: fields.flag("parallel_tool_calls", true)?,
-            prompts: Vec::new(),
-            nothing: false,
-        };
+        let parallel_calls = fields.flag("parallel_tool_calls", true)?;
+        let constraint = Constraint::read(&fields)?;
+        let calls = served.tool_style.filter(|_| !tools.offered.is_empty()).map(|style| {
+            // JSON of a schema may look like a call.
+            let only = constraint.as_ref().map(|_| tools.offered.iter().map(|(name, _)| name.clone()).collect());
+            Calls { style, only }
+        });
+        let constraint = tools.beside(served.tool_style, constraint, parallel_calls)?;
+        let taken = Taken { stop: settings.stop.clone(), calls, parallel_calls, prompts: Vec::new(), nothing: false };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         if !fields.flag("add_generation_prompt", true)? {
             return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
@@ -63,7 +65,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
             None => fields.count("max_tokens", 1..=usize::MAX)?,
         };
         told_unknown(shared, &record, &fields)?;
-        let prompts = Prompts { prompts: vec![tokens], max_tokens, filter, field: "messages" };
+        let prompts = Prompts { prompts: vec![tokens], max_tokens, constraint, field: "messages" };
         Ok((prompts, settings, taken, dialogue))
     })
     .await?;
@@ -164,66 +166,30 @@ impl Tools {
         }
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
     }
-}
 
-/// The grammar that an answer has to keep to, if there is one.
-fn filter(served: &ServedWriter, fields: &Fields, tools: &Tools) -> Result<Option<Filter>, ApiError> {
-    let format = response_schema(fields)?;
-    let grammar = match (tools.required, served.tool_style, format) {
-        (true, Some(style), None) => Grammar::Call(style.grammar(&tools.offered)),
-        (true, ..) => {
-            return Err(ApiError::param("response_format", "an answer that is a call has no response_format"));
-        }
-        (false, _, None) => return Ok(None),
-        (false, _, Some(_)) if !tools.offered.is_empty() => {
-            let message = "response_format beside tools needs tool_choice \"none\"";
-            return Err(ApiError::param("response_format", message));
-        }
-        (false, _, Some(schema)) => Grammar::Json(schema),
-    };
-    let field = if tools.required { "tools" } else { "response_format" };
-    let wrong = move |failure: crate::Failure| match failure.exit_code() {
-        2 => ApiError::param(field, format!("{field} cannot be followed: {failure}")),
-        _ => ApiError::server(failure.to_string()),
-    };
-    // What is wrong with it is told before it waits.
-    let grammars = Arc::clone(&served.grammars);
-    grammar.filter(&grammars).map_err(wrong)?;
-    Ok(Some(Box::new(move || grammar.filter(&grammars).map_err(wrong))))
-}
-
-enum Grammar {
-    Json(Value),
-    Call(String),
-}
-
-impl Grammar {
-    fn filter(
-        &self,
-        grammars: &Grammars,
-    ) -> Result<Box<dyn crate::inference::generation::scheduler::TokenFilter>, crate::Failure> {
-        match self {
-            Self::Json(schema) => grammars.json(schema),
-            Self::Call(grammar) => grammars.lark(grammar.clone()),
-        }
-    }
-}
-
-fn response_schema(fields: &Fields) -> Result<Option<Value>, ApiError> {
-    let Some(format) = fields.object("response_format")? else { return Ok(None) };
-    match format.text("type")? {
-        Some("text") => Ok(None),
-        // Some servers take a schema with it.
-        Some("json_object") => match format.object("schema")? {
-            Some(schema) => Ok(Some(Value::Object(schema.into_values()))),
-            None => Ok(Some(json!({ "type": "object" }))),
-        },
-        Some("json_schema") => {
-            let schema = format.object("json_schema")?.ok_or_else(|| format.wrong("json_schema", "an object"))?;
-            let schema = schema.object("schema")?.ok_or_else(|| schema.wrong("schema", "an object"))?;
-            Ok(Some(Value::Object(schema.into_values())))
-        }
-        _ => Err(format.wrong("type", "\"text\", \"json_object\" or \"json_schema\"")),
+    /// What an answer is kept to: a call where there has to be one, and calls or what another constraint says where there may be some.
+    fn beside(
+        self,
+        style: Option<ToolStyle>,
+        constraint: Option<Constraint>,
+        several: bool,
+    ) -> Result<Option<Constraint>, ApiError> {
+        let Some(style) = style.filter(|_| !self.offered.is_empty()) else { return Ok(constraint) };
+        let (field, several, otherwise) = match constraint {
+            None if !self.required => return Ok(None),
+            None => ("tools".to_string(), false, None),
+            Some(Constraint { field, .. }) if self.required => {
+                let message = format!("an answer that is a call has no {field}");
+                return Err(ApiError::param(field, message));
+            }
+            Some(Constraint { field, grammar: Grammar::Lark(_) }) => {
+                let message = format!("{field} cannot stand beside tools: it needs tool_choice \"none\"");
+                return Err(ApiError::param(field, message));
+            }
+            Some(Constraint { field, grammar }) => (field, several, Some(Box::new(grammar))),
+        };
+        let grammar = Grammar::Calls { style, tools: self.offered, several, otherwise };
+        Ok(Some(Constraint { field, grammar }))
     }
 }
 

@@ -7,6 +7,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 
+use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::fill;
@@ -37,7 +38,8 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         if echo && settings.likeliest.is_some() {
             settings.prompt_likeliest = settings.prompt_likeliest.max(settings.likeliest);
         }
-        fields.refuse(&["response_format", "tools"])?;
+        fields.refuse(&["tools"])?;
+        let constraint = Constraint::read(&fields)?;
         if fields.count("best_of", 1..=usize::MAX)?.is_some_and(|best| best != settings.choices) {
             return Err(fields.wrong("best_of", "as n"));
         }
@@ -69,7 +71,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             prompts: Vec::new(),
             nothing: false,
         };
-        let prompts = Prompts { prompts, max_tokens, filter: None, field: "prompt" };
+        let prompts = Prompts { prompts, max_tokens, constraint, field: "prompt" };
         let given: Vec<String> = given.into_iter().map(|prompt| prompt.text(served)).collect();
         let form = TextForm {
             logprobs: settings.likeliest,

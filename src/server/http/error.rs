@@ -62,6 +62,13 @@ impl ApiError {
         Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", message).with_code("timeout")
     }
 
+    /// What a text was to be kept to cannot be followed to its end.
+    pub(in crate::server) fn grammar() -> Self {
+        let message = "the text could not be kept to its schema or grammar: it grows beyond what is computed for a request, or \
+                       allows none of the model's tokens";
+        Self::request(message).with_code("grammar_limit")
+    }
+
     /// It is the server's own fault.
     pub(in crate::server) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)

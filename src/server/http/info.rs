@@ -109,7 +109,7 @@ mod tests {
             let names = source.split("fields.").skip(1).filter_map(|rest| rest.split_once("(\"")?.1.split('"').next());
             names.collect()
         };
-        let shared = include_str!("texts.rs");
+        let shared = concat!(include_str!("texts.rs"), include_str!("constraints.rs"));
         for (schema, sources) in [
             ("ChatRequest", vec![include_str!("chat.rs"), shared]),
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),

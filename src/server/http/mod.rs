@@ -3,6 +3,7 @@
 mod chat;
 mod completions;
 mod connections;
+mod constraints;
 mod cross_origin;
 mod encoders;
 pub(super) mod error;

@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
@@ -20,6 +21,7 @@ use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilt
 use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
 use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::grammar::GrammarFilter;
 use crate::server::log::Record;
 use crate::server::served::{Served, ServedWriter};
 
@@ -169,18 +171,33 @@ pub(super) fn random() -> u64 {
 pub(super) struct Prompts {
     pub(super) prompts: Vec<Vec<u32>>,
     pub(super) max_tokens: Option<usize>,
-    /// Makes a filter for each text.
-    pub(super) filter: Option<Filter>,
+    /// What each text is kept to.
+    pub(super) constraint: Option<Constraint>,
     /// The field that a prompt comes from.
     pub(super) field: &'static str,
 }
 
-pub(super) type Filter = Box<dyn Fn() -> Result<Box<dyn TokenFilter>, ApiError> + Send + Sync>;
-
 impl Prompts {
-    /// Texts of the request.
-    fn count(&self, settings: &Settings) -> usize {
-        self.prompts.len() * settings.choices
+    /// That the texts are not too many, and each has room.
+    fn check(&self, served: &ServedWriter, settings: &Settings) -> Result<(), ApiError> {
+        let count = self.prompts.len() * settings.choices;
+        for length in self.prompts.iter().map(Vec::len) {
+            let room = served.context.saturating_sub(length);
+            if length == 0 {
+                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
+            }
+            if room == 0 || self.max_tokens.is_some_and(|more| more > room) {
+                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
+                let message =
+                    format!("the prompt has {length} tokens{asked}, but there is room for {} in all", served.context);
+                return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
+            }
+        }
+        if count > TEXTS {
+            let message = format!("{count} sequences are asked for; {TEXTS} are allowed in a request");
+            return Err(ApiError::param("n", message));
+        }
+        Ok(())
     }
 
     /// Jobs for all texts of a request, and where what comes of them is told: those of the first prompt, then of the next.
@@ -188,23 +205,11 @@ impl Prompts {
         &self,
         served: &ServedWriter,
         settings: &Settings,
-    ) -> Result<(Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>), ApiError> {
-        let mut jobs = Vec::new();
-        let mut events = Vec::new();
-        for (number, (prompt, _)) in
-            self.prompts.iter().flat_map(|prompt| (0..settings.choices).map(move |choice| (prompt, choice))).enumerate()
-        {
-            let (length, context) = (prompt.len(), served.context);
-            let room = context.saturating_sub(length);
-            let max_tokens = self.max_tokens.unwrap_or(room);
-            if length == 0 {
-                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
-            }
-            if room == 0 || max_tokens > room {
-                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
-                let message = format!("the prompt has {length} tokens{asked}, but there is room for {context} in all");
-                return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
-            }
+        filter: Option<&GrammarFilter>,
+    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>) {
+        let prompts = self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices));
+        let job = |(number, prompt): (usize, &Vec<u32>)| {
+            let max_tokens = self.max_tokens.unwrap_or(served.context.saturating_sub(prompt.len()));
             let request = Request {
                 sampling: settings.options.sampling(number as u64),
                 ends: served.ends.clone(),
@@ -214,12 +219,11 @@ impl Prompts {
                 // What reads a prompt draws a token behind it, whoever asks for it.
                 ..Request::new(prompt.clone(), max_tokens.max(1))
             };
-            let filter = self.filter.as_ref().map(|filter| filter()).transpose()?;
+            let filter = filter.map(|filter| Box::new(filter.again()) as Box<dyn TokenFilter>);
             let (sender, receiver) = mpsc::unbounded_channel();
-            jobs.push(Job::Write(Box::new(WriteJob { request, filter, events: sender })));
-            events.push(receiver);
-        }
-        Ok((jobs, events))
+            (Job::Write(Box::new(WriteJob { request, filter, events: sender })), receiver)
+        };
+        prompts.enumerate().map(job).unzip()
     }
 
     /// The end of each text's prompt, in the order of [`jobs`](Self::jobs).
@@ -230,7 +234,7 @@ impl Prompts {
 }
 
 /// Fields of other servers that shape an answer, and that nothing here follows.
-const UNSUPPORTED: [&str; 27] = [
+const UNSUPPORTED: [&str; 23] = [
     "allowed_token_ids",
     "audio",
     "bad_words",
@@ -238,10 +242,7 @@ const UNSUPPORTED: [&str; 27] = [
     "documents",
     "function_call",
     "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
+    "guided_whitespace_pattern",
     "ignore_eos",
     "include_stop_str_in_output",
     "length_penalty",
@@ -253,7 +254,6 @@ const UNSUPPORTED: [&str; 27] = [
     "return_tokens_as_token_ids",
     "stop_token_ids",
     "structural_tag",
-    "structured_outputs",
     "truncate_prompt_tokens",
     "typical_p",
     "use_beam_search",
@@ -295,25 +295,27 @@ pub(super) struct Whole {
 pub(super) async fn answer(
     shared: Arc<Shared>,
     caller: Caller,
-    (prompts, settings, mut taken): (Prompts, Settings, Taken),
+    (mut prompts, settings, mut taken): (Prompts, Settings, Taken),
     form: impl Form,
 ) -> Result<Response, ApiError> {
     let served = writer(&shared)?;
-    let count = prompts.count(&settings);
-    if count > TEXTS {
-        return Err(ApiError::param("n", format!("{count} sequences are asked for; {TEXTS} are allowed in a request")));
-    }
-    let (jobs, events) = prompts.jobs(served, &settings)?;
+    prompts.check(served, &settings)?;
+    let deadline = Instant::now() + settings.time;
+    let filter = match prompts.constraint.take() {
+        Some(constraint) => Some(constraint.compile(served, deadline).await?),
+        None => None,
+    };
+    let (jobs, events) = prompts.jobs(served, &settings, filter.as_ref());
     taken.prompts = prompts.of_choices(&settings);
     taken.nothing = prompts.max_tokens == Some(0);
     let prompt_tokens = prompts.prompts.iter().map(Vec::len).sum();
+    let count = jobs.len();
     if shared.queue.push(caller.client, settings.priority, jobs).is_err() {
         let waiting = shared.queue.len() as u64;
         return Err(ApiError::busy(1 + waiting / 16));
     }
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let head = Head { id: format!("{}-{:016x}{:016x}", form.names()[0], random(), random()), created, prompt_tokens };
-    let deadline = Instant::now() + settings.time;
     if settings.stream {
         return Ok(streamed(Arc::clone(&shared), caller, (head, settings.usage, taken), events, deadline, form));
     }
@@ -494,7 +496,7 @@ pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
     String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }
 
-/// Makes tokens or a grammar on a thread where that may take its time.
+/// Makes tokens on a thread where that may take its time.
 pub(super) async fn apart<T: Send + 'static>(
     shared: &Arc<Shared>,
     work: impl FnOnce(&Shared, &ServedWriter) -> Result<T, ApiError> + Send + 'static,

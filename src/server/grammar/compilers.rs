@@ -1,0 +1,228 @@
+//! Threads that compile grammars, apart from those that speak HTTP.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+
+use super::Compiled;
+use crate::failure::Failure;
+
+/// Grammars that are compiled at a time, if there are cores for it: the others are for those who need none.
+const THREADS: usize = 2;
+/// Stack of a thread, of which only what is used takes memory: the deepest schema that is let in takes a few MiB of it.
+const STACK: usize = 256 << 20;
+/// Grammars that wait.
+const WAITING: usize = 64;
+/// How long a grammar may take. What the bounds let in takes less than a second, as far as is known.
+const LONGEST: Duration = Duration::from_secs(10);
+/// Threads that nobody waits for any more, since theirs takes longer. Beyond these no grammars are taken until one ends.
+const GIVEN_UP: usize = 4;
+
+type Work = Box<dyn FnOnce() -> Compiled + Send>;
+type Reply = oneshot::Sender<Compiled>;
+
+/// There is no room for another grammar.
+#[derive(Debug)]
+pub(in crate::server) struct Full;
+
+/// Has grammars compiled in turn. A thread begins where there is work, and ends where there is none.
+pub(super) struct Compilers {
+    state: Mutex<State>,
+    most: usize,
+    longest: Duration,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<(Work, Reply)>,
+    running: Vec<Running>,
+    given_up: usize,
+    /// Names the next one that runs.
+    next: u64,
+}
+
+/// A thread that compiles.
+struct Running {
+    name: u64,
+    begun: Instant,
+    reply: Reply,
+}
+
+impl Compilers {
+    pub(super) fn new() -> Arc<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::with(THREADS.min(cores.div_ceil(2)), LONGEST)
+    }
+
+    fn with(most: usize, longest: Duration) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), most, longest })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has work done, which must not panic, when a thread is free and somebody still waits for it.
+    ///
+    /// # Errors
+    /// If too much waits already.
+    pub(super) fn ask(self: &Arc<Self>, work: Work) -> Result<oneshot::Receiver<Compiled>, Full> {
+        let (reply, receiver) = oneshot::channel();
+        let mut state = self.lock();
+        state.waiting.retain(|(_, reply)| !reply.is_closed());
+        if state.waiting.len() >= WAITING || state.given_up >= GIVEN_UP {
+            return Err(Full);
+        }
+        state.waiting.push_back((work, reply));
+        self.start(&mut state);
+        Ok(receiver)
+    }
+
+    /// Gives up what takes too long, and goes on with the others. Whoever waits calls this every so often.
+    pub(super) fn mend(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let (late, running) = std::mem::take(&mut state.running)
+            .into_iter()
+            .partition::<Vec<Running>, _>(|running| running.begun.elapsed() > self.longest);
+        state.running = running;
+        state.given_up += late.len();
+        for Running { reply, .. } in late {
+            let seconds = self.longest.as_secs();
+            // Whoever has gone needs no reason.
+            let _ = reply.send(Err(Failure::usage(format!("compiling it takes longer than {seconds} s"))));
+        }
+        self.start(&mut state);
+    }
+
+    /// Begins as many threads as there is work and room for.
+    fn start(self: &Arc<Self>, state: &mut State) {
+        while state.running.len() < self.most
+            && let Some((work, reply)) = next(&mut state.waiting)
+        {
+            let name = state.next;
+            state.next += 1;
+            state.running.push(Running { name, begun: Instant::now(), reply });
+            let compilers = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("grammar".into()).stack_size(STACK);
+            if let Err(error) = thread.spawn(move || compilers.run(name, work)) {
+                let failure = Failure::new(format!("no thread for a grammar: {error}"));
+                state.finish(name, Err(failure));
+            }
+        }
+    }
+
+    /// Works until nothing waits, or somebody else goes on in its place.
+    fn run(self: Arc<Self>, mut name: u64, mut work: Work) {
+        loop {
+            let compiled = work();
+            let mut state = self.lock();
+            if !state.finish(name, compiled) {
+                state.given_up -= 1;
+                return;
+            }
+            let Some((more, reply)) = next(&mut state.waiting) else { return };
+            (name, work) = (state.next, more);
+            state.next += 1;
+            state.running.push(Running { name, begun: Instant::now(), reply });
+        }
+    }
+}
+
+impl State {
+    /// Tells what came of one that runs; false if it was given up.
+    fn finish(&mut self, name: u64, compiled: Compiled) -> bool {
+        let Some(at) = self.running.iter().position(|running| running.name == name) else { return false };
+        // Whoever has gone needs none.
+        let _ = self.running.swap_remove(at).reply.send(compiled);
+        true
+    }
+}
+
+/// The next that somebody waits for.
+fn next(waiting: &mut VecDeque<(Work, Reply)>) -> Option<(Work, Reply)> {
+    std::iter::from_fn(|| waiting.pop_front()).find(|(_, reply)| !reply.is_closed())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    fn done() -> Compiled {
+        Err(Failure::usage("done"))
+    }
+
+    fn reason(receiver: oneshot::Receiver<Compiled>) -> String {
+        receiver.blocking_recv().expect("an answer").err().expect("a reason").to_string()
+    }
+
+    #[test]
+    fn work_beyond_the_room_is_refused_and_the_rest_is_done() {
+        let compilers = Compilers::with(2, LONGEST);
+        let gate = Arc::new(Mutex::new(()));
+        let closed = gate.lock().expect("a gate");
+        let mut asked = Vec::new();
+        loop {
+            let gate = Arc::clone(&gate);
+            let work = move || {
+                drop(gate.lock());
+                done()
+            };
+            match compilers.ask(Box::new(work)) {
+                Ok(receiver) => asked.push(receiver),
+                Err(Full) => break,
+            }
+        }
+        assert_eq!(asked.len(), WAITING + 2);
+        // Those that nobody waits for make room.
+        drop(asked.pop());
+        asked.push(compilers.ask(Box::new(done)).expect("room"));
+        drop(closed);
+        assert!(asked.into_iter().map(reason).all(|reason| reason == "done"));
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_not_done() {
+        let compilers = Compilers::with(1, LONGEST);
+        let (open, gate) = channel::<()>();
+        let first = compilers.ask(Box::new(move || {
+            let _ = gate.recv();
+            done()
+        }));
+        let second = compilers.ask(Box::new(|| panic!("nobody waits for it"))).expect("room");
+        let third = compilers.ask(Box::new(done)).expect("room");
+        drop((second, open));
+        assert_eq!((reason(first.expect("room")), reason(third)), ("done".into(), "done".into()));
+    }
+
+    #[test]
+    fn what_takes_too_long_is_given_up_and_the_others_go_on() {
+        let compilers = Compilers::with(1, Duration::from_millis(20));
+        let gates: Vec<_> = (0..GIVEN_UP)
+            .map(|_| {
+                let (open, gate) = channel::<()>();
+                let slow = compilers.ask(Box::new(move || {
+                    let _ = gate.recv();
+                    done()
+                }));
+                let other = compilers.ask(Box::new(done));
+                std::thread::sleep(Duration::from_millis(30));
+                compilers.mend();
+                assert!(reason(slow.expect("room")).contains("longer than"));
+                if let Ok(other) = other {
+                    assert_eq!(reason(other), "done");
+                }
+                open
+            })
+            .collect();
+        assert!(compilers.ask(Box::new(done)).is_err());
+        drop(gates);
+        while compilers.lock().given_up > 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(reason(compilers.ask(Box::new(done)).expect("room")), "done");
+    }
+}
