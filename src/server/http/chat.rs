@@ -169,17 +169,15 @@ impl Tools {
 /// The grammar that an answer has to keep to, if there is one.
 fn filter(served: &ServedWriter, fields: &Fields, tools: &Tools) -> Result<Option<Filter>, ApiError> {
     let format = response_schema(fields)?;
-    let grammar = match (tools.required, served.tool_style, format) {
-        (true, Some(style), None) => Grammar::Call(style.grammar(&tools.offered)),
-        (true, ..) => {
-            return Err(ApiError::param("response_format", "an answer that is a call has no response_format"));
-        }
-        (false, _, None) => return Ok(None),
-        (false, _, Some(_)) if !tools.offered.is_empty() => {
+    let grammar = match (served.tool_style.filter(|_| tools.required), format) {
+        // A format is one of words, and a call has none: clients send one for what they ask next.
+        (Some(style), _) => Grammar::Call(style.grammar(&tools.offered)),
+        (None, None) => return Ok(None),
+        (None, Some(_)) if !tools.offered.is_empty() => {
             let message = "response_format beside tools needs tool_choice \"none\"";
             return Err(ApiError::param("response_format", message));
         }
-        (false, _, Some(schema)) => Grammar::Json(schema),
+        (None, Some(schema)) => Grammar::Json(schema),
     };
     let field = if tools.required { "tools" } else { "response_format" };
     let wrong = move |failure: crate::Failure| match failure.exit_code() {
