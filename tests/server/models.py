@@ -1,6 +1,7 @@
-"""Makes small models with random weights, in the hub's layout: one that converses and calls tools, and an encoder.
+"""Makes small models with random weights, in the hub's layout: one that converses and calls tools, the
+same with room for long conversations, and an encoder.
 
-    python3 tests/server/models.py FOLDER    # makes FOLDER/chat and FOLDER/encoder
+    python3 tests/server/models.py FOLDER    # makes FOLDER/chat, FOLDER/agent and FOLDER/encoder
 
 They need nothing but Python. The chat model is a Llama of bytes whose template is in the manner of Qwen's; what it says makes no
 sense, but its tokens, its template and its grammar are those of a real one.
@@ -89,11 +90,11 @@ def drawn(seed, shapes, spread):
     return tensors
 
 
-def chat(folder, width=32, layers=2, hidden=64, heads=4, vocab=264):
+def chat(folder, width=32, layers=2, hidden=64, heads=4, vocab=264, context=1024):
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": width // heads,
-        "intermediate_size": hidden, "vocab_size": vocab, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+        "intermediate_size": hidden, "vocab_size": vocab, "max_position_embeddings": context, "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
         "mlp_bias": False, "bos_token_id": None, "eos_token_id": 257, "torch_dtype": "float32",
     }
@@ -146,4 +147,5 @@ def encoder(folder, width=32, layers=2, hidden=64, vocab=264, context=128):
 
 if __name__ == "__main__":
     chat(Path(sys.argv[1]) / "chat")
+    chat(Path(sys.argv[1]) / "agent", context=16384)
     encoder(Path(sys.argv[1]) / "encoder")

@@ -11,9 +11,9 @@ use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::texts::{
-    Form, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, spelled, told_unknown,
+    Choices, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, random, spelled, told_unknown,
 };
-use super::{Asked, body};
+use super::{Asked, Caller, Shared, body};
 use crate::inference::chat::{ChatTemplate, Dialogue};
 use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
 use crate::server::answers::{Piece, Taken};
@@ -31,9 +31,24 @@ const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", 
 pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
-    named(&shared, &fields)?;
+    let (prompts, settings, taken) = task(&shared, &caller, fields).await?;
+    let form = ChatForm {
+        logprobs: settings.likeliest.is_some(),
+        prompt_logprobs: settings.prompt_likeliest.is_some(),
+        calls: Vec::new(),
+    };
+    answer(shared, caller, (prompts, settings, taken), form).await
+}
+
+/// What is to be written for a request, and how.
+pub(super) async fn task(
+    shared: &Arc<Shared>,
+    caller: &Caller,
+    fields: Fields,
+) -> Result<(Prompts, Settings, Taken), ApiError> {
+    named(shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, dialogue) = apart(&shared, move |shared, served| {
+    let (prompts, settings, taken, dialogue) = apart(shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
         let top = fields.count("top_logprobs", 0..=MOST_LIKELIEST)?;
         match fields.flag("logprobs", false)? {
@@ -70,12 +85,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
     })
     .await?;
     caller.record.prompt(prompts.prompts[0].len(), || Value::Array(dialogue.messages));
-    let form = ChatForm {
-        logprobs: settings.likeliest.is_some(),
-        prompt_logprobs: settings.prompt_likeliest.is_some(),
-        calls: Vec::new(),
-    };
-    answer(shared, caller, (prompts, settings, taken), form).await
+    Ok((prompts, settings, taken))
 }
 
 /// The tokens of a request's conversation, and what it may call.
@@ -178,6 +188,10 @@ impl Tools {
         let (field, several, otherwise) = match constraint {
             None if !self.required => return Ok(None),
             None => ("tools".to_string(), false, None),
+            // A format is one of words, and a call has none: clients send one for what they ask next.
+            Some(Constraint { field, .. }) if self.required && field == "response_format" => {
+                ("tools".to_string(), false, None)
+            }
             Some(Constraint { field, .. }) if self.required => {
                 let message = format!("an answer that is a call has no {field}");
                 return Err(ApiError::param(field, message));
@@ -283,23 +297,13 @@ impl ChatForm {
         if !self.logprobs {
             return Value::Null;
         }
-        let token = |token: u32, logprob: f32| {
-            let bytes = served.token_bytes.get(token as usize);
-            json!({ "token": spelled(served, token), "logprob": number(logprob), "bytes": bytes })
-        };
-        let content = tokens.iter().filter_map(|written| {
-            let mut told = token(written.token, written.log_probability?);
-            let others: Vec<Value> = written.likeliest.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
-            told["top_logprobs"] = others.into();
-            Some(told)
-        });
-        json!({ "content": content.collect::<Vec<Value>>(), "refusal": null })
+        json!({ "content": logprobs(served, tokens), "refusal": null })
     }
 
     /// Calls in OpenAI's form, with their places in a stream.
     fn calls(style: Option<ToolStyle>, calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
         let call = |(at, call): (usize, &ToolCall)| {
-            let id = style.unwrap_or(ToolStyle::Bare).id(super::texts::random());
+            let id = call_id(style);
             let mut told = json!({
                 "id": id, "type": "function", "function": { "name": call.name, "arguments": call.arguments },
             });
@@ -312,14 +316,34 @@ impl ChatForm {
     }
 }
 
+/// The log-probabilities of tokens, and the likeliest in their places.
+pub(super) fn logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Vec<Value> {
+    let token = |token: u32, logprob: f32| {
+        let bytes = served.token_bytes.get(token as usize);
+        json!({ "token": spelled(served, token), "logprob": number(logprob), "bytes": bytes })
+    };
+    let told = tokens.iter().filter_map(|written| {
+        let mut told = token(written.token, written.log_probability?);
+        let others: Vec<Value> = written.likeliest.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+        told["top_logprobs"] = others.into();
+        Some(told)
+    });
+    told.collect()
+}
+
+/// A new call's identity.
+pub(super) fn call_id(style: Option<ToolStyle>) -> String {
+    style.unwrap_or(ToolStyle::Bare).id(random())
+}
+
 /// The least that OpenAI tells stands for what is less likely than any number says.
 fn number(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
 
-impl Form for ChatForm {
+impl Choices for ChatForm {
     fn names(&self) -> [&'static str; 3] {
-        ["chatcmpl", "chat.completion", "chat.completion.chunk"]
+        ["chatcmpl-", "chat.completion", "chat.completion.chunk"]
     }
 
     fn opening(&self, choice: usize) -> Option<Value> {

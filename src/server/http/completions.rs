@@ -12,7 +12,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::fill;
 use super::texts::{
-    Form, Prompts, Settings, TEXTS, Whole, answer, apart, named, prompt_logprobs, spelled, told_unknown,
+    Choices, Prompts, Settings, TEXTS, Whole, answer, apart, named, prompt_logprobs, spelled, told_unknown,
 };
 use super::tokens::Spelling;
 use super::{Asked, body};
@@ -181,9 +181,9 @@ impl TextForm {
     }
 }
 
-impl Form for TextForm {
+impl Choices for TextForm {
     fn names(&self) -> [&'static str; 3] {
-        ["cmpl", "text_completion", "text_completion"]
+        ["cmpl-", "text_completion", "text_completion"]
     }
 
     fn opening(&self, choice: usize) -> Option<Value> {

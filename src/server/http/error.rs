@@ -32,6 +32,13 @@ impl ApiError {
         Self { param: Some(param.into()), ..Self::request(message) }
     }
 
+    /// The same of a field that the client knows by another name.
+    pub(super) fn renamed(self, name: impl Fn(&str) -> String) -> Self {
+        let Some(old) = self.param else { return self };
+        let new = name(&old);
+        Self { message: self.message.replace(&old, &new), param: Some(new), ..self }
+    }
+
     pub(super) fn with_code(self, code: &'static str) -> Self {
         Self { code: Some(code), ..self }
     }

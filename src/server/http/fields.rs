@@ -10,10 +10,11 @@ use serde_json::{Map, Value};
 use super::error::ApiError;
 
 /// Fields of other servers that are for their books, or for how fast they are.
-const WITHOUT_EFFECT: [&str; 11] = [
+const WITHOUT_EFFECT: [&str; 12] = [
     "cache_salt",
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "request_id",
     "safety_identifier",
@@ -40,6 +41,11 @@ impl Fields {
             Value::Object(values) => Ok(Self { values, asked: RefCell::default(), path: String::new() }),
             other => Err(ApiError::request(format!("the body has to be a JSON object, not {}", kind(&other)))),
         }
+    }
+
+    /// The fields of a request that was made of another one.
+    pub(super) fn made(values: Map<String, Value>) -> Self {
+        Self { values, asked: RefCell::default(), path: String::new() }
     }
 
     /// The fields of an object within a request.

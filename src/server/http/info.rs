@@ -76,8 +76,8 @@ fn served(shared: &Shared) -> Option<Value> {
     let (paths, context) = match shared.served.get()? {
         Served::Writer(writer) => {
             let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
-            let chat = converses.then_some("/v1/chat/completions");
-            (chat.into_iter().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
+            let chat = if converses { &["/v1/chat/completions", "/v1/responses"][..] } else { &[] };
+            (chat.iter().copied().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
         }
         Served::Encoder(encoder) => {
             let predicts = encoder.predicts.then_some("/v1/utterances");
@@ -94,6 +94,7 @@ fn served(shared: &Shared) -> Option<Value> {
 mod tests {
     use std::collections::HashSet;
 
+    use super::super::responses;
     use super::*;
 
     #[test]
@@ -107,7 +108,8 @@ mod tests {
         // Every field that a handler asks for by its name.
         let asked = |source: &'static str| -> HashSet<&'static str> {
             let names = source.split("fields.").skip(1).filter_map(|rest| rest.split_once("(\"")?.1.split('"').next());
-            names.collect()
+            // Not the words of an error.
+            names.filter(|name| !name.contains(' ')).collect()
         };
         let shared = concat!(include_str!("texts.rs"), include_str!("constraints.rs"));
         for (schema, sources) in [
@@ -119,6 +121,13 @@ mod tests {
             for field in sources.into_iter().flat_map(asked) {
                 assert!(known.contains_key(field), "{schema} lacks {field}");
             }
+        }
+        // A response is one text, and has what a chat has by names of its own.
+        let own =
+            responses::OWN.into_iter().chain(asked(shared)).filter(|field| !responses::UNSUPPORTED.contains(field));
+        let known = description["components"]["schemas"]["ResponseRequest"]["properties"].as_object();
+        for field in own {
+            assert!(known.is_some_and(|known| known.contains_key(field)), "ResponseRequest lacks {field}");
         }
     }
 }

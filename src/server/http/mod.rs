@@ -10,6 +10,7 @@ pub(super) mod error;
 mod fields;
 mod fill;
 mod info;
+mod responses;
 mod scores;
 mod texts;
 mod tokens;
@@ -39,7 +40,7 @@ pub(super) use self::connections::{serve, tls};
 pub(super) use self::cross_origin::check as check_origin;
 
 /// All paths that there are, but for those of single models.
-const PATHS: [&str; 17] = [
+const PATHS: [&str; 18] = [
     "/",
     "/page.css",
     "/page.js",
@@ -48,6 +49,7 @@ const PATHS: [&str; 17] = [
     "/openapi.json",
     "/v1/models",
     "/v1/chat/completions",
+    "/v1/responses",
     "/v1/completions",
     "/v1/embeddings",
     "/v1/utterances",
@@ -90,6 +92,7 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/models", get(info::models))
         .route("/v1/models/{*id}", get(info::model))
         .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/responses", post(responses::responses))
         .route("/v1/completions", post(completions::completions))
         .route("/v1/embeddings", post(encoders::embeddings))
         .route("/v1/utterances", post(encoders::utterances))

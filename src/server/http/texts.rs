@@ -1,4 +1,5 @@
-//! What chat and completions share: settings, jobs for the device, and how pieces of text leave, as events or at once.
+//! What chat, responses and completions share: settings, jobs for the device, and how pieces of text
+//! leave, as events or at once.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -167,6 +168,11 @@ pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
+/// Seconds since 1970.
+pub(super) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
 /// Prompts of a request, with what their texts are made to be.
 pub(super) struct Prompts {
     pub(super) prompts: Vec<Vec<u32>>,
@@ -263,8 +269,29 @@ const UNSUPPORTED: [&str; 23] = [
 /// Tokens of a prompt's end that what follows is decoded behind.
 const PROMPT_END: usize = 16;
 
-/// What an answer is made of, whatever form it has.
+/// How an answer leaves, at once or as events.
 pub(super) trait Form: Send + 'static {
+    /// What the answer's id begins with.
+    fn prefix(&self) -> &'static str;
+
+    /// Events before the first piece of any of so many texts.
+    fn begun(&mut self, head: &Head, count: usize) -> Vec<String>;
+
+    /// Events for a piece of a text.
+    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String>;
+
+    /// Events when all texts are complete.
+    fn ended(&mut self, head: &Head, usage: Usage) -> Vec<String>;
+
+    /// Events when there is nothing more, for this reason.
+    fn failed(&mut self, head: &Head, error: &ApiError) -> Vec<String>;
+
+    /// The body of an answer of so many texts that is not a stream, of all their pieces.
+    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value;
+}
+
+/// What the choices of an answer look like, where it is made of them.
+pub(super) trait Choices: Send + 'static {
     /// What the answer's id begins with, and what a whole answer and a chunk of it are called.
     fn names(&self) -> [&'static str; 3];
 
@@ -278,6 +305,57 @@ pub(super) trait Form: Send + 'static {
 
     /// A whole text as a choice.
     fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value;
+}
+
+impl<C: Choices> Form for C {
+    fn prefix(&self) -> &'static str {
+        self.names()[0]
+    }
+
+    fn begun(&mut self, head: &Head, count: usize) -> Vec<String> {
+        let openings = (0..count).filter_map(|choice| self.opening(choice));
+        openings.map(|opening| event(&head.chunk(self.names()[2], vec![opening]))).collect()
+    }
+
+    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String> {
+        let choices = vec![self.chunk(served, piece)];
+        vec![event(&head.chunk(self.names()[2], choices))]
+    }
+
+    fn ended(&mut self, head: &Head, usage: Usage) -> Vec<String> {
+        let last = head.usage.then(|| {
+            let mut last = head.chunk(self.names()[2], Vec::new());
+            last["usage"] = usage.json();
+            event(&last)
+        });
+        last.into_iter().chain(["data: [DONE]\n\n".to_string()]).collect()
+    }
+
+    fn failed(&mut self, _head: &Head, error: &ApiError) -> Vec<String> {
+        vec![event(&error.json())]
+    }
+
+    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value {
+        let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
+        for piece in pieces {
+            let Some(text) = texts.get_mut(piece.choice) else { continue };
+            text.text.push_str(&piece.text);
+            text.calls.extend(piece.calls);
+            text.prompt.extend(piece.prompt);
+            text.tokens.extend(piece.tokens);
+            text.finish = piece.finish.unwrap_or(text.finish);
+        }
+        let choice = |(choice, text): (usize, Whole)| Choices::whole(self, served, choice, text);
+        let choices = texts.into_iter().enumerate().map(choice).collect();
+        let mut body = head.json(self.names()[1], choices);
+        body["usage"] = usage.json();
+        body
+    }
+}
+
+/// An event without a name.
+fn event(value: &Value) -> String {
+    format!("data: {value}\n\n")
 }
 
 /// A text that is complete.
@@ -296,7 +374,7 @@ pub(super) async fn answer(
     shared: Arc<Shared>,
     caller: Caller,
     (mut prompts, settings, mut taken): (Prompts, Settings, Taken),
-    form: impl Form,
+    mut form: impl Form,
 ) -> Result<Response, ApiError> {
     let served = writer(&shared)?;
     prompts.check(served, &settings)?;
@@ -314,66 +392,74 @@ pub(super) async fn answer(
         let waiting = shared.queue.len() as u64;
         return Err(ApiError::busy(1 + waiting / 16));
     }
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let head = Head { id: format!("{}-{:016x}{:016x}", form.names()[0], random(), random()), created, prompt_tokens };
+    let head = Head {
+        id: format!("{}{:016x}{:016x}", form.prefix(), random(), random()),
+        created: now(),
+        model: shared.options.name.clone(),
+        usage: settings.usage,
+    };
     if settings.stream {
-        return Ok(streamed(Arc::clone(&shared), caller, (head, settings.usage, taken), events, deadline, form));
+        return Ok(streamed(Arc::clone(&shared), caller, (head, prompt_tokens, taken), events, deadline, form));
     }
     let mut answers = Answers::new(served, &taken, events, deadline, Arc::clone(&caller.record));
-    whole(&shared, served, head, &mut answers, count, form).await
+    let mut pieces = Vec::new();
+    while let Some(piece) = answers.next().await {
+        pieces.push(piece?);
+    }
+    let usage = Usage::of(&answers, prompt_tokens);
+    Ok(json_response(StatusCode::OK, &form.whole(&head, served, count, pieces, usage)))
 }
 
-/// What all chunks of an answer begin with.
-struct Head {
-    id: String,
-    created: u64,
-    prompt_tokens: usize,
+/// What all events of an answer have alike.
+pub(super) struct Head {
+    pub(super) id: String,
+    pub(super) created: u64,
+    pub(super) model: String,
+    /// Whether a stream of chunks ends with its usage.
+    pub(super) usage: bool,
 }
 
 impl Head {
-    fn json(&self, shared: &Shared, object: &str, choices: Vec<Value>) -> Value {
-        json!({
-            "id": self.id, "object": object, "created": self.created, "model": shared.options.name, "choices": choices,
-        })
+    fn json(&self, object: &str, choices: Vec<Value>) -> Value {
+        json!({ "id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices })
     }
 
-    fn usage(&self, answers: &Answers<'_>) -> Value {
-        json!({
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": answers.tokens,
-            "total_tokens": self.prompt_tokens + answers.tokens,
-            "prompt_tokens_details": { "cached_tokens": answers.cached },
-        })
+    fn chunk(&self, object: &str, choices: Vec<Value>) -> Value {
+        let mut chunk = self.json(object, choices);
+        if self.usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
     }
 }
 
-async fn whole(
-    shared: &Shared,
-    served: &ServedWriter,
-    head: Head,
-    answers: &mut Answers<'_>,
-    count: usize,
-    mut form: impl Form,
-) -> Result<Response, ApiError> {
-    let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
-    while let Some(piece) = answers.next().await {
-        let piece = piece?;
-        let Some(text) = texts.get_mut(piece.choice) else { continue };
-        text.text.push_str(&piece.text);
-        text.calls.extend(piece.calls);
-        text.prompt.extend(piece.prompt);
-        text.tokens.extend(piece.tokens);
-        text.finish = piece.finish.unwrap_or(text.finish);
+/// Tokens that an answer took.
+#[derive(Clone, Copy)]
+pub(super) struct Usage {
+    pub(super) prompt: usize,
+    /// Of the prompt, those that the cache had.
+    pub(super) cached: usize,
+    pub(super) written: usize,
+}
+
+impl Usage {
+    fn of(answers: &Answers, prompt: usize) -> Self {
+        Self { prompt, cached: answers.cached, written: answers.tokens }
     }
-    let choices = texts.into_iter().enumerate().map(|(choice, text)| form.whole(served, choice, text)).collect();
-    let mut body = head.json(shared, form.names()[1], choices);
-    body["usage"] = head.usage(answers);
-    Ok(json_response(StatusCode::OK, &body))
+
+    fn json(self) -> Value {
+        let Self { prompt, cached, written } = self;
+        json!({
+            "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
+            "prompt_tokens_details": { "cached_tokens": cached },
+        })
+    }
 }
 
 fn streamed(
     shared: Arc<Shared>,
     caller: Caller,
-    (head, usage, taken): (Head, bool, Taken),
+    (head, prompt_tokens, taken): (Head, usize, Taken),
     events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
     deadline: Instant,
     form: impl Form,
@@ -382,7 +468,7 @@ fn streamed(
     // Ends when the client is gone, and with it the texts.
     tokio::spawn(async move {
         // Whoever has gone needs nothing more.
-        let _ = stream(shared, caller, (head, usage, taken), events, deadline, form, sender).await;
+        let _ = stream(shared, caller, (head, prompt_tokens, taken), events, deadline, form, sender).await;
     });
     let body = Body::from_stream(futures_util::stream::poll_fn(move |context| receiver.poll_recv(context)));
     let mut response = body.into_response();
@@ -399,19 +485,15 @@ type Sender = mpsc::Sender<Result<String, Infallible>>;
 async fn stream(
     shared: Arc<Shared>,
     caller: Caller,
-    (head, usage, taken): (Head, bool, Taken),
+    (head, prompt_tokens, taken): (Head, usize, Taken),
     events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
     deadline: Instant,
     mut form: impl Form,
     sender: Sender,
 ) -> Result<(), mpsc::error::SendError<Result<String, Infallible>>> {
-    let event = |value: &Value| Ok(format!("data: {value}\n\n"));
     let Ok(served) = writer(&shared) else { return Ok(()) };
-    let object = form.names()[2];
-    for choice in 0..events.len() {
-        if let Some(opening) = form.opening(choice) {
-            sender.send(event(&chunk(&shared, &head, object, vec![opening], usage))).await?;
-        }
+    for event in form.begun(&head, events.len()) {
+        sender.send(Ok(event)).await?;
     }
     let mut answers = Answers::new(served, &taken, events, deadline, Arc::clone(&caller.record));
     loop {
@@ -419,36 +501,20 @@ async fn stream(
             next = tokio::time::timeout(ALIVE, answers.next()) => next,
             () = sender.closed() => return Ok(()),
         };
-        match next {
-            Err(_) => sender.send(Ok(": waiting\n\n".to_string())).await?,
-            Ok(Some(Ok(piece))) => {
-                let choices = vec![form.chunk(served, piece)];
-                sender.send(event(&chunk(&shared, &head, object, choices, usage))).await?;
-            }
-            Ok(Some(Err(error))) => {
-                sender.send(event(&error.json())).await?;
-                caller.record.complete();
-                return Ok(());
-            }
-            Ok(None) => break,
+        let (events, last) = match next {
+            Err(_) => (vec![": waiting\n\n".to_string()], false),
+            Ok(Some(Ok(piece))) => (form.more(&head, served, piece), false),
+            Ok(Some(Err(error))) => (form.failed(&head, &error), true),
+            Ok(None) => (form.ended(&head, Usage::of(&answers, prompt_tokens)), true),
+        };
+        for event in events {
+            sender.send(Ok(event)).await?;
+        }
+        if last {
+            caller.record.complete();
+            return Ok(());
         }
     }
-    if usage {
-        let mut last = chunk(&shared, &head, object, Vec::new(), usage);
-        last["usage"] = head.usage(&answers);
-        sender.send(event(&last)).await?;
-    }
-    sender.send(Ok("data: [DONE]\n\n".to_string())).await?;
-    caller.record.complete();
-    Ok(())
-}
-
-fn chunk(shared: &Shared, head: &Head, object: &str, choices: Vec<Value>, usage: bool) -> Value {
-    let mut chunk = head.json(shared, object, choices);
-    if usage {
-        chunk["usage"] = Value::Null;
-    }
-    chunk
 }
 
 /// Tells the log of fields that are unknown here, and the answer's head by it.

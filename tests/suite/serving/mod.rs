@@ -16,6 +16,7 @@ use crate::cli::program;
 
 mod fairness;
 mod requests;
+mod responses;
 
 /// A folder with a small model of bytes that converses, and whose texts have no end but their length.
 fn model_folder() -> tempfile::TempDir {
@@ -643,6 +644,8 @@ impl Random {
                 "$ref",
                 "[[[[",
                 "\\d+(a|b)*",
+                "function_call",
+                "output_text",
             ])),
             7 | 8 => "long ".repeat(self.below(60)).into(),
             9 => (0..self.below(4)).map(|_| self.value(depth - 1)).collect(),
@@ -663,6 +666,30 @@ impl Random {
             }
         }
     }
+}
+
+/// A request for a chat as one for a response.
+fn as_response(mut body: Value) -> Value {
+    let Some(fields) = body.as_object_mut() else { return body };
+    fields.remove("prompt");
+    for (chat, own) in [("messages", "input"), ("max_tokens", "max_output_tokens")] {
+        let value = fields.remove(chat).unwrap_or_default();
+        fields.entry(own).or_insert(value);
+    }
+    if let Some(format) = fields.remove("response_format") {
+        let format = format
+            .get("json_schema")
+            .map(|schema| json!({ "type": "json_schema", "name": "x", "schema": schema.get("schema") }));
+        fields.insert("text".into(), json!({ "format": format }));
+    }
+    if let Some(tool) = body.get_mut("tools").and_then(|tools| tools.get_mut(0))
+        && let Some(function) = tool["function"].as_object()
+    {
+        let mut flat = function.clone();
+        flat.insert("type".into(), "function".into());
+        *tool = flat.into();
+    }
+    body
 }
 
 #[test]
@@ -702,6 +729,11 @@ fn ten_thousand_odd_requests_get_an_answer_and_do_no_harm() {
         "repetition_penalty",
         "presence_penalty",
         "encoding_format",
+        "instructions",
+        "text",
+        "include",
+        "reasoning",
+        "metadata",
     ];
     let schema = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": { "type": "object" } } });
     let tool = json!([{ "type": "function", "function": { "name": "heat", "parameters": { "type": "object" } } }]);
@@ -711,7 +743,13 @@ fn ten_thousand_odd_requests_get_an_answer_and_do_no_harm() {
             scope.spawn(move || {
                 let mut random = Random(thread);
                 for round in 0..2500 {
-                    let path = *random.pick(&["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/utterances"]);
+                    let path = *random.pick(&[
+                        "/v1/chat/completions",
+                        "/v1/responses",
+                        "/v1/completions",
+                        "/v1/embeddings",
+                        "/v1/utterances",
+                    ]);
                     let mut body = json!({
                         "messages": [{ "role": "user", "content": "x" }], "prompt": "x", "max_tokens": 1 + random.below(4),
                     });
@@ -734,6 +772,9 @@ fn ten_thousand_odd_requests_get_an_answer_and_do_no_harm() {
                         if !body["messages"][0].is_object() {
                             break;
                         }
+                    }
+                    if path == "/v1/responses" {
+                        body = as_response(body);
                     }
                     let mut text = body.to_string();
                     if random.below(10) == 0 {
