@@ -203,6 +203,11 @@ impl ToolCalls {
         let rest = rest.trim_start().strip_prefix(':')?.trim_start();
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
         let name = values.next()?.ok()?;
+        // What is whole and no call is JSON of the answer's own schema, as is what names none of the tools.
+        let is_whole = serde_json::from_str::<serde::de::IgnoredAny>(inside.trim()).is_ok();
+        if is_whole || self.only.as_ref().is_some_and(|only| !only.contains(&name)) {
+            return None;
+        }
         let rest = rest[values.byte_offset()..].trim_start().strip_prefix(',')?.trim_start();
         let rest = rest.strip_prefix(&format!("\"{}\"", self.style.arguments()))?;
         let arguments = rest.trim_start().strip_prefix(':')?.trim_start();
