@@ -48,9 +48,9 @@ impl Random {
             1 => json!(-(self.below(1000) as i64)),
             2 => json!(self.below(1_000_000) as f64 / 700.0),
             3 => (*self.pick(&[u64::MAX, 1 << 53, 1 << 32, 1_000_000_000, 65_536, 1000])).into(),
-            4 if self.often(20) => json!(i64::MIN),
+            4 if self.often(200) => json!(i64::MIN),
             4 => json!(*self.pick(&[-9_007_199_254_740_993_i64, -1, 0])),
-            5 if self.often(20) => json!(*self.pick(&[-1e308, 1e308])),
+            5 if self.often(200) => json!(*self.pick(&[-1e308, 1e308])),
             5 => json!(*self.pick(&[1e-308, 0.1, 1e-9, 1e21, -0.0, -9e18])),
             _ => json!(self.below(40)),
         }
@@ -318,7 +318,7 @@ impl Random {
                 7 => format!("%json {}", random.schema(2)),
                 _ => format!("%lark {{ start: {} }}", random.expansion(depth - 1)),
             };
-            format!("{}{atom}{}", if random.often(15) { "~" } else { "" }, random.pick(&operators))
+            format!("{}{atom}{}", if random.often(90) { "~" } else { "" }, random.pick(&operators))
         };
         let parts: Vec<String> = (0..1 + self.below(4)).map(|_| part(self)).collect();
         parts.join(*self.pick(&[" ", " ", " ", " | ", " | ", " & "]))

@@ -10,7 +10,9 @@ mod compilers;
 mod fuzz;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use llguidance::api::{ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
@@ -39,6 +41,11 @@ const LIMITS: ParserLimits = ParserLimits {
     // They would be told to whoever asked.
     verbose_errors: false,
 };
+
+/// Microseconds that the grammar of a request may take beside what each of its tokens may: the device waits meanwhile.
+const SPARE: i64 = 2_000_000;
+/// Microseconds for each token.
+const FOR_A_TOKEN: i64 = 5_000;
 
 /// Bytes of a reason that are told.
 const REASON_BYTES: usize = 300;
@@ -208,7 +215,7 @@ impl Grammars {
             }
             // What cannot begin cannot be written.
             matcher.compute_mask().map_err(|error| told(&error.to_string()))?;
-            Ok(GrammarFilter { matcher, words: self.words })
+            Ok(GrammarFilter { matcher, words: self.words, spare: Arc::new(SPARE.into()) })
         }));
         compiled.unwrap_or_else(|_| Err(told("panic")))
     }
@@ -232,35 +239,52 @@ fn told(reason: &str) -> Failure {
 pub(super) struct GrammarFilter {
     matcher: Matcher,
     words: usize,
+    /// Microseconds that are left for all texts of the request.
+    spare: Arc<AtomicI64>,
 }
 
 impl GrammarFilter {
     /// A filter for another text of the same request. Both share what they find out of the grammar.
     pub(super) fn again(&self) -> Self {
-        Self { matcher: self.matcher.clone(), words: self.words }
+        Self { matcher: self.matcher.clone(), words: self.words, spare: Arc::clone(&self.spare) }
+    }
+
+    /// Does a part of a step, if there is time left for the next.
+    fn timed<T>(&mut self, part: impl FnOnce(&mut Self) -> Result<T, Failure>) -> Result<T, Failure> {
+        let begin = Instant::now();
+        let done = part(self)?;
+        let took = i64::try_from(begin.elapsed().as_micros()).unwrap_or(i64::MAX);
+        // One thread takes the steps of all texts.
+        let left = self.spare.load(Ordering::Relaxed).saturating_sub(took).saturating_add(FOR_A_TOKEN / 2).min(SPARE);
+        self.spare.store(left, Ordering::Relaxed);
+        if left < 0 { Err(Failure::usage("the grammar takes too long")) } else { Ok(done) }
     }
 }
 
 impl TokenFilter for GrammarFilter {
     fn allowed(&mut self) -> Result<Vec<u32>, Failure> {
-        let mask = self.matcher.compute_mask_or_eos().map_err(|error| told(&error.to_string()))?;
-        let mut words: Vec<u32> = mask.as_slice().iter().copied().take(self.words).collect();
-        words.resize(self.words, 0);
-        if words.iter().all(|word| *word == 0) {
-            return Err(Failure::usage("the grammar allows none of the model's tokens"));
-        }
-        Ok(words)
+        self.timed(|filter| {
+            let mask = filter.matcher.compute_mask_or_eos().map_err(|error| told(&error.to_string()))?;
+            let mut words: Vec<u32> = mask.as_slice().iter().copied().take(filter.words).collect();
+            words.resize(filter.words, 0);
+            if words.iter().all(|word| *word == 0) {
+                return Err(Failure::usage("the grammar allows none of the model's tokens"));
+            }
+            Ok(words)
+        })
     }
 
     fn push(&mut self, token: u32) -> Result<bool, Failure> {
-        self.matcher.consume_token(token).map_err(|error| told(&error.to_string()))?;
-        Ok(self.matcher.is_stopped())
+        self.timed(|filter| {
+            filter.matcher.consume_token(token).map_err(|error| told(&error.to_string()))?;
+            Ok(filter.matcher.is_stopped())
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use fireclay_datasets::{Tokenizer, TokenizerKind};
     use serde_json::Map;
@@ -448,7 +472,7 @@ mod tests {
             assert_eq!(follow(&grammar, "{\"name\": \"Ada\"}"), Ok(true));
             assert_eq!(follow(&grammar, "{\"name\": \"Cy"), Err("{\"name\": \"".into()));
             assert_eq!(follow(&grammar, "Well"), Err(String::new()));
-            assert_eq!(two.is_empty() || follow(&grammar, &two).is_err(), true, "{two}");
+            assert!(two.is_empty() || follow(&grammar, &two).is_err(), "{two}");
             let grammar = of(style, true, Grammar::Json(schema.clone()));
             assert!(follow(&grammar, &two).is_ok(), "{two}");
             assert!(follow(&of(style, true, Grammar::Choice(vec!["yes".into(), "no".into()])), "no").is_ok());
@@ -532,6 +556,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_grammar_that_takes_longer_with_each_token_is_given_up() {
+        let (tokenizer, grammars) = bytes();
+        let x = tokenizer.encode("x").expect("bytes")[0];
+        let filter = compiled(&grammars, Grammar::Lark("start: a\na: a a a | \"x\"\n".into())).expect("a grammar");
+        let mut texts = [filter.again(), filter.again()];
+        let begin = Instant::now();
+        let steps = (0..3000).take_while(|at| {
+            let text = &mut texts[at % 2];
+            text.allowed().and_then(|_| text.push(x)).is_ok()
+        });
+        let steps = steps.count();
+        // Some steps had time for both texts.
+        assert!((100..3000).contains(&steps), "{steps}");
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
     }
 
     #[test]

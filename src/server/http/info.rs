@@ -121,6 +121,11 @@ mod tests {
                 assert!(known.contains_key(field), "{schema} lacks {field}");
             }
         }
+        let of = |schema: &str| description["components"]["schemas"][schema]["properties"].as_object();
+        for field in asked(include_str!("tokens.rs")) {
+            let known = ["TokenizeRequest", "DetokenizeRequest"].into_iter().filter_map(of);
+            assert!(known.into_iter().any(|known| known.contains_key(field)), "no schema has {field}");
+        }
         // A response is one text, and has what a chat has by names of its own.
         let own =
             responses::OWN.into_iter().chain(asked(shared)).filter(|field| !responses::UNSUPPORTED.contains(field));

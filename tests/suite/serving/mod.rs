@@ -369,7 +369,7 @@ fn schemas_and_grammars_that_are_too_large_are_refused_and_do_no_harm() {
     let mut streamed = grows;
     streamed["stream"] = true.into();
     let (status, answer) = server.ask(&head("/v1/completions"), &streamed.to_string());
-    let last = answer.lines().filter(|line| line.starts_with("data: ")).next_back().expect("events");
+    let last = answer.lines().rfind(|line| line.starts_with("data: ")).expect("events");
     assert!(status == 200 && last.contains("grammar_limit") && answer.contains("\"text\":\"x"), "{answer}");
     assert_eq!(server.text(&request(3)), wanted);
 }
