@@ -22,7 +22,7 @@ pub(super) const UNSUPPORTED: [&str; 6] =
 /// Fields that refer to what was kept.
 const KEPT: [&str; 2] = ["previous_response_id", "conversation"];
 /// Fields of a chat, and what they are called here.
-const RENAMED: [(&str, &str); 5] = [
+pub(super) const RENAMED: [(&str, &str); 5] = [
     ("messages", "input"),
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
