@@ -75,7 +75,8 @@ impl ToolStyle {
         schema
     }
 
-    /// A grammar in Lark's form of a call of a schema, of several if need be, or of what a rule `answer` says.
+    /// A grammar in Lark's form of a call of a schema, of several if need be, or of what a rule
+    /// `answer` says.
     pub(super) fn grammar(self, schema: &Value, several: bool, answer: Option<&str>) -> String {
         let more = |between: &str| if several { format!(" (\"{between}\" call)*") } else { String::new() };
         let calls = match self {
@@ -103,7 +104,8 @@ fn move_references(schema: &mut Value, place: &str) {
 #[derive(Clone, Debug)]
 pub(super) struct Calls {
     pub(super) style: ToolStyle,
-    /// Names of tools, where a text is either calls of these and nothing else, or something else and no call.
+    /// Names of tools, where a text is either calls of these and nothing else, or something else
+    /// and no call.
     pub(super) only: Option<Vec<String>>,
 }
 

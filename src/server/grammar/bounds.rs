@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 
 use crate::failure::Failure;
 
-/// Schemas within each other, those that `$ref` leads to included: each takes some of a compiler's stack.
+/// Schemas within each other, those that `$ref` leads to included: each takes some of a compiler's
+/// stack.
 pub(super) const DEPTH: usize = 400;
 /// Schemas, each of those that `$ref` leads to counted once.
 const SCHEMAS: usize = 10_000;
@@ -25,9 +26,11 @@ const GRAMMAR_BYTES: usize = 64 << 10;
 /// Definitions and brackets of a grammar: a chain of all of them fits a compiler's stack.
 const GRAMMAR_PARTS: usize = 4_000;
 
-/// How often something may be repeated within a complement, repeats of repeats included: the compiler goes through all of them.
+/// How often something may be repeated within a complement, repeats of repeats included: the
+/// compiler goes through all of them.
 const REPEATS: usize = 10_000;
-/// The least number of a bound or a value: the compiler goes round and round with less, until its stack is full.
+/// The least number of a bound or a value: the compiler goes round and round with less, until its
+/// stack is full.
 const LEAST: f64 = -9.2e18;
 
 /// Formats that are kept to. JSON Schema has others passed over.
@@ -239,7 +242,8 @@ pub(super) fn pass_over_formats(schema: &mut Value) {
     });
 }
 
-/// Calls `change` with the fields of each schema within a schema, but not with data that looks like one.
+/// Calls `change` with the fields of each schema within a schema, but not with data that looks like
+/// one.
 pub(in crate::server) fn each_schema(schema: &mut Value, change: &mut dyn FnMut(&mut Map<String, Value>)) {
     match schema {
         Value::Object(fields) => {

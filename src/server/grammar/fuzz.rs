@@ -14,7 +14,8 @@ use crate::server::tools::ToolStyle;
 const SHOW: &str = "FIRECLAY_FUZZ_SHOW";
 /// How many a long run has.
 const COUNT: &str = "FIRECLAY_FUZZ_GRAMMARS";
-/// The longest that one may take to compile, and the longest for the tokens of a step, however slow the machine.
+/// The longest that one may take to compile, and the longest for the tokens of a step, however slow
+/// the machine.
 const COMPILE: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_secs(10);
 /// Tokens of each text.
@@ -503,7 +504,8 @@ fn random_schemas_and_grammars_are_followed_or_refused() {
     assert!((30..270).contains(&outcome.refused), "{outcome:?}");
 }
 
-/// The long form: `FIRECLAY_FUZZ_GRAMMARS=20000 cargo test --lib -- --ignored --nocapture many_random_schemas`.
+/// The long form: `FIRECLAY_FUZZ_GRAMMARS=20000 cargo test --lib -- --ignored --nocapture
+/// many_random_schemas`.
 #[test]
 #[ignore = "takes minutes"]
 fn many_random_schemas_and_grammars_are_followed_or_refused() {

@@ -1,8 +1,8 @@
-//! Grammars over tokens: which may be next, so that a text is JSON of a schema, a call of a tool, one of some choices, or whatever a grammar
-//! says.
+//! Grammars over tokens: which may be next, so that a text is JSON of a schema, a call of a tool,
+//! one of some choices, or whatever a grammar says.
 //!
-//! Whoever asks for a grammar is a stranger: it is bounded before it is compiled, compiled once a request on threads of its own,
-//! and what its texts may take is bounded, too.
+//! Whoever asks for a grammar is a stranger: it is bounded before it is compiled, compiled once a
+//! request on threads of its own, and what its texts may take is bounded, too.
 
 mod bounds;
 mod compilers;
@@ -42,7 +42,8 @@ const LIMITS: ParserLimits = ParserLimits {
     verbose_errors: false,
 };
 
-/// Microseconds that the grammar of a request may take beside what each of its tokens may: the device waits meanwhile.
+/// Microseconds that the grammar of a request may take beside what each of its tokens may: the
+/// device waits meanwhile.
 const SPARE: i64 = 2_000_000;
 /// Microseconds for each token.
 const FOR_A_TOKEN: i64 = 5_000;
@@ -191,7 +192,8 @@ impl Grammars {
         made.as_ref().map_err(|reason| Failure::new(format!("no grammars for this tokenizer: {reason}")))
     }
 
-    /// Has a grammar compiled on a thread for that. Whoever waits has to call [`mend`](Self::mend) every so often.
+    /// Has a grammar compiled on a thread for that. Whoever waits has to call [`mend`](Self::mend)
+    /// every so often.
     ///
     /// # Errors
     /// If too many wait already.

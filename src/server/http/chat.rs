@@ -177,7 +177,8 @@ impl Tools {
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
     }
 
-    /// What an answer is kept to: a call where there has to be one, and calls or what another constraint says where there may be some.
+    /// What an answer is kept to: a call where there has to be one, and calls or what another
+    /// constraint says where there may be some.
     fn beside(
         self,
         style: Option<ToolStyle>,

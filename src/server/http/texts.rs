@@ -206,7 +206,8 @@ impl Prompts {
         Ok(())
     }
 
-    /// Jobs for all texts of a request, and where what comes of them is told: those of the first prompt, then of the next.
+    /// Jobs for all texts of a request, and where what comes of them is told: those of the first
+    /// prompt, then of the next.
     fn jobs(
         &self,
         served: &ServedWriter,
