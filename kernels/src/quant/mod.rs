@@ -11,6 +11,7 @@
 //! quantizes and dequantizes it, multiplies it on the CPU, and names the device kernels that read it as it is stored.
 //! Operations without such a kernel dequantize the matrix first.
 
+pub(crate) mod blocks;
 pub(crate) mod int8;
 
 use burn::module::Module;
