@@ -1,4 +1,5 @@
-//! GGUF files that are damaged: each is an error or a model, and no more memory is taken than the file could fill.
+//! Host memory that GGUF files take: good ones a piece at a time, and damaged ones, each of which is an error or a model, no more than
+//! the file could fill.
 
 use std::fs;
 use std::path::Path;
@@ -97,4 +98,52 @@ fn absurd_counts_are_refused_before_anything_is_allocated() {
         let message = read(&path, &bytes, word).expect_err(word);
         assert!(message.contains(word) || message.contains("general.architecture"), "{word}: {message}");
     }
+}
+
+/// A file of a Llama of one block whose embedding table alone has a size: the table in Q8_0, all else in F32, all of it zero.
+fn zeros(path: &Path, vocab: u64, d: u64) {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let mut keys = [text("general.architecture"), 8u32.to_le_bytes().to_vec(), text("llama")].concat();
+    let sizes = ["context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"];
+    for (name, size) in sizes.into_iter().zip([32, d as u32, 1, d as u32, 1]) {
+        keys.extend(
+            [text(&format!("llama.{name}")), 4u32.to_le_bytes().to_vec(), size.to_le_bytes().to_vec()].concat(),
+        );
+    }
+    let epsilon = "llama.attention.layer_norm_rms_epsilon";
+    keys.extend([text(epsilon), 6u32.to_le_bytes().to_vec(), 1e-5f32.to_le_bytes().to_vec()].concat());
+    let (mut tensors, mut offset, mut count) = (Vec::new(), 0u64, 0u64);
+    let matrices = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"];
+    let vectors =
+        ["blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"].map(|name| (name.into(), 1));
+    let matrices = matrices.map(|name| (format!("blk.0.{name}.weight"), d));
+    for (name, rows) in [("token_embd.weight".to_string(), vocab)].into_iter().chain(matrices).chain(vectors) {
+        let (kind, bytes) = if rows == vocab { (8u32, rows * d / 32 * 34) } else { (0, rows * d * 4) };
+        let shape = if rows == 1 { vec![d] } else { vec![d, rows] };
+        tensors.extend([text(&name), (shape.len() as u32).to_le_bytes().to_vec()].concat());
+        tensors.extend(shape.iter().flat_map(|length| length.to_le_bytes()));
+        tensors.extend([&kind.to_le_bytes()[..], &offset.to_le_bytes()].concat());
+        offset += bytes.next_multiple_of(32);
+        count += 1;
+    }
+    let counts = [count, 7].map(u64::to_le_bytes).concat();
+    let header = [b"GGUF\x03\0\0\0".to_vec(), counts, keys, tensors].concat();
+    fs::write(path, &header).expect("writable");
+    let size = (header.len() as u64).next_multiple_of(32) + offset;
+    fs::File::options().write(true).open(path).and_then(|file| file.set_len(size)).expect("writable");
+}
+
+#[test]
+fn no_more_than_one_tensor_is_held_beside_the_model() {
+    let _guard = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("zeros.gguf");
+    zeros(&path, 300_000, 128);
+    PEAK.reset_peak_usage();
+    let before = PEAK.current_usage();
+    let model = ModelFolder::new(&path).load::<B>(&Default::default()).expect("a model");
+    let (peak, kept) = (PEAK.peak_usage() - before, PEAK.current_usage() - before);
+    assert!(kept > 4 * 300_000 * 128 && model.config().vocab_size == 300_000, "{kept} bytes are kept");
+    let largest = 4 * 300_000 * 128;
+    assert!(peak < kept + largest + ROOM, "{peak} bytes at the most, where the model takes {kept}");
 }

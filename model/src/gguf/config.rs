@@ -175,6 +175,11 @@ impl Keys<'_> {
         let (d_model, n_heads) = (self.needed("embedding_length")?, self.needed("attention.head_count")?);
         let context_length = self.needed("context_length")?;
         let (layers, d_ff) = (self.needed("block_count")?, self.needed("feed_forward_length")?);
+        // More blocks than there are would be made before the first is missed.
+        let last = format!("blk.{}.attn_norm.weight", layers.saturating_sub(1));
+        if layers > 0 && !has(&last) {
+            return self.refused("block_count", &format!("but there is no {last}"));
+        }
         let head_dim = self.head_dim(d_model, n_heads)?;
         let tied = !has(HEAD);
         if self.architecture == Architecture::Gpt2 {
