@@ -16,12 +16,19 @@ use super::{Block, half_at};
 
 const WEIGHTS: usize = 256;
 
-/// The field of `BITS` bits that weight `at` has, where bytes hold weights that are `APART` from each other.
+/// The fields of `BITS` bits from weight `at` on, up to the end of its plane, where bytes hold weights that are `APART` from each other.
 #[inline(always)]
-fn field<const BITS: usize, const APART: usize>(bytes: &[u8], at: usize) -> u8 {
+fn plane<const BITS: usize, const APART: usize>(bytes: &[u8], at: usize) -> impl Iterator<Item = u8> {
     let in_byte = 8 / BITS;
     let (group, plane, column) = (at / (APART * in_byte), at / APART % in_byte, at % APART);
-    bytes[group * APART + column] >> (plane * BITS) & ((1 << BITS) - 1)
+    let fields = &bytes[group * APART + column..(group + 1) * APART];
+    fields.iter().map(move |byte| byte >> (plane * BITS) & ((1 << BITS) - 1))
+}
+
+/// One field of four bits and one of two above it, from each of a Q3_K block's twelve bytes of scales.
+fn scale_of_six_bits(bytes: &[u8], group: usize) -> i8 {
+    let (low, high) = (bytes[group % 8] >> (group / 8 * 4) & 15, bytes[8 + group % 4] >> (group / 4 * 2) & 3);
+    (low | high << 4) as i8 - 32
 }
 
 /// The scale and the least value of 32 weights, 6 bits each, of the twelve bytes of Q4_K and Q5_K.
@@ -38,29 +45,25 @@ fn scale_and_least(bytes: &[u8], group: usize) -> (f32, f32) {
 
 /// `d s q - dmin m` for each group of `GROUP` weights.
 #[inline(always)]
-fn shifted<const GROUP: usize>(
+fn shifted<const GROUP: usize, Q: Iterator<Item = u8>>(
     out: &mut [f32],
     [d, dmin]: [f32; 2],
     scale_and_least: impl Fn(usize) -> (f32, f32),
-    quant: impl Fn(usize) -> u8,
+    quants: impl Fn(usize) -> Q,
 ) {
     for (group, out) in out.chunks_exact_mut(GROUP).enumerate() {
         let (scale, least) = scale_and_least(group);
         let (scale, least) = (d * scale, dmin * least);
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = scale * f32::from(quant(group * GROUP + i)) - least;
-        }
+        out.iter_mut().zip(quants(group * GROUP)).for_each(|(out, q)| *out = scale * f32::from(q) - least);
     }
 }
 
 /// `d s q` for each group of 16 weights.
 #[inline(always)]
-fn centred(out: &mut [f32], d: f32, scale: impl Fn(usize) -> i8, quant: impl Fn(usize) -> i8) {
+fn centred<Q: Iterator<Item = i8>>(out: &mut [f32], d: f32, scale: impl Fn(usize) -> i8, quants: impl Fn(usize) -> Q) {
     for (group, out) in out.chunks_exact_mut(16).enumerate() {
         let scale = d * f32::from(scale(group));
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = scale * f32::from(quant(group * 16 + i));
-        }
+        out.iter_mut().zip(quants(group * 16)).for_each(|(out, q)| *out = scale * f32::from(q));
     }
 }
 
@@ -74,7 +77,7 @@ impl Block for Q2K {
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, rest) = block.split_at(16);
         let nibbles = |group: usize| (f32::from(scales[group] & 15), f32::from(scales[group] >> 4));
-        shifted::<16>(out, [half_at(block, 80), half_at(block, 82)], nibbles, |at| field::<2, 32>(rest, at));
+        shifted::<16, _>(out, [half_at(block, 80), half_at(block, 82)], nibbles, |at| plane::<2, 32>(&rest[..64], at));
     }
 }
 
@@ -87,10 +90,11 @@ impl Block for Q3K {
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (high, low, scales) = (&block[..32], &block[32..96], &block[96..108]);
-        // Four bits in the first eight bytes, then two in the last four.
-        let scale = |group: usize| (field::<4, 8>(scales, group) | field::<2, 4>(&scales[8..], group) << 4) as i8 - 32;
-        let quant = |at: usize| field::<2, 32>(low, at) as i8 - 4 * (1 - field::<1, 32>(high, at) as i8);
-        centred(out, half_at(block, 108), scale, quant);
+        let quants = |at: usize| {
+            let bits = plane::<2, 32>(low, at).zip(plane::<1, 32>(high, at));
+            bits.map(|(low, high)| low as i8 - 4 * (1 - high as i8))
+        };
+        centred(out, half_at(block, 108), |group| scale_of_six_bits(scales, group), quants);
     }
 }
 
@@ -104,7 +108,7 @@ impl Block for Q4K {
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, low) = (&block[4..16], &block[16..]);
         let scale = |group| scale_and_least(scales, group);
-        shifted::<32>(out, [half_at(block, 0), half_at(block, 2)], scale, |at| field::<4, 32>(low, at));
+        shifted::<32, _>(out, [half_at(block, 0), half_at(block, 2)], scale, |at| plane::<4, 32>(low, at));
     }
 }
 
@@ -117,8 +121,11 @@ impl Block for Q5K {
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, high, low) = (&block[4..16], &block[16..48], &block[48..]);
-        let quant = |at: usize| field::<4, 32>(low, at) | field::<1, 32>(high, at) << 4;
-        shifted::<32>(out, [half_at(block, 0), half_at(block, 2)], |group| scale_and_least(scales, group), quant);
+        let quants = |at: usize| {
+            let bits = plane::<4, 32>(low, at).zip(plane::<1, 32>(high, at));
+            bits.map(|(low, high)| low | high << 4)
+        };
+        shifted::<32, _>(out, [half_at(block, 0), half_at(block, 2)], |group| scale_and_least(scales, group), quants);
     }
 }
 
@@ -131,7 +138,10 @@ impl Block for Q6K {
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);
-        let quant = |at: usize| (field::<4, 64>(low, at) | field::<2, 32>(high, at) << 4) as i8 - 32;
-        centred(out, half_at(block, 208), |group| scales[group] as i8, quant);
+        let quants = |at: usize| {
+            let bits = plane::<4, 64>(low, at).zip(plane::<2, 32>(high, at));
+            bits.map(|(low, high)| (low | high << 4) as i8 - 32)
+        };
+        centred(out, half_at(block, 208), |group| scales[group] as i8, quants);
     }
 }
