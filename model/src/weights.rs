@@ -55,7 +55,7 @@ impl From<Format> for MatrixDtype {
 }
 
 impl ModelFolder {
-    /// The folder or the `.gguf` file at `path`, of several parts the first; nothing is read yet.
+    /// The folder or the GGUF file at `path`, of several parts the first; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
@@ -82,7 +82,7 @@ impl ModelFolder {
         Ok(hub::unknown_keys(family, &self.json()?))
     }
 
-    /// Whether it is a GGUF file, by its name.
+    /// Whether it is a GGUF file and no folder.
     pub fn is_gguf(&self) -> bool {
         gguf::is_gguf(&self.path)
     }

@@ -174,8 +174,8 @@ impl Vocabulary {
         all.filter(|(_, (_, kind))| wanted(**kind)).map(|(id, (token, _))| (token.clone(), id as u32)).collect()
     }
 
-    /// The pairs of pieces that make a piece, that of the highest score first, and of one piece's the one whose first part has the
-    /// lower id: in this order BPE merges as SentencePiece does, but where two pairs make the same piece.
+    /// The pairs of pieces that make a piece, that of the highest score first: in this order BPE merges as SentencePiece does, but
+    /// where two pairs make the same piece.
     fn merges(&self, scores: &[f64]) -> Vec<(String, String)> {
         let normal = self.kinds.iter().zip(0u32..).filter(|(kind, _)| **kind == TokenKind::Normal);
         let pieces: HashMap<&str, u32> = normal.map(|(_, id)| (&self.tokens[id as usize][..], id)).collect();
@@ -184,23 +184,19 @@ impl Vocabulary {
             if piece.len() > LONGEST_PIECE {
                 continue;
             }
-            for at in piece.char_indices().map(|(at, _)| at).skip(1) {
-                let (first, second) = piece.split_at(at);
-                if let (Some(one), Some(other)) = (pieces.get(first), pieces.get(second)) {
-                    pairs.push((scores[*id as usize], *id, *one, *other));
+            let characters = piece.chars().count();
+            for (first, (at, _)) in piece.char_indices().enumerate().skip(1) {
+                let (one, other) = piece.split_at(at);
+                if let (Some(one), Some(other)) = (pieces.get(one), pieces.get(other)) {
+                    let lengths = (first, characters - first);
+                    pairs.push((scores[*id as usize], lengths, (*id, *one, *other)));
                 }
             }
         }
-        let length = |id: u32| self.tokens[id as usize].chars().count();
         // As transformers orders them: by score, then by the lengths of both parts, longest first.
-        pairs.sort_by(|a, b| {
-            let lengths = |pair: &(f64, u32, u32, u32)| (length(pair.2), length(pair.3));
-            b.0.total_cmp(&a.0)
-                .then_with(|| lengths(b).cmp(&lengths(a)))
-                .then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3)))
-        });
+        pairs.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)).then(a.2.cmp(&b.2)));
         let token = |id: u32| self.tokens[id as usize].clone();
-        pairs.into_iter().map(|(_, _, first, second)| (token(first), token(second))).collect()
+        pairs.into_iter().map(|(.., (_, first, second))| (token(first), token(second))).collect()
     }
 
     /// A tokenizer with this model, with the tokens that are looked for in a text, and those that it begins and ends with.

@@ -89,7 +89,7 @@ fn begin(input: &mut Input<'_>) -> Result<(), WeightsError> {
         return Err(input.wrong("of the formats before GGUF, which are not read: convert it anew".into()));
     }
     if &mark != b"GGUF" {
-        return Err(input.wrong("not a GGUF file".into()));
+        return Err(input.wrong("not a GGUF file, and a model is one or a folder".into()));
     }
     match input.u32()? {
         2 | 3 => Ok(()),

@@ -70,9 +70,10 @@ impl Architecture {
     }
 }
 
-/// Whether a path is that of a GGUF file.
+/// Whether a path is that of a GGUF file: any file is taken for one, and what is not there by its name.
 pub(crate) fn is_gguf(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && !path.is_dir()
+    let named = || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && !path.is_dir();
+    path.is_file() || named()
 }
 
 impl Gguf {
