@@ -412,6 +412,17 @@ impl<'a> TensorRow<'a> {
     }
 }
 
+/// What is to be done with a GGUF file in a folder.
+const BY_ITSELF: &str = "a GGUF file is a model by itself: give it in place of its folder";
+
+/// What is worth saying of a folder without `file` that has a GGUF file.
+pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let name = names.filter(|name| name.ends_with(".gguf")).min()?;
+    Some(format!("there is no {file}, but {name}; {BY_ITSELF}"))
+}
+
 /// What a folder without safetensors has in their place, if it is known.
 fn instead(folder: &Path) -> Option<String> {
     let entries = fs::read_dir(folder).ok()?.flatten();
@@ -423,7 +434,7 @@ fn instead(folder: &Path) -> Option<String> {
     }
     let pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
     let (name, how) = match (found(&|name| name.ends_with(".gguf")), found(&pickled)) {
-        (Some(name), _) => (name, "a GGUF file is a model by itself: give it in place of its folder"),
+        (Some(name), _) => (name, BY_ITSELF),
         (None, Some(name)) => (name, "pickled weights may run code when they are read, and are not: convert them"),
         (None, None) => return None,
     };

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,7 @@ use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
-use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow};
+use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
 
 const CONFIG: &str = "config.json";
@@ -110,7 +111,10 @@ impl ModelFolder {
 
     fn json(&self) -> Result<Value, WeightsError> {
         let path = self.path.join(CONFIG);
-        let text = fs::read_to_string(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
+        let text = fs::read_to_string(&path).map_err(|error| match gguf_instead(&self.path, CONFIG) {
+            Some(reason) if error.kind() == ErrorKind::NotFound => self.wrong(reason),
+            _ => WeightsError::Io { path: path.clone(), error },
+        })?;
         serde_json::from_str(&text).map_err(|error| WeightsError::Json { path, error })
     }
 

@@ -258,7 +258,7 @@ impl Keys<'_> {
             return self.refused("rope.scaling.attn_factor", "and is supported with yarn and longrope alone");
         }
         let listed = |name: usize| match &factors[name] {
-            Some(found) if 2 * found.len() != head_dim as usize || found.iter().any(|factor| !(*factor > 0.0)) => {
+            Some(found) if 2 * found.len() != head_dim as usize || !found.iter().all(|factor| *factor > 0.0) => {
                 let (name, pairs) = (FACTORS[name], head_dim / 2);
                 Err(ConfigError(format!("{name} is not {pairs} numbers above 0, one for each pair of a head")))
             }
