@@ -25,6 +25,7 @@ mod token_files;
 mod tokenizer;
 mod utterance;
 mod utterance_batch;
+mod vocabulary;
 mod words;
 
 pub use batch::{DeviceTokens, IGNORED_TARGET, TokenBatch};
@@ -41,3 +42,4 @@ pub use token_files::{Manifest, PrepareOptions, Progress, TokenFiles, prepare};
 pub use tokenizer::{Encoder, Tokenizer, TokenizerKind};
 pub use utterance::{Utterance, Utterances, Word, words};
 pub use utterance_batch::{DeviceBatch, EncodedUtterances, UtteranceBatch, Variation};
+pub use vocabulary::{TokenKind, Vocabulary, VocabularyModel};

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
-use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{
     AddedToken, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
@@ -172,6 +172,14 @@ impl Tokenizer {
 
     pub(crate) fn from_json(json: &Value) -> Result<Self, DataError> {
         tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
+    }
+
+    /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are looked for in a text.
+    pub(crate) fn from_parts(settings: &Value, model: BPE, added: Vec<AddedToken>) -> Result<Self, DataError> {
+        let Self(mut tokenizer) = Self::from_json(settings)?;
+        tokenizer.with_model(model);
+        tokenizer.add_tokens(added).map_err(told)?;
+        Ok(Self(tokenizer))
     }
 
     /// Reads a `tokenizer.json`. Padding and truncation, which some ask for, are left to whoever makes batches.

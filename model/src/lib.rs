@@ -25,6 +25,7 @@ mod checkpoints;
 mod config;
 mod error;
 mod feed_forward;
+mod gguf;
 mod heads;
 mod hub;
 mod inspection;
@@ -46,6 +47,7 @@ pub use config::{AttentionDirection, ConfigError, NormPlacement, Positions, Tran
 pub use error::WeightsError;
 pub use feed_forward::FeedForward;
 pub use fireclay_kernels::{ActivationKind, NormKind};
+pub use gguf::Metadata as GgufMetadata;
 pub use heads::{UtteranceHeads, UtteranceTargets};
 pub use hub::Family;
 pub use inspection::Inspection;

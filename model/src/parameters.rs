@@ -32,9 +32,7 @@ impl<'a, B: Backend> Initializer<'a, B> {
 
     /// A matrix of normal values (Box and Muller, 1958).
     pub(crate) fn matrix(&mut self, dims: [usize; 2], deviation: f64) -> Param<Tensor<B, 2>> {
-        let Some(key) = self.key else {
-            return Param::from_tensor(Tensor::<B, 2>::zeros([1, 1], self.device).expand(dims));
-        };
+        let Some(key) = self.key else { return self.unread(dims) };
         let key = key.fold(self.drawn);
         self.drawn += 1;
         let mut values = vec![0.0; dims[0] * dims[1]];
@@ -64,7 +62,8 @@ impl<'a, B: Backend> Initializer<'a, B> {
     }
 
     fn unread<const D: usize>(&self, dims: [usize; D]) -> Param<Tensor<B, D>> {
-        let zeros = move |device: &B::Device, _| Tensor::zeros(dims, device);
+        // Where one stays unread and is looked at, a device that has strides holds one zero.
+        let zeros = move |device: &B::Device, _| Tensor::<B, D>::zeros([1; D], device).expand(dims);
         Param::uninitialized(ParamId::new(), zeros, self.device.clone(), true, dims.into())
     }
 

@@ -8,7 +8,9 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use fireclay_kernels::BlockFormat;
 use half::{bf16, f16};
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
 use serde_json::Value;
 
@@ -20,6 +22,10 @@ const INDEX: &str = "model.safetensors.index.json";
 const PIECE: usize = 8 << 20;
 /// The longest header that the format's own reader accepts.
 const LONGEST_HEADER: u64 = 100_000_000;
+/// Blocks that a thread dequantizes at the least.
+const BLOCKS: usize = 64;
+/// The most weights of a block.
+const LONGEST_BLOCK: usize = 256;
 
 /// Open files, and what is where in them.
 #[derive(Debug)]
@@ -34,14 +40,74 @@ pub(crate) struct StoredTensor {
     file: usize,
     /// Bytes from the file's start.
     start: u64,
-    pub(crate) dtype: Dtype,
+    pub(crate) encoding: Encoding,
     pub(crate) shape: Vec<usize>,
+    /// Rows of a head, where each has those of its halves in turn.
+    pub(crate) interleaved: Option<usize>,
+}
+
+/// How a tensor's values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Encoding {
+    /// One after the other.
+    Float(Dtype),
+    /// Several in a block.
+    Blocks(BlockFormat),
+}
+
+impl Encoding {
+    /// Values that are stored together.
+    pub(crate) fn weights(self) -> usize {
+        match self {
+            Self::Float(_) => 1,
+            Self::Blocks(format) => format.weights(),
+        }
+    }
+
+    /// The bytes that these take.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::Float(dtype) => dtype.bitsize() / 8,
+            Self::Blocks(format) => format.bytes(),
+        }
+    }
+
+    /// As messages call it.
+    pub(crate) fn name(self) -> String {
+        match self {
+            Self::Float(dtype) => format!("{dtype:?}"),
+            Self::Blocks(format) => format.name().into(),
+        }
+    }
+
+    /// Whether it can be read.
+    pub(crate) fn is_readable(self) -> bool {
+        match self {
+            Self::Float(dtype) => READABLE.contains(&dtype),
+            Self::Blocks(_) => true,
+        }
+    }
+
+    /// Bytes before the value at a place, of which a block's begin together.
+    fn bytes_before(self, elements: usize) -> u64 {
+        elements as u64 / self.weights() as u64 * self.bytes() as u64
+    }
 }
 
 impl StoredTensor {
+    /// One in a file, from a byte of it on.
+    pub(crate) fn new(file: usize, start: u64, encoding: Encoding, shape: Vec<usize>) -> Self {
+        Self { file, start, encoding, shape, interleaved: None }
+    }
+
+    /// With the rows of each head's halves in turn, where it has so many.
+    pub(crate) fn with_interleaved(self, rows: Option<usize>) -> Self {
+        Self { interleaved: rows, ..self }
+    }
+
     /// Bytes in the file.
     pub(crate) fn bytes(&self) -> u64 {
-        self.shape.iter().product::<usize>() as u64 * self.dtype.bitsize() as u64 / 8
+        self.encoding.bytes_before(self.shape.iter().product())
     }
 }
 
@@ -72,6 +138,11 @@ impl TensorFiles {
                 Err(WeightsError::Weights { path: index, reason })
             }
         }
+    }
+
+    /// Files that are open, and what is where in them.
+    pub(crate) fn new(files: Vec<(PathBuf, File)>, tensors: BTreeMap<String, StoredTensor>) -> Self {
+        Self { files, tensors }
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), WeightsError> {
@@ -107,12 +178,8 @@ impl TensorFiles {
                 return Err(wrong(format!("truncated: {} bytes of tensors, but {name} ends at {last}", size - start)));
             }
             end = last;
-            let tensor = StoredTensor {
-                file: self.files.len(),
-                start: start + first,
-                dtype: info.dtype,
-                shape: info.shape.clone(),
-            };
+            let encoding = Encoding::Float(info.dtype);
+            let tensor = StoredTensor::new(self.files.len(), start + first, encoding, info.shape.clone());
             if self.tensors.insert(name.clone(), tensor).is_some() {
                 return Err(wrong(format!("{name} is in another file, too")));
             }
@@ -186,6 +253,13 @@ impl TensorFiles {
         Ok(true)
     }
 
+    /// Bytes of a file, from one of them on.
+    fn bytes(&self, file: usize, start: u64, out: &mut [u8]) -> Result<(), WeightsError> {
+        let (path, mut file) = (&self.files[file].0, &self.files[file].1);
+        let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(out));
+        read.map_err(|error| WeightsError::Io { path: path.clone(), error })
+    }
+
     fn unsupported(&self, tensor: &StoredTensor, dtype: Dtype) -> WeightsError {
         let reason = format!("dtype {dtype:?} is not supported");
         WeightsError::Weights { path: self.files[tensor.file].0.clone(), reason }
@@ -200,12 +274,14 @@ pub(crate) struct TensorRow<'a> {
     done: usize,
     /// What is read and not yet turned into the wanted dtype.
     bytes: Vec<u8>,
+    /// The last head that was read of an interleaved tensor, by its number, its rows in the model's order.
+    head: Option<(usize, Vec<u8>)>,
 }
 
 impl<'a> TensorRow<'a> {
     /// These tensors, of which nothing is read yet.
     pub(crate) fn new(files: &'a TensorFiles, tensors: impl Iterator<Item = &'a StoredTensor>) -> Self {
-        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new() }
+        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None }
     }
 
     /// The next elements as `T`, as many as fit `out`, in the processor's order of bytes. `progress` is told the bytes of each piece.
@@ -222,51 +298,129 @@ impl<'a> TensorRow<'a> {
             && let Some(tensor) = self.tensors.first().copied()
         {
             let left = tensor.shape.iter().product::<usize>() - self.done;
-            let count = left.min(rest.len() / T::SIZE).min(PIECE / T::SIZE);
-            let (own, behind) = rest.split_at_mut(count * T::SIZE);
-            rest = behind;
-            let first = tensor.start + (self.done * tensor.dtype.bitsize() / 8) as u64;
-            match tensor.dtype {
-                Dtype::F32 => self.read_as::<f32, T>(tensor, first, own)?,
-                Dtype::F16 => self.read_as::<f16, T>(tensor, first, own)?,
-                Dtype::BF16 => self.read_as::<bf16, T>(tensor, first, own)?,
-                Dtype::F64 => self.read_as::<f64, T>(tensor, first, own)?,
-                Dtype::F8_E4M3 => self.read_as::<E4m3, T>(tensor, first, own)?,
-                Dtype::F8_E5M2 => self.read_as::<E5m2, T>(tensor, first, own)?,
-                other => return Err(self.files.unsupported(tensor, other)),
+            let mut count = left.min(rest.len() / T::SIZE).min(PIECE / T::SIZE);
+            if let Some(rows) = tensor.interleaved {
+                let head = rows * tensor.shape[1..].iter().product::<usize>();
+                count = count.min(head - self.done % head);
+                let (own, behind) = rest.split_at_mut(count * T::SIZE);
+                self.read_of_head::<T>(tensor, rows, head, own)?;
+                rest = behind;
+            } else {
+                let (own, behind) = rest.split_at_mut(count * T::SIZE);
+                self.read_at::<T>(tensor, self.done, own)?;
+                rest = behind;
             }
-            progress((count * tensor.dtype.bitsize() / 8) as u64);
+            let before = |elements| tensor.encoding.bytes_before(elements);
+            progress(before(self.done + count) - before(self.done));
             self.done += count;
             if count == left {
                 self.tensors.remove(0);
                 self.done = 0;
+                self.head = None;
             }
         }
         assert!(rest.is_empty(), "no more is asked for than there is");
         Ok(())
     }
 
+    /// The next elements of a tensor whose heads, of so many `rows`, have the rows of their halves in turn.
+    fn read_of_head<T: Stored>(
+        &mut self,
+        tensor: &StoredTensor,
+        rows: usize,
+        head: usize,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        let number = self.done / head;
+        if self.head.as_ref().is_none_or(|(known, _)| *known != number) {
+            let (mut stored, mut ordered) = (vec![0; head * T::SIZE], vec![0; head * T::SIZE]);
+            self.read_at::<T>(tensor, number * head, &mut stored)?;
+            let row = stored.len() / rows;
+            for (at, out) in ordered.chunks_exact_mut(row).enumerate() {
+                let (half, pair) = (at / (rows / 2), at % (rows / 2));
+                out.copy_from_slice(&stored[(2 * pair + half) * row..][..row]);
+            }
+            self.head = Some((number, ordered));
+        }
+        if let Some((_, ordered)) = &self.head {
+            out.copy_from_slice(&ordered[self.done % head * T::SIZE..][..out.len()]);
+        }
+        Ok(())
+    }
+
+    /// Elements of a tensor in the file's order, from the one at `first` on.
+    fn read_at<T: Stored>(&mut self, tensor: &StoredTensor, first: usize, out: &mut [u8]) -> Result<(), WeightsError> {
+        match tensor.encoding {
+            Encoding::Float(Dtype::F32) => self.read_as::<f32, T>(tensor, first, out),
+            Encoding::Float(Dtype::F16) => self.read_as::<f16, T>(tensor, first, out),
+            Encoding::Float(Dtype::BF16) => self.read_as::<bf16, T>(tensor, first, out),
+            Encoding::Float(Dtype::F64) => self.read_as::<f64, T>(tensor, first, out),
+            Encoding::Float(Dtype::F8_E4M3) => self.read_as::<E4m3, T>(tensor, first, out),
+            Encoding::Float(Dtype::F8_E5M2) => self.read_as::<E5m2, T>(tensor, first, out),
+            Encoding::Float(other) => Err(self.files.unsupported(tensor, other)),
+            Encoding::Blocks(format) => self.dequantize::<T>(tensor, format, first, out),
+        }
+    }
+
     fn read_as<S: Readable, T: Stored>(
         &mut self,
         tensor: &StoredTensor,
-        first: u64,
+        first: usize,
         out: &mut [u8],
     ) -> Result<(), WeightsError> {
-        let (path, file) = &self.files.files[tensor.file];
-        let mut file = file;
-        let io = |error| WeightsError::Io { path: path.clone(), error };
-        file.seek(SeekFrom::Start(first)).map_err(io)?;
+        let start = tensor.start + tensor.encoding.bytes_before(first);
         // As they are stored, least byte first.
         if S::DTYPE == T::DTYPE && cfg!(target_endian = "little") {
-            return file.read_exact(out).map_err(io);
+            return self.files.bytes(tensor.file, start, out);
         }
         self.bytes.resize(out.len() / T::SIZE * S::SIZE, 0);
-        file.read_exact(&mut self.bytes).map_err(io)?;
+        self.files.bytes(tensor.file, start, &mut self.bytes)?;
         for (out, value) in out.chunks_exact_mut(T::SIZE).zip(self.bytes.chunks_exact(S::SIZE)) {
             T::of(S::load(value)).store(out);
         }
         Ok(())
     }
+
+    fn dequantize<T: Stored>(
+        &mut self,
+        tensor: &StoredTensor,
+        format: BlockFormat,
+        first: usize,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        let (weights, bytes) = (format.weights(), format.bytes());
+        let known = first % weights;
+        let blocks = (known + out.len() / T::SIZE).div_ceil(weights);
+        self.bytes.resize(blocks * bytes, 0);
+        self.files.bytes(tensor.file, tensor.start + tensor.encoding.bytes_before(first), &mut self.bytes)?;
+        let values = |block: &[u8], skipped: usize, out: &mut [u8]| {
+            let mut values = [0.0; LONGEST_BLOCK];
+            format.dequantize(block, &mut values[..weights]);
+            for (out, value) in out.chunks_exact_mut(T::SIZE).zip(&values[skipped..]) {
+                T::of(*value).store(out);
+            }
+        };
+        // The first block and the last may be wanted in part.
+        let (begun, rest) = out.split_at_mut(((weights - known) % weights * T::SIZE).min(out.len()));
+        let (first, blocks) = self.bytes.split_at(if begun.is_empty() { 0 } else { bytes });
+        if !begun.is_empty() {
+            values(first, known, begun);
+        }
+        let outs = rest.par_chunks_mut(weights * T::SIZE).with_min_len(BLOCKS);
+        outs.zip(blocks.par_chunks_exact(bytes)).for_each(|(out, block)| values(block, 0, out));
+        Ok(())
+    }
+}
+
+/// What is to be done with a GGUF file in a folder.
+const BY_ITSELF: &str = "a GGUF file is a model by itself: give it in place of its folder";
+
+/// What is worth saying of a folder without `file` that has a GGUF file.
+pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let name = names.filter(|name| name.ends_with(".gguf")).min()?;
+    Some(format!("there is no {file}, but {name}; {BY_ITSELF}"))
 }
 
 /// What a folder without safetensors has in their place, if it is known.
@@ -280,7 +434,7 @@ fn instead(folder: &Path) -> Option<String> {
     }
     let pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
     let (name, how) = match (found(&|name| name.ends_with(".gguf")), found(&pickled)) {
-        (Some(name), _) => (name, "GGUF is not supported"),
+        (Some(name), _) => (name, BY_ITSELF),
         (None, Some(name)) => (name, "pickled weights may run code when they are read, and are not: convert them"),
         (None, None) => return None,
     };
@@ -303,8 +457,7 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
 }
 
 /// The dtypes of floats that can be read.
-pub(crate) const READABLE: [Dtype; 6] =
-    [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
+const READABLE: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
 
 /// A float as files have it.
 pub(crate) trait Readable {

@@ -1,8 +1,9 @@
-//! A model folder as the hub lays it out: `config.json` and `model.safetensors`.
+//! A model folder as the hub lays it out, `config.json` and `model.safetensors`, or a GGUF file, which is both.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -15,17 +16,18 @@ use serde_json::Value;
 
 use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
 
-use crate::config::TransformerConfig;
+use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
+use crate::gguf::{self, Architecture, Gguf};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
-use crate::tensor_files::{READABLE, Stored, StoredTensor, TensorFiles, TensorRow};
+use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
 
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 
-/// A folder with a model in it.
+/// A folder with a model in it, or the GGUF file of one.
 #[derive(Clone, Debug)]
 pub struct ModelFolder {
     path: PathBuf,
@@ -54,32 +56,73 @@ impl From<Format> for MatrixDtype {
 }
 
 impl ModelFolder {
-    /// The folder at `path`; nothing is read yet.
+    /// The folder or the GGUF file at `path`, of several parts the first; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
 
-    /// Reads `config.json`.
+    /// Reads `config.json`, or the metadata of a GGUF file.
     ///
     /// # Errors
-    /// If it is missing, not JSON, or describes nothing that can be built.
+    /// If it is missing, damaged, or describes nothing that can be built.
     pub fn config(&self) -> Result<(Family, TransformerConfig), WeightsError> {
-        hub::read(&self.json()?).map_err(|error| WeightsError::Config { path: self.path.join(CONFIG), error })
+        let Some(gguf) = self.gguf()? else { return self.parsed(&self.json()?) };
+        self.parsed(&gguf.config(&self.path)?.1)
     }
 
-    /// The keys of `config.json` that are passed over since nothing is known of them: they may change what the model computes.
+    /// The keys of `config.json`, or of a GGUF file's metadata, that are passed over since nothing is known of them: they may change
+    /// what the model computes.
     ///
     /// # Errors
     /// As [`config`](Self::config).
     pub fn unknown_keys(&self) -> Result<Vec<String>, WeightsError> {
+        if let Some(gguf) = self.gguf()? {
+            return Ok(gguf::unknown_keys(&gguf.metadata));
+        }
         let (family, _) = self.config()?;
         Ok(hub::unknown_keys(family, &self.json()?))
     }
 
+    /// Whether it is a GGUF file and no folder.
+    pub fn is_gguf(&self) -> bool {
+        gguf::is_gguf(&self.path)
+    }
+
+    /// The metadata of a GGUF file; none of a folder.
+    ///
+    /// # Errors
+    /// If the file is missing, truncated, damaged, or of a version or with a tensor of a type that is not read.
+    pub fn gguf_metadata(&self) -> Result<Option<gguf::Metadata>, WeightsError> {
+        Ok(self.gguf()?.map(|gguf| gguf.metadata))
+    }
+
+    fn gguf(&self) -> Result<Option<Gguf>, WeightsError> {
+        self.is_gguf().then(|| Gguf::open(&self.path)).transpose()
+    }
+
+    fn parsed(&self, json: &Value) -> Result<(Family, TransformerConfig), WeightsError> {
+        hub::read(json).map_err(|error| self.wrong_config(error))
+    }
+
+    fn wrong_config(&self, error: ConfigError) -> WeightsError {
+        let path = if self.is_gguf() { self.path.clone() } else { self.path.join(CONFIG) };
+        WeightsError::Config { path, error }
+    }
+
     fn json(&self) -> Result<Value, WeightsError> {
         let path = self.path.join(CONFIG);
-        let text = fs::read_to_string(&path).map_err(|error| WeightsError::Io { path: path.clone(), error })?;
+        let text = fs::read_to_string(&path).map_err(|error| match gguf_instead(&self.path, CONFIG) {
+            Some(reason) if error.kind() == ErrorKind::NotFound => self.wrong(reason),
+            _ => WeightsError::Io { path: path.clone(), error },
+        })?;
         serde_json::from_str(&text).map_err(|error| WeightsError::Json { path, error })
+    }
+
+    /// The model's files, and how they name tensors.
+    fn open(&self, family: Family) -> Result<(TensorFiles, Names), WeightsError> {
+        let Some(gguf) = self.gguf()? else { return Ok((TensorFiles::open(&self.path)?, Names::Hub(family))) };
+        let (architecture, _) = gguf.config(&self.path)?;
+        Ok((gguf.files, Names::Gguf(architecture)))
     }
 
     /// Reads the model onto `device`, its parameters as f32.
@@ -133,9 +176,9 @@ impl ModelFolder {
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
-        let files = TensorFiles::open(&self.path)?;
+        let (files, names) = self.open(family)?;
         // What is stored counts: an output projection of its own, whatever the config says of it.
-        let [table, head] = [family.embedding_name(), family.head_name()].map(|name| stored_as(files.tensors(), name?));
+        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
         let config = &match (table, head) {
             // One of another shape is no such projection, and passed over.
             (Some((_, table)), Some((_, head)))
@@ -146,11 +189,11 @@ impl ModelFolder {
             _ => config.clone(),
         };
         let blank = config.init_with(&mut Initializer::<B>::blank(device));
-        let mut model = blank.map_err(|error| WeightsError::Config { path: self.path.join(CONFIG), error })?;
+        let mut model = blank.map_err(|error| self.wrong_config(error))?;
         if fresh_heads.is_some() {
             model.heads = None;
         }
-        let parts = self.parts(&files, family, config, &model)?;
+        let parts = self.parts(&files, names, config, &model)?;
 
         let total = parts.values().flatten().map(|part| part.stored.bytes()).sum();
         let mut done = 0;
@@ -180,8 +223,8 @@ impl ModelFolder {
         let wrong = |reason: String| WeightsError::Weights { path: self.path.clone(), reason };
         let shape = <[usize; D]>::try_from(&stored.shape[..])
             .map_err(|_| wrong(format!("{name} has shape {:?} instead of {D} dimensions", stored.shape)))?;
-        if !READABLE.contains(&stored.dtype) {
-            return Err(wrong(format!("{name} has dtype {:?}, which is not supported", stored.dtype)));
+        if !stored.encoding.is_readable() {
+            return Err(wrong(format!("{name} has dtype {}, which is not supported", stored.encoding.name())));
         }
         let mut values = vec![0.0; shape.iter().product()];
         files.read::<f32>(stored, false, &mut values, &mut |_| {})?;
@@ -192,7 +235,7 @@ impl ModelFolder {
     fn parts<B: Backend>(
         &self,
         files: &TensorFiles,
-        family: Family,
+        names: Names,
         config: &TransformerConfig,
         model: &Transformer<B>,
     ) -> Result<HashMap<String, Vec<Part>>, WeightsError> {
@@ -202,12 +245,12 @@ impl ModelFolder {
         let mut parts: HashMap<String, Vec<Part>> = HashMap::new();
         let mut used = BTreeSet::new();
         let mut problems = Vec::new();
-        let tensors = family.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
+        let tensors = names.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
         for tensor in tensors {
             let mut found = stored_as(files.tensors(), &tensor.name);
             // Of a pair that is one, either may be stored.
             if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
-                found = family.head_name().and_then(|name| stored_as(files.tensors(), name));
+                found = names.head().and_then(|name| stored_as(files.tensors(), name));
             }
             let Some((name, stored)) = found else {
                 problems.push(format!("{} is missing", tensor.name));
@@ -216,20 +259,22 @@ impl ModelFolder {
             used.insert(name);
             match check(&tensor, stored, &shapes[&tensor.path]) {
                 None => {
-                    let part = Part { stored: stored.clone(), transposed: tensor.transposed };
+                    let stored = stored.clone().with_interleaved(tensor.interleaved);
+                    let part = Part { stored, transposed: tensor.transposed };
                     parts.entry(tensor.path).or_default().push(part);
                 }
                 Some(problem) => problems.push(problem),
             }
         }
-        let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !family.ignores(name));
+        let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !names.ignores(name));
         problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
         if problems.is_empty() {
             return Ok(parts);
         }
         let more = if problems.len() > 3 { format!(", and {} more", problems.len() - 3) } else { String::new() };
         problems.truncate(3);
-        let reason = format!("the weights do not fit config.json: {}{more}", problems.join(", "));
+        let described = if self.is_gguf() { "the metadata" } else { CONFIG };
+        let reason = format!("the weights do not fit {described}: {}{more}", problems.join(", "));
         Err(WeightsError::Weights { path: self.path.clone(), reason })
     }
 
@@ -287,6 +332,43 @@ fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -
     })
 }
 
+/// How files name the tensors of a model.
+#[derive(Clone, Copy)]
+enum Names {
+    Hub(Family),
+    Gguf(Architecture),
+}
+
+impl Names {
+    fn tensors(self, config: &TransformerConfig, paths: &[String]) -> Result<Vec<HubTensor>, String> {
+        match self {
+            Self::Hub(family) => family.tensors(config, paths),
+            Self::Gguf(architecture) => gguf::tensors(architecture, config, paths),
+        }
+    }
+
+    fn ignores(self, name: &str) -> bool {
+        match self {
+            Self::Hub(family) => family.ignores(name),
+            Self::Gguf(_) => gguf::ignores(name),
+        }
+    }
+
+    fn embedding(self) -> Option<&'static str> {
+        match self {
+            Self::Hub(family) => family.embedding_name(),
+            Self::Gguf(_) => Some(gguf::EMBEDDING),
+        }
+    }
+
+    fn head(self) -> Option<&'static str> {
+        match self {
+            Self::Hub(family) => family.head_name(),
+            Self::Gguf(_) => Some(gguf::HEAD),
+        }
+    }
+}
+
 /// A stored tensor that fills a parameter or some of its rows.
 struct Part {
     stored: StoredTensor,
@@ -313,7 +395,8 @@ fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<S
     if stored.shape != wanted {
         return Some(format!("{name} has shape {:?} instead of {wanted:?}", stored.shape));
     }
-    (!READABLE.contains(&stored.dtype)).then(|| format!("{name} has dtype {:?}, which is not supported", stored.dtype))
+    let encoding = stored.encoding;
+    (!encoding.is_readable()).then(|| format!("{name} has dtype {}, which is not supported", encoding.name()))
 }
 
 /// Reads parameters one after the other.
@@ -353,7 +436,7 @@ impl<B: Backend> Reader<'_, B> {
         shape: [usize; 2],
         device: &B::Device,
     ) -> Result<Result<QuantizedWeight<B>, TensorData>, WeightsError> {
-        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.dtype == dtype);
+        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
         // As it is stored, which may be half the memory.
         if all(Dtype::BF16) {
             return self.quantized(format, parts, shape, bf16::ZERO, device);

@@ -19,7 +19,7 @@ const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
 
 #[derive(Args)]
 pub(super) struct ServeArgs {
-    /// The model's folder, or its name on the hub: OWNER/NAME
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What requests call it [default: the name on the hub, or the folder's]

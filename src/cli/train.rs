@@ -39,7 +39,7 @@ pub(super) struct TrainArgs {
     /// nested A.B [default: the recipe's, or text]
     #[arg(long, value_name = "NAME", conflicts_with = "resume")]
     field: Option<String>,
-    /// A model to begin from: its folder, or its name on the hub, OWNER/NAME
+    /// A model to begin from: its folder or .gguf file, or its name on the hub, OWNER/NAME
     #[arg(long, value_name = "MODEL", conflicts_with = "resume")]
     init: Option<PathBuf>,
     /// Where the run goes [default: runs/NAME]

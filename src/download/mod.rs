@@ -1,6 +1,6 @@
 //! The folder of a model or of a dataset, fetched from the hub where only its name is given.
 //!
-//! Files go where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they are there,
+//! Of a repository of GGUF files one is meant by its quantization, `OWNER/NAME:Q4_K_M`. Files go where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they are there,
 //! no network is needed.
 
 use std::collections::BTreeSet;
@@ -19,6 +19,7 @@ use crate::failure::Failure;
 use crate::progress::Line;
 
 mod client;
+mod gguf;
 
 /// Files without which there is no model.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -86,7 +87,8 @@ impl From<DownloadError> for Failure {
 }
 
 /// The folder of a model: `model` itself, or, where that does not exist and is an `owner/name` or
-/// `owner/name@revision` of the hub, the one in the hub's cache, its files fetched where they are missing.
+/// `owner/name@revision` of the hub, the one in the hub's cache, its files fetched where they are missing. Of `owner/name:Q4_K_M` or
+/// `owner/name@revision:Q4_K_M` it is the GGUF file with that in its name, of several parts the first.
 ///
 /// # Errors
 /// If files are missing and the hub cannot be reached or does not give them, or the cache cannot be written.
@@ -105,7 +107,7 @@ pub fn model_folder(model: &Path, progress: FileProgress<'_>) -> Result<PathBuf,
 /// As [`model_folder`].
 pub fn dataset_folder(data: &Path, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
     match HubModel::parse(data) {
-        Some(wanted) if !data.exists() => {
+        Some(wanted) if !data.exists() && wanted.quantization.is_none() => {
             let wanted = HubModel { kind: Kind::Dataset, ..wanted };
             Hub::new(wanted, |name| std::env::var_os(name))?.fetch_dataset(progress)
         }
@@ -160,15 +162,29 @@ struct HubModel {
     asked: String,
     id: String,
     revision: String,
+    /// What the name of the GGUF file has that is meant.
+    quantization: Option<String>,
 }
 
 impl HubModel {
     fn parse(model: &Path) -> Option<Self> {
         let asked = model.to_str()?;
-        let (id, revision) = asked.split_once('@').unwrap_or((asked, "main"));
+        let (named, quantization) = match asked.split_once(':') {
+            Some((named, quantization)) => (named, Some(quantization)),
+            None => (asked, None),
+        };
+        let (id, revision) = named.split_once('@').unwrap_or((named, "main"));
         let (owner, name) = id.split_once('/')?;
-        let legal = is_plain(owner) && is_plain(name) && revision.split('/').all(is_plain);
-        legal.then(|| Self { kind: Kind::Model, asked: asked.into(), id: id.into(), revision: revision.into() })
+        // What ends so is a file that is not there.
+        let legal = is_plain(owner) && is_plain(name) && !name.ends_with(".gguf");
+        let legal = legal && revision.split('/').all(is_plain) && quantization.is_none_or(is_plain);
+        legal.then(|| Self {
+            kind: Kind::Model,
+            asked: asked.into(),
+            id: id.into(),
+            revision: revision.into(),
+            quantization: quantization.map(String::from),
+        })
     }
 
     fn refused(&self, reason: String) -> DownloadError {
@@ -249,6 +265,9 @@ impl Hub {
     }
 
     fn fetch(&self, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
+        if let Some(wanted) = &self.model.quantization {
+            return self.fetch_gguf(wanted, progress);
+        }
         let folder = self.folder();
         if is_complete(&folder) {
             return Ok(folder);
@@ -257,7 +276,12 @@ impl Hub {
         let listed = |file: &&str| files.contains(*file);
         let weights = if !listed(&SINGLE) && listed(&INDEX) { INDEX } else { SINGLE };
         if let Some(file) = REQUIRED.iter().chain([&weights]).find(|file| !listed(file)) {
-            return Err(self.model.refused(format!("{} has this model, but without {file}", self.endpoint)));
+            let there = gguf::first_parts(files.iter().map(String::as_str)).join(", ");
+            let instead = match there.is_empty() {
+                true => String::new(),
+                false => format!("; {}:QUANTIZATION is one of its GGUF files: {there}", self.model.asked),
+            };
+            return Err(self.model.refused(format!("{} has this model, but without {file}{instead}", self.endpoint)));
         }
         let templates = files.iter().map(String::as_str).filter(|file| is_template(file));
         for file in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(listed)).chain(templates).chain([weights]) {
@@ -271,6 +295,25 @@ impl Hub {
         }
         self.refer(&commit)?;
         Ok(folder)
+    }
+
+    /// The GGUF file with `wanted` in its name, and the other parts of its model.
+    fn fetch_gguf(&self, wanted: &str, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
+        let folder = self.folder();
+        let there = files_in(&folder);
+        if let Ok(Some(first)) =
+            gguf::chosen(there.iter().map(String::as_str), wanted).map(|parts| parts.first().copied())
+        {
+            return Ok(folder.join(first));
+        }
+        let Listing { commit, files } = self.listing()?;
+        let parts = gguf::chosen(files.iter().map(String::as_str), wanted)
+            .map_err(|reason| self.model.refused(format!("of this model on {}, {reason}", self.endpoint)))?;
+        for file in &parts {
+            self.file(&commit, file, progress)?;
+        }
+        self.refer(&commit)?;
+        Ok(self.snapshot(&commit).join(parts.first().copied().unwrap_or_default()))
     }
 
     fn fetch_dataset(&self, progress: FileProgress<'_>) -> Result<PathBuf, DownloadError> {
@@ -505,6 +548,22 @@ fn text_files(files: &BTreeSet<String>) -> Vec<&str> {
 fn is_template(file: &str) -> bool {
     let name = file.strip_prefix(TEMPLATES).and_then(|name| name.strip_suffix(".jinja"));
     name.is_some_and(|name| !name.contains('/') && is_plain(name))
+}
+
+/// The files of a snapshot and of the folders in it, by their names in the repository.
+fn files_in(folder: &Path) -> BTreeSet<String> {
+    let entries = |folder: &Path| -> Vec<(PathBuf, String)> {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.filter_map(|entry| Some((entry.path(), entry.file_name().into_string().ok()?))).collect()
+    };
+    let mut files = BTreeSet::new();
+    for (path, name) in entries(folder) {
+        let inner = if path.is_dir() { entries(&path) } else { Vec::new() };
+        files.extend(inner.into_iter().filter(|(path, _)| path.is_file()).map(|(_, inner)| format!("{name}/{inner}")));
+        // A link to what is gone is none.
+        files.extend(path.is_file().then_some(name));
+    }
+    files
 }
 
 fn length(path: &Path) -> Option<u64> {

@@ -633,3 +633,40 @@ fn the_environment_says_where_the_hub_the_cache_and_the_token_are() {
     let hub = served.hub(ID, &[("HF_ENDPOINT", "")]);
     assert_eq!(hub.endpoint, "https://huggingface.co");
 }
+
+#[test]
+fn a_gguf_file_of_a_quantization_is_fetched_once_with_all_its_parts() {
+    let files = [
+        ("README.md", b"# Model".to_vec()),
+        ("model-Q4_K_M.gguf", b"four".to_vec()),
+        ("mmproj-model-Q8_0.gguf", b"eyes".to_vec()),
+        ("Q8_0/model-Q8_0-00001-of-00002.gguf", b"eight".to_vec()),
+        ("Q8_0/model-Q8_0-00002-of-00002.gguf", b"more".to_vec()),
+    ];
+    let served = Served::new(Scene { files: files.into(), ..Scene::default() });
+    let fetch = |model: &str| served.hub(model, &[]).fetch(&mut |_, _, _| {});
+    let four = fetch("owner/model-0.1B:q4_k_m").unwrap();
+    assert_eq!(four, served.snapshot().join("model-Q4_K_M.gguf"));
+    assert_eq!(fs::read_to_string(&four).unwrap(), "four");
+    assert_eq!(fs::read_dir(served.snapshot()).unwrap().count(), 1, "nothing else was fetched");
+    let eight = fetch("owner/model-0.1B@main:Q8_0").unwrap();
+    assert_eq!(eight, served.snapshot().join("Q8_0/model-Q8_0-00001-of-00002.gguf"));
+    for (part, body) in [("1", "eight"), ("2", "more")] {
+        let path = served.snapshot().join(format!("Q8_0/model-Q8_0-0000{part}-of-00002.gguf"));
+        assert_eq!(fs::read_to_string(path).unwrap(), body);
+    }
+    served.asked();
+    assert_eq!((fetch("owner/model-0.1B:Q4_K_M").unwrap(), fetch("owner/model-0.1B:q8_0").unwrap()), (four, eight));
+    assert!(served.asked().is_empty(), "what is there needs no network");
+
+    let refusal = |model: &str| fetch(model).unwrap_err().to_string();
+    let message = refusal("owner/model-0.1B:Q2_K");
+    assert!(message.contains("no GGUF file is Q2_K") && message.contains("model-Q4_K_M.gguf"), "{message}");
+    let message = refusal("owner/model-0.1B:model");
+    assert!(message.contains("several GGUF files are model"), "{message}");
+    let message = refusal(ID);
+    assert!(message.contains("without config.json; owner/model-0.1B:QUANTIZATION"), "{message}");
+    assert!(message.contains("Q8_0/model-Q8_0-00001-of-00002.gguf") && !message.contains("mmproj"), "{message}");
+    assert_eq!(HubModel::parse(Path::new("models/kiln.gguf")), None, "a file that is not there");
+    assert_eq!(HubModel::parse(Path::new("owner/model:../x")), None);
+}

@@ -42,13 +42,13 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Reads the templates of a model's folder: those of `chat_template.jinja` and
-    /// `additional_chat_templates`, or those of `tokenizer_config.json`.
+    /// `additional_chat_templates`, or those of `tokenizer_config.json`; or those of a GGUF file.
     ///
     /// # Errors
     /// If there is none, or it is no template.
     pub fn open(folder: &Path) -> Result<Self, Failure> {
         let found = Self::find(folder).ok_or_else(|| {
-            let (shown, places) = (folder.display(), folder::places());
+            let (shown, places) = (folder.display(), folder::places(folder));
             Failure::new(format!(
                 "{shown}: no chat template, {places}: the model was not made to converse; use `fireclay generate`"
             ))

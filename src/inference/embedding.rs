@@ -11,9 +11,8 @@ use fireclay_model::{AttentionDirection, ModelFolder, Tokens, Transformer};
 use serde_json::Value;
 
 use crate::failure::Failure;
-use crate::model_folder::warn_of_config;
+use crate::model_folder::{tokenizer, warn_of_config};
 use crate::precision::Precision;
-use crate::run_folder::TOKENIZER;
 
 /// Texts of a forward pass.
 const BATCH_SIZE: usize = 64;
@@ -56,7 +55,7 @@ impl<B: Backend> Embedder<B> {
         if model.config().attention == AttentionDirection::Causal {
             return Err(Failure::new(format!("{}: no encoder: it has no embeddings of texts", folder.display())));
         }
-        let tokenizer = Tokenizer::load(&folder.join(TOKENIZER))?;
+        let tokenizer = tokenizer(folder)?;
         Ok(Self { model, tokenizer, pooling: pooling(folder)?, device })
     }
 

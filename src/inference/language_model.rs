@@ -1,4 +1,4 @@
-//! A language model's folder, opened: the transformer and its tokenizer.
+//! A language model's folder, or its GGUF file, opened: the transformer and its tokenizer.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -8,9 +8,8 @@ use fireclay_kernels::Backend;
 use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
 
 use crate::failure::Failure;
-use crate::model_folder::warn_of_config;
+use crate::model_folder::{tokenizer, warn_of_config};
 use crate::precision::Precision;
-use crate::run_folder::TOKENIZER;
 
 /// Bytes of a model from which on its reading is shown.
 const LARGE: u64 = 256 << 20;
@@ -24,7 +23,7 @@ pub struct LanguageModel<B: Backend> {
 }
 
 impl<B: Backend> LanguageModel<B> {
-    /// Opens a folder as the hub lays it out; how far a large one is read shows on a terminal.
+    /// Opens a folder as the hub lays it out, or a GGUF file; how far a large one is read shows on a terminal.
     ///
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
@@ -37,7 +36,7 @@ impl<B: Backend> LanguageModel<B> {
             return Err(Failure::new(format!("{shown}: an encoder, which cannot write text")));
         }
         warn_of_config(folder)?;
-        let tokenizer = Tokenizer::load(&folder.join(TOKENIZER))?;
+        let tokenizer = tokenizer(folder)?;
         let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
         let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
         Ok(Self { model, tokenizer })

@@ -64,6 +64,9 @@ impl IntentSlot {
     pub(crate) fn begin(recipe: &Recipe) -> Result<Self, Failure> {
         let utterances = utterances(recipe)?;
         let pieces = match (&recipe.init, recipe.data.tokenizer.as_str()) {
+            (Some(model), _) if model.is_file() => {
+                return Err(Failure::usage(format!("{}: a GGUF file has no encoder to begin from", model.display())));
+            }
             (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
             // The default is for texts.
             (None, "pieces" | "byte") => PieceTokenizer::train(&utterances.train, recipe.data.pieces)?,

@@ -12,6 +12,7 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::generation::{GenerationOptions, Generator};
+use crate::model_folder;
 use crate::progress::Watch;
 use crate::recipe::schema::{Recipe, TrainingRecipe};
 use crate::run_folder::{GENERATION, TOKENIZER, write_atomic};
@@ -65,7 +66,7 @@ impl Language {
         let Some(model) = model else {
             return Self::of(recipe, None, watch);
         };
-        let known = Tokenizer::load(&model.join(TOKENIZER))?;
+        let known = model_folder::tokenizer(model)?;
         let Some(file) = recipe.tokenizer_file() else {
             return Self::of(recipe, Some(known), watch);
         };

@@ -12,6 +12,7 @@ mod configs;
 mod data;
 mod decoding;
 mod families;
+mod gguf;
 mod golden;
 mod gradients;
 mod hub;

@@ -16,8 +16,7 @@ pub(crate) use self::config::read;
 use self::family::FAMILIES;
 pub use self::family::Family;
 pub(crate) use self::keys::unknown as unknown_keys;
-use self::tensor::whole;
-pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES};
+pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES, split_qkv, whole};
 
 impl Family {
     /// The family that a config belongs to: the first that can write it without loss.

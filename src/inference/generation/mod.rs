@@ -16,7 +16,7 @@ use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, Wri
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
-use crate::model_folder::assert_known;
+use crate::model_folder::{assert_known, gguf_ends};
 use crate::precision::{CachePrecision, Precision};
 
 /// Tokens that end a text, where the tokenizer has them.
@@ -175,7 +175,7 @@ pub struct Generator<B: Backend> {
 }
 
 impl<B: Backend> Generator<B> {
-    /// Opens a model folder.
+    /// Opens a model folder, or a GGUF file.
     ///
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
@@ -494,8 +494,12 @@ impl<'a> Text<'a> {
     }
 }
 
-/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each, where they name any.
+/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each, where they name any, or what a GGUF
+/// file says.
 fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
+    if let Some(ends) = gguf_ends(folder)? {
+        return Ok(ends);
+    }
     let ends = ["generation_config.json", "config.json"].map(|name| ends_in(&folder.join(name)));
     Ok(ends.into_iter().collect::<Result<Vec<_>, _>>()?.concat())
 }

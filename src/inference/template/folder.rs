@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
+use crate::model_folder::gguf_templates;
 
 const SETTINGS: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
@@ -30,16 +31,22 @@ pub(crate) struct FolderTemplates {
 }
 
 /// Where templates are looked for, for whoever misses one.
-pub(crate) fn places() -> String {
+pub(crate) fn places(folder: &Path) -> String {
+    if folder.is_file() {
+        return "there is no tokenizer.chat_template".into();
+    }
     format!("neither {TEMPLATE} nor chat_template in {SETTINGS}")
 }
 
 /// Reads the templates of a model's folder: files come before the tokenizer's settings, as in
-/// `transformers`.
+/// `transformers`. A GGUF file has its own.
 ///
 /// # Errors
 /// If a file cannot be read.
 pub(crate) fn read(folder: &Path) -> Result<FolderTemplates, Failure> {
+    if let Some((templates, tokens)) = gguf_templates(folder)? {
+        return Ok(FolderTemplates { templates, tokens });
+    }
     let settings = json(&folder.join(SETTINGS))?;
     let mut templates = files(folder)?;
     if templates.is_empty() {

@@ -1,0 +1,94 @@
+//! The patterns by which byte-level BPE cuts a text, under the names of GGUF files (`tokenizer.ggml.pre`).
+//!
+//! Each is that of the `tokenizer.json` of the models it is named for: what it matches stands alone, one expression after the
+//! other.
+
+/// An expression whose matches stand alone.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rule(pub(super) &'static str);
+
+/// How a text is cut, and what goes with it.
+#[derive(Clone, Debug)]
+pub(super) struct Pattern {
+    /// None for GPT-2's own.
+    pub(super) rules: &'static [Rule],
+    /// Whether a piece that is a token is that, whatever the merges.
+    pub(super) whole_words: bool,
+    /// Whether texts begin with a token where nothing is said of it.
+    pub(super) adds_begin: bool,
+    /// Whether text is brought to Unicode's NFC.
+    pub(super) normalizes: bool,
+}
+
+const DEFAULT: &str = "default";
+
+const GPT2: Rule = Rule(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+");
+const DIGIT: Rule = Rule(r"\p{N}");
+const DIGITS: Rule = Rule(r"\p{N}+");
+const THREE_DIGITS: Rule = Rule("[0-9][0-9][0-9]");
+const LINE_END: Rule = Rule(r"[\r\n]");
+/// Of Chinese, Japanese and Korean.
+const IDEOGRAPHS: Rule = Rule("[一-龥ࠀ-一가-퟿]+");
+const LLAMA3: Rule = Rule(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+const QWEN2: Rule = Rule(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+const TEKKEN: Rule = Rule(concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+));
+const GPT4O: Rule = Rule(concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+));
+/// Letters of alphabets that have capitals.
+const CASED: Rule = Rule(r"\s?[\p{Lu}\p{Ll}\p{Lt}]+");
+const DEEPSEEK_MARKS: Rule = Rule(r"\s?[!-/:-~！-／：-～‘-‟　-。]+");
+const DEEPSEEK3: Rule = Rule(concat!(
+    r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+));
+
+/// Names of patterns that are the same, and their rules.
+const PATTERNS: &[(&[&str], &[Rule])] = &[
+    (&[DEFAULT], &[Rule(r"[\p{P}\$\+<=>\^~\|]+"), GPT2, DIGITS, THREE_DIGITS]),
+    (&["gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "mpt", "olmo", "jais"], &[]),
+    (&["llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"], &[LLAMA3]),
+    (&["qwen2", "deepseek-r1-qwen", "stablelm2"], &[QWEN2]),
+    (&["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"], &[DIGIT, GPT2]),
+    (&["tekken"], &[TEKKEN]),
+    (&["gpt-4o", "llama4"], &[GPT4O]),
+    (&["falcon"], &[Rule(r"[\p{P}\$\+<=>\^~\|`]+"), GPT2, THREE_DIGITS]),
+    (&["deepseek-llm"], &[LINE_END, CASED, DEEPSEEK_MARKS, Rule(r"\s+$"), IDEOGRAPHS, DIGITS]),
+    (&["deepseek-coder"], &[LINE_END, Rule(r"\s?\p{L}+"), Rule(r"\s?\p{P}+"), IDEOGRAPHS, DIGIT]),
+    (&["deepseek-v3"], &[Rule(r"\p{N}{1,3}"), Rule("[一-龥぀-ゟ゠-ヿ]+"), DEEPSEEK3]),
+];
+
+impl Pattern {
+    /// The pattern of a name, and what is assumed where there is none or it is not known.
+    pub(super) fn named(name: Option<&str>) -> (Self, Option<String>) {
+        let find = |name: &str| PATTERNS.iter().find(|(names, _)| names.contains(&name)).map(|(_, rules)| *rules);
+        let (rules, assumed) = match (name, name.and_then(find)) {
+            (_, Some(rules)) => (rules, None),
+            (name, None) => {
+                let why = name.map_or("names no pattern that cuts text".into(), |name| {
+                    format!("cuts text by the pattern '{name}', which is not known")
+                });
+                let rules = find(DEFAULT).unwrap_or_default();
+                (rules, Some(format!("the tokenizer {why}: '{DEFAULT}' is assumed, and tokens may be others")))
+            }
+        };
+        let is = |names: &[&str]| name.is_some_and(|name| names.contains(&name));
+        let pattern = Self {
+            rules,
+            whole_words: is(&["llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"]),
+            adds_begin: is(&["llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"]),
+            normalizes: is(&["qwen2"]),
+        };
+        (pattern, assumed)
+    }
+}

@@ -1,0 +1,136 @@
+//! Blocks: the formats of GGUF files, each of which stores so many weights of a row in so many bytes, scales among them.
+//!
+//! A family of formats is a file here. Each says how a block lies, and gives its weights back bit for bit as the format's
+//! own package (`gguf.quants.dequantize`) does.
+
+mod k;
+mod simple;
+
+use half::f16;
+
+/// A format of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockFormat {
+    /// 4 bits a weight, and a scale for 32.
+    Q4_0,
+    /// 4 bits a weight, a scale and a least value for 32.
+    Q4_1,
+    /// 5 bits a weight, and a scale for 32.
+    Q5_0,
+    /// 5 bits a weight, a scale and a least value for 32.
+    Q5_1,
+    /// 8 bits a weight, and a scale for 32.
+    Q8_0,
+    /// 2 bits a weight, scales and least values of 4 bits for 16.
+    Q2K,
+    /// 3 bits a weight, scales of 6 bits for 16.
+    Q3K,
+    /// 4 bits a weight, scales and least values of 6 bits for 32.
+    Q4K,
+    /// 5 bits a weight, scales and least values of 6 bits for 32.
+    Q5K,
+    /// 6 bits a weight, scales of 8 bits for 16.
+    Q6K,
+}
+
+/// How a block is read.
+trait Block {
+    /// As files call it.
+    const NAME: &'static str;
+    /// Weights in a block.
+    const WEIGHTS: usize;
+    /// Bytes of a block.
+    const BYTES: usize;
+
+    /// The weights of one block.
+    fn dequantize(block: &[u8], out: &mut [f32]);
+}
+
+/// Evaluates an expression with `$name` as the type of a format of blocks.
+macro_rules! with_block {
+    ($format:expr, $name:ident => $body:expr) => {
+        with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
+            Q2K k, Q3K k, Q4K k, Q5K k, Q6K k)
+    };
+    (@ $format:expr, $name:ident, $body:expr, $($variant:ident $family:ident),*) => {
+        match $format {
+            $(BlockFormat::$variant => {
+                type $name = $family::$variant;
+                $body
+            })*
+        }
+    };
+}
+
+impl BlockFormat {
+    /// All of them.
+    pub const ALL: [Self; 10] = [
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2K,
+        Self::Q3K,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+    ];
+
+    /// As files call it.
+    pub fn name(self) -> &'static str {
+        with_block!(self, F => F::NAME)
+    }
+
+    /// Weights in a block.
+    pub fn weights(self) -> usize {
+        with_block!(self, F => F::WEIGHTS)
+    }
+
+    /// Bytes of a block.
+    pub fn bytes(self) -> usize {
+        with_block!(self, F => F::BYTES)
+    }
+
+    /// The weights of `blocks`, one block after the other.
+    ///
+    /// # Panics
+    /// Unless `blocks` are whole, and `out` has room for their weights and no more.
+    pub fn dequantize(self, blocks: &[u8], out: &mut [f32]) {
+        let (bytes, weights) = (self.bytes(), self.weights());
+        assert!(
+            blocks.len().is_multiple_of(bytes) && out.len() == blocks.len() / bytes * weights,
+            "dequantize: {} bytes are no {} weights of {}",
+            blocks.len(),
+            out.len(),
+            self.name()
+        );
+        with_block!(self, F => blocks
+            .chunks_exact(F::BYTES)
+            .zip(out.chunks_exact_mut(F::WEIGHTS))
+            .for_each(|(block, out)| F::dequantize(block, out)));
+    }
+}
+
+/// The f16 at a byte of a block.
+fn half_at(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_take_as_many_bits_as_their_files_say() {
+        let bits = |format: BlockFormat| 8.0 * format.bytes() as f64 / format.weights() as f64;
+        let bits: Vec<f64> = BlockFormat::ALL.into_iter().map(bits).collect();
+        assert_eq!(bits, [4.5, 5.0, 5.5, 6.0, 8.5, 2.625, 3.4375, 4.5, 5.5, 6.5625]);
+    }
+
+    #[test]
+    #[should_panic(expected = "are no 31 weights of Q8_0")]
+    fn a_block_in_part_is_refused() {
+        BlockFormat::Q8_0.dequantize(&[0; 34], &mut [0.0; 31]);
+    }
+}

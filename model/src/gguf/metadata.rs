@@ -1,0 +1,144 @@
+//! The metadata of a GGUF file: values by their keys.
+
+use std::collections::BTreeMap;
+
+use crate::config::ConfigError;
+
+/// A value of the metadata.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Entry {
+    Integer(i128),
+    Float(f64),
+    Flag(bool),
+    Text(String),
+    /// Numbers of any type, flags as 0 and 1.
+    Numbers(Vec<f64>),
+    Texts(Vec<String>),
+}
+
+impl Entry {
+    fn number(&self) -> Option<f64> {
+        match self {
+            Self::Integer(value) => Some(*value as f64),
+            Self::Float(value) => Some(*value),
+            _ => None,
+        }
+    }
+}
+
+/// What a GGUF file says of its model, by the names of the format's own package (`gguf.constants.Keys`).
+///
+/// Each getter gives nothing where the key is not there, and an error that names it where its value is of another type.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Metadata(pub(crate) BTreeMap<String, Entry>);
+
+impl Metadata {
+    /// A text.
+    ///
+    /// # Errors
+    /// If it is another type of value.
+    pub fn text(&self, key: &str) -> Result<Option<&str>, ConfigError> {
+        self.typed(key, "a text", |entry| match entry {
+            Entry::Text(text) => Some(&text[..]),
+            _ => None,
+        })
+    }
+
+    /// Several texts.
+    ///
+    /// # Errors
+    /// If it is another type of value.
+    pub fn texts(&self, key: &str) -> Result<Option<&[String]>, ConfigError> {
+        self.typed(key, "a list of texts", |entry| match entry {
+            Entry::Texts(texts) => Some(&texts[..]),
+            // As an empty list may be of any type.
+            Entry::Numbers(numbers) if numbers.is_empty() => Some(&[][..]),
+            _ => None,
+        })
+    }
+
+    /// Several numbers; flags are 0 and 1.
+    ///
+    /// # Errors
+    /// If it is another type of value.
+    pub fn numbers(&self, key: &str) -> Result<Option<&[f64]>, ConfigError> {
+        self.typed(key, "a list of numbers", |entry| match entry {
+            Entry::Numbers(numbers) => Some(&numbers[..]),
+            Entry::Texts(texts) if texts.is_empty() => Some(&[][..]),
+            _ => None,
+        })
+    }
+
+    /// True or false.
+    ///
+    /// # Errors
+    /// If it is another type of value.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, ConfigError> {
+        self.typed(key, "true or false", |entry| match entry {
+            Entry::Flag(flag) => Some(*flag),
+            _ => None,
+        })
+    }
+
+    /// A number.
+    ///
+    /// # Errors
+    /// If it is another type of value, or no finite number.
+    pub fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
+        self.typed(key, "a number", |entry| entry.number().filter(|number| number.is_finite()))
+    }
+
+    /// A whole number from 0 to `u32::MAX`, which may be given for each layer where these agree.
+    ///
+    /// # Errors
+    /// If it is another type of value, or layers differ.
+    pub fn size(&self, key: &str) -> Result<Option<u32>, ConfigError> {
+        let whole = |number: f64| {
+            (number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number)).then_some(number as u32)
+        };
+        if let Some(Entry::Numbers(numbers)) = self.0.get(key)
+            && let Some(first) = numbers.first()
+        {
+            if numbers.iter().any(|number| number != first) {
+                return Err(ConfigError(format!("{key} differs from layer to layer, which is not supported")));
+            }
+            return whole(*first).map(Some).ok_or_else(|| ConfigError(format!("{key} is not a size")));
+        }
+        self.typed(key, "a size", |entry| match entry {
+            Entry::Integer(value) => u32::try_from(*value).ok(),
+            _ => None,
+        })
+    }
+
+    /// Whether there is such a key.
+    pub fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &String> {
+        self.0.keys()
+    }
+
+    /// A value as a message shows it.
+    pub(crate) fn shown(&self, key: &str) -> String {
+        match self.0.get(key) {
+            Some(Entry::Integer(value)) => value.to_string(),
+            Some(Entry::Float(value)) => value.to_string(),
+            Some(Entry::Flag(value)) => value.to_string(),
+            Some(Entry::Text(value)) => format!("'{value}'"),
+            Some(Entry::Numbers(values)) => format!("a list of {} numbers", values.len()),
+            Some(Entry::Texts(values)) => format!("a list of {} texts", values.len()),
+            None => "missing".into(),
+        }
+    }
+
+    fn typed<'a, T>(
+        &'a self,
+        key: &str,
+        wanted: &str,
+        read: impl FnOnce(&'a Entry) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(entry) = self.0.get(key) else { return Ok(None) };
+        read(entry).map(Some).ok_or_else(|| ConfigError(format!("{key} is not {wanted}")))
+    }
+}

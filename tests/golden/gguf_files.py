@@ -1,0 +1,361 @@
+#!/usr/bin/env python3
+"""Writes the golden GGUF files in `gguf/` next to this script.
+
+    pip install gguf torch transformers safetensors sentencepiece protobuf numpy
+    python3 tests/golden/gguf_files.py            # or: gguf_files.py OUTPUT_FOLDER
+
+Needs no network: models have random weights, tokenizers are trained on the text below.
+
+    blocks.safetensors     for each type NAME.blocks, its bytes, and NAME.values, what gguf.quants.dequantize makes of them
+    <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
+    models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
+    vocab-<name>.gguf      vocabularies without a model
+    tokenizers.json        texts, and for each vocabulary the ids that the tokenizer it came from gives them
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import sentencepiece
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as T
+from safetensors.numpy import save_file
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, MistralConfig, MistralForCausalLM,
+    PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+)
+
+OUT = (Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent) / "gguf"
+VOCAB, CONTEXT = 61, 64
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5)
+
+# ---------------------------------------------------------------- blocks
+
+BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+# Where the f16 of a block are: random bytes there would be infinite now and then.
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+
+
+def blocks():
+    rng = np.random.default_rng(7)
+    tensors = {}
+    for name in BLOCKS:
+        size = gguf.GGML_QUANT_SIZES[T[name]][1]
+        raw = rng.integers(0, 256, (3, size), dtype=np.uint8)
+        for at in HALVES[name]:
+            raw[:, at:at + 2] = rng.normal(0, 0.1, (3, 1)).astype(np.float16).view(np.uint8)
+            # One that is subnormal.
+            raw[2, at:at + 2] = np.array([3e-6], dtype=np.float16).view(np.uint8)
+        tensors[f"{name}.blocks"] = raw
+        tensors[f"{name}.values"] = gguf.quants.dequantize(raw, T[name]).astype(np.float32)
+    save_file(tensors, OUT / "blocks.safetensors")
+
+
+# ---------------------------------------------------------------- models
+
+def interleave(weight, heads):
+    """Rows of each head's halves in turn, as `llama` files have queries and keys."""
+    shape = weight.shape
+    return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
+
+
+def llama_names(name):
+    """The GGUF name of a tensor of Llama, Mistral, Qwen2 or Qwen3."""
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight",
+             "model.norm.weight": "output_norm.weight"}
+    inner = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+             "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    if name in outer:
+        return outer[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{inner[part]}.{kind}"
+
+
+def gpt2_names(name):
+    outer = {"transformer.wte.weight": "token_embd.weight", "transformer.wpe.weight": "position_embd.weight",
+             "transformer.ln_f.weight": "output_norm.weight", "transformer.ln_f.bias": "output_norm.bias",
+             "lm_head.weight": "output.weight"}
+    inner = {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+             "ln_1": "attn_norm", "ln_2": "ffn_norm"}
+    if name in outer:
+        return outer[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{inner[part]}.{kind}"
+
+
+def draw(model, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            norm = p.dim() == 1 and name.endswith("weight")
+            p.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.12)
+    return model.eval()
+
+
+def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda writer: None, extra=()):
+    """Writes a model, and what transformers computes of its weights as the file has them."""
+    config = model.config
+    path = OUT / f"{name}.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(name)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_vocab_size(config.vocab_size)
+        if arch == "qwen3":
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    prepare(writer)
+    for key, values in extra:
+        writer.add_tensor(key, values)
+    kept = {}
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = value.float().numpy()
+        own = gpt2_names(key) if arch == "gpt2" else llama_names(key)
+        # Conv1D lies [in, out].
+        turned = arch == "gpt2" and ".h." in key and values.ndim == 2
+        stored = values.T.copy() if turned else values
+        heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
+        part = own.split(".")[-2]
+        if arch == "llama" and part in heads:
+            stored = interleave(stored, heads[part])
+        kind = T.F32 if values.ndim == 1 or "position" in own else types(own)
+        raw = gguf.quants.quantize(np.ascontiguousarray(stored), kind)
+        writer.add_tensor(own, raw, raw_dtype=kind)
+        # What the file has, in the order of the model.
+        if kind != T.F32:
+            read = gguf.quants.dequantize(raw, kind)
+            if arch == "llama" and part in heads:
+                n = heads[part]
+                read = read.reshape(n, read.shape[0] // n // 2, 2, -1).swapaxes(1, 2).reshape(read.shape)
+            kept[key] = torch.from_numpy((read.T if turned else read).copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model.load_state_dict(kept, strict=False)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    torch.manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (1, 12))
+    with torch.no_grad():
+        logits = model.double()(input_ids=tokens, use_cache=False).logits
+    golden[f"{name}.tokens"] = tokens.numpy().astype(np.int32)
+    golden[f"{name}.logits"] = logits.numpy().astype(np.float32)
+
+
+MIXED = {"token_embd": T.Q8_0, "output": T.Q8_0, "attn_q": T.Q4_0, "attn_k": T.Q4_1, "attn_v": T.Q5_0,
+         "attn_output": T.Q5_1, "ffn_gate": T.Q4_0, "ffn_up": T.BF16, "ffn_down": T.Q8_0}
+
+
+def all_models(tokenizer):
+    golden = {}
+    rope = dict(rope_type="default", rope_theta=10000.0)
+    plain = dict(vocab_size=VOCAB, tie_word_embeddings=False, **SHAPE)
+    llama = draw(LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **plain)), 1)
+    write("llama", "llama", llama, golden)
+    llama = draw(LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **plain)), 6)
+    write("llama_mixed", "llama", llama, golden, types=lambda name: MIXED[name.split(".")[-2]])
+    # Frequencies as Llama 3.1 has them, in a tensor of factors.
+    scaled = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=32)
+    llama = draw(LlamaForCausalLM(LlamaConfig(rope_parameters=scaled, **(plain | dict(tie_word_embeddings=True)))), 2)
+    bare = LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **plain))
+    factors = (bare.model.rotary_emb.inv_freq / llama.model.rotary_emb.inv_freq).float().numpy()
+    assert factors.max() > 1.5, factors
+    write("llama3", "llama", llama, golden, extra=[("rope_freqs.weight", factors)])
+    mistral = MistralForCausalLM(MistralConfig(rope_parameters=rope, sliding_window=5, **plain))
+    write("mistral", "llama", draw(mistral, 3), golden, prepare=lambda writer: writer.add_sliding_window(5))
+    vocabulary = dict(vocab_size=len(tokenizer), tie_word_embeddings=True)
+    qwen2 = Qwen2ForCausalLM(Qwen2Config(rope_parameters=rope | dict(rope_theta=1e6), **(plain | vocabulary)))
+    write("qwen2", "qwen2", draw(qwen2, 4), golden, prepare=lambda writer: bpe_keys(writer, tokenizer, "qwen2", QWEN_CONTROL))
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(rope_parameters=rope, head_dim=12, **plain))
+    write("qwen3", "qwen3", draw(qwen3, 5), golden)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4))
+    write("gpt2", "gpt2", draw(gpt2, 6), golden)
+    save_file(golden, OUT / "models.safetensors")
+
+
+# ---------------------------------------------------------------- vocabularies
+
+TEXT = """The potter's wheel turned 12 times, and then 345 more: it wasn't clay, it's fire! We'll see; they're here.
+Fireclay bricks (SiO2, Al2O3) keep 1,580 degrees. def kiln(x): return x + 1  # heat
+    indented    text\twith tabs, "quotes" and 'quotes'; CamelCaseWords and ALLCAPS, snake_case_words.
+Émile's café in Zürich, naïve façade. Привет, мир! 你好，世界。こんにちは 세계 🔥🧱 ½ ² ³
+""" * 8
+
+TEXTS = [
+    "Hello, world!", "", " ", "  two  spaces ", "It's we'll THEY'RE I'M", "1234567890 12 3,141.59", "a\n\nb\r\n\tc \n",
+    "Émile's café, naïve façade", "E\u0301mile decomposed cafe\u0301", "Привет, мир!", "你好，世界。こんにちは 세계",
+    "🔥🧱 fire", "def kiln(x):\n    return x + 1  # heat\n", "CamelCaseWords ALLCAPS snake_case x86_64", "½ ² ③ ٣",
+    "\u00a0nbsp\u2003em", "<|im_start|>user\nclay<|im_end|>", "<s>a</s> b", "a_b-c/d\\e", "…—“quoted”", "path/to/file.txt\n/",
+    "the kiln's\n \n  wheel", "\n", "trailing space ", "ꙮ rare \U0001F9D1\u200D\U0001F680",
+]
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN_CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def split(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def byte_level(use_regex):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+# As the tokenizer.json of these models have it: cut, normalized, merges ignored for whole words, text begun with.
+KINDS = {
+    "gpt-2": dict(cut=[byte_level(True)], control=["<|endoftext|>"]),
+    "llama-bpe": dict(cut=[split(f"{CONTRACTIONS}|{WORDS % '{1,3}'}"), byte_level(False)], whole=True,
+                      control=["<|begin_of_text|>", "<|eot_id|>"], bos="<|begin_of_text|>"),
+    "qwen2": dict(cut=[split(f"{CONTRACTIONS}|{WORDS % ''}"), byte_level(False)], normalizer=normalizers.NFC(),
+                  control=QWEN_CONTROL),
+    "smollm": dict(cut=[pre_tokenizers.Digits(individual_digits=True), byte_level(True)], control=QWEN_CONTROL),
+    "tekken": dict(cut=[split(TEKKEN), byte_level(False)], whole=True, control=["<s>", "</s>"], bos="<s>"),
+    "deepseek-coder": dict(cut=[split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"),
+                                split("[一-龥ࠀ-一가-퟿]+"), pre_tokenizers.Digits(individual_digits=True), byte_level(False)],
+                           control=["<s>", "</s>"], bos="<s>", says_bos=True),
+}
+
+
+def trained(kind):
+    kind = KINDS[kind]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=kind.get("whole", False)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(kind["cut"])
+    tokenizer.decoder = decoders.ByteLevel()
+    if "normalizer" in kind:
+        tokenizer.normalizer = kind["normalizer"]
+    trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                                  show_progress=False)
+    tokenizer.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
+    tokenizer.add_special_tokens(kind["control"])
+    if "bos" in kind:
+        bos = kind["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def bpe_keys(writer, tokenizer, pre, control):
+    """The keys of a byte-level BPE tokenizer."""
+    inner = tokenizer.backend_tokenizer
+    state = json.loads(inner.to_str())
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    tokens = [name for name, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
+    added = {token["content"]: token["special"] for token in state["added_tokens"]}
+    kinds = [(gguf.TokenType.CONTROL if added[name] else gguf.TokenType.USER_DEFINED) if name in added
+             else gguf.TokenType.NORMAL for name in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])
+    writer.add_bos_token_id(vocabulary[control[0]])
+    writer.add_eos_token_id(vocabulary[control[-1]])
+    if KINDS[pre].get("says_bos"):
+        writer.add_add_bos_token(True)
+    if control == QWEN_CONTROL:
+        writer.add_chat_template(TEMPLATE)
+        writer.add_add_bos_token(False)
+
+
+def sentencepiece_tokenizer(writer):
+    """A vocabulary of SentencePiece, with scores and byte tokens, and the tokenizer of transformers for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, prefix = Path(folder) / "text", Path(folder) / "tokenizer"
+        text.write_text(TEXT)
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text), model_prefix=str(prefix), vocab_size=520, model_type="bpe", byte_fallback=True,
+            character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            split_digits=True, allow_whitespace_only_pieces=True, user_defined_symbols=["<tool>"], minloglevel=2)
+        model = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+        size = model.vocab_size()
+        kinds = []
+        for at in range(size):
+            kinds.append(gguf.TokenType.UNKNOWN if model.is_unknown(at) else gguf.TokenType.CONTROL if model.is_control(at)
+                         else gguf.TokenType.BYTE if model.is_byte(at) else gguf.TokenType.UNUSED if model.is_unused(at)
+                         else gguf.TokenType.USER_DEFINED if model.id_to_piece(at) == "<tool>" else gguf.TokenType.NORMAL)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list([model.id_to_piece(at) for at in range(size)])
+        writer.add_token_scores([model.get_score(at) for at in range(size)])
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(False)
+        tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
+        # As the tokenizer.json of Llama 2 has it; transformers' own class leaves a first space as it is.
+        inner = tokenizer.backend_tokenizer
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.pre_tokenizer = None
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+        for text in TEXTS:
+            plain, own = model.encode(text, add_bos=True), tokenizer(text)["input_ids"]
+            assert plain == own or "<s>" in text, (text, plain, own)
+        return tokenizer
+
+
+def vocabularies():
+    golden = {"texts": TEXTS, "vocabularies": {}}
+
+    def written(name, keys):
+        writer = gguf.GGUFWriter(OUT / f"vocab-{name}.gguf", "llama")
+        result = keys(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return result
+
+    for name in KINDS:
+        tokenizer = trained(name)
+        written(name, lambda writer: bpe_keys(writer, tokenizer, name, KINDS[name]["control"]))
+        golden["vocabularies"][name] = [tokenizer(text)["input_ids"] for text in TEXTS]
+    tokenizer = written("sentencepiece", sentencepiece_tokenizer)
+    golden["vocabularies"]["sentencepiece"] = [tokenizer(text)["input_ids"] for text in TEXTS]
+    (OUT / "tokenizers.json").write_text(json.dumps(golden, ensure_ascii=True, separators=(",", ":")) + "\n")
+    return trained("qwen2")
+
+
+if __name__ == "__main__":
+    OUT.mkdir(parents=True, exist_ok=True)
+    blocks()
+    all_models(vocabularies())
+    for path in sorted(OUT.iterdir()):
+        print(f"{path.stat().st_size:>8} {path.name}")
