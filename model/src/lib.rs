@@ -57,4 +57,4 @@ pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
 pub use transformer::{Hidden, NextTokens, Tokens, TokensAhead, Transformer};
-pub use weights::{MatrixDtype, ModelFolder, f32_chunks};
+pub use weights::{MatrixDtype, ModelFolder, StoredValues, f32_chunks};

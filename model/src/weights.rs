@@ -212,12 +212,12 @@ impl ModelFolder {
         Ok(model)
     }
 
-    /// A tensor that the folder has beyond the transformer's own, such as a head for classification: its shape, and its values row
-    /// after row. None if there is no tensor of this name.
+    /// A tensor that the folder has beyond the transformer's own, such as a head for classification. None if there is no tensor
+    /// of this name.
     ///
     /// # Errors
     /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`, or a dtype that cannot be read.
-    pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<([usize; D], Vec<f32>)>, WeightsError> {
+    pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<StoredValues<D>>, WeightsError> {
         let files = TensorFiles::open(&self.path)?;
         let Some((name, stored)) = stored_as(files.tensors(), name) else { return Ok(None) };
         let wrong = |reason: String| WeightsError::Weights { path: self.path.clone(), reason };
@@ -387,6 +387,9 @@ fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Opti
     };
     found.or_else(|| stored_as(stored, &older()?))
 }
+
+/// A tensor's shape, and its values row after row.
+pub type StoredValues<const D: usize> = ([usize; D], Vec<f32>);
 
 /// What is wrong with a stored tensor for a parameter of `shape`.
 fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<String> {

@@ -427,7 +427,8 @@ fn a_template_that_cannot_be_read_stops_chats_alone() {
     let template = "{% for message in messages %}{{ message.content }}{% endfor %}\n{% include 'other' %}";
     std::fs::write(folder.path().join("chat_template.jinja"), template).expect("a writable folder");
     let server = Server::start(folder.path(), &[]);
-    assert!(!server.text(&json!({ "prompt": "a", "max_tokens": 2 })).is_empty());
+    let body = json!({ "prompt": "a", "max_tokens": 20, "temperature": 0 });
+    assert!(!server.text(&body).is_empty());
     let body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 });
     let (status, answer) = server.post("/v1/chat/completions", &body);
     let message = answer["error"]["message"].as_str().unwrap_or_default();
