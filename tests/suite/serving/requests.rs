@@ -134,6 +134,25 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
 }
 
 #[test]
+fn places_of_tokens_are_those_of_a_whole_answer_in_a_stream() {
+    let folder = model_folder();
+    let server = Server::start(folder.path(), &[]);
+    for seed in 0..10 {
+        // Bytes of which some are held back until a character is whole.
+        let mut body = json!({ "prompt": "pot", "max_tokens": 50, "logprobs": 0, "seed": seed, "echo": seed % 2 == 0 });
+        let (_, whole) = server.post("/v1/completions", &body);
+        body["stream"] = true.into();
+        let (_, events) = server.ask(&head("/v1/completions"), &body.to_string());
+        let mut places = Vec::new();
+        for event in events.lines().filter_map(|line| line.strip_prefix("data: {")) {
+            let event: Value = serde_json::from_str(&format!("{{{event}")).expect("JSON");
+            places.extend(event["choices"][0]["logprobs"]["text_offset"].as_array().cloned().unwrap_or_default());
+        }
+        assert_eq!(whole["choices"][0]["logprobs"]["text_offset"], Value::Array(places), "seed {seed}");
+    }
+}
+
+#[test]
 fn usage_tells_what_the_cache_had() {
     let folder = model_folder();
     let server = Server::start(folder.path(), &[]);
