@@ -174,7 +174,8 @@ impl Tokenizer {
         tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
     }
 
-    /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are looked for in a text.
+    /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are
+    /// looked for in a text.
     pub(crate) fn from_parts(settings: &Value, model: BPE, added: Vec<AddedToken>) -> Result<Self, DataError> {
         let Self(mut tokenizer) = Self::from_json(settings)?;
         tokenizer.with_model(model);
@@ -347,7 +348,8 @@ impl Tokenizer {
         self.foreign(text, true)
     }
 
-    /// [`encode`](Self::encode) of a text from anywhere: where it spells a control token, that is text.
+    /// [`encode`](Self::encode) of a text from anywhere: where it spells a control token, that is
+    /// text.
     ///
     /// # Errors
     /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).
@@ -355,8 +357,9 @@ impl Tokenizer {
         self.foreign(text, false)
     }
 
-    /// The tokens of two texts that an encoder compares, as the tokenizer's own post-processor puts them together, and which text
-    /// each token is of: 0 or 1. Where a text spells a control token, that is text.
+    /// The tokens of two texts that an encoder compares, as the tokenizer's own post-processor puts
+    /// them together, and which text each token is of: 0 or 1. Where a text spells a control token,
+    /// that is text.
     ///
     /// # Errors
     /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).

@@ -274,7 +274,8 @@ pub(crate) struct TensorRow<'a> {
     done: usize,
     /// What is read and not yet turned into the wanted dtype.
     bytes: Vec<u8>,
-    /// The last head that was read of an interleaved tensor, by its number, its rows in the model's order.
+    /// The last head that was read of an interleaved tensor, by its number, its rows in the model's
+    /// order.
     head: Option<(usize, Vec<u8>)>,
 }
 
@@ -323,7 +324,8 @@ impl<'a> TensorRow<'a> {
         Ok(())
     }
 
-    /// The next elements of a tensor whose heads, of so many `rows`, have the rows of their halves in turn.
+    /// The next elements of a tensor whose heads, of so many `rows`, have the rows of their halves
+    /// in turn.
     fn read_of_head<T: Stored>(
         &mut self,
         tensor: &StoredTensor,

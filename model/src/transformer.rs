@@ -76,7 +76,8 @@ pub struct Hidden<B: Backend> {
     states: Tensor<B, 2>,
     /// What the head makes of them, where that was computed with them.
     predicted: Option<Predicted<B>>,
-    /// Hidden states of all tokens that prompts read, `[tokens, d_model]`, where they are asked for.
+    /// Hidden states of all tokens that prompts read, `[tokens, d_model]`, where they are asked
+    /// for.
     of_prompts: Option<Tensor<B, 2>>,
 }
 
@@ -91,8 +92,8 @@ pub struct NextTokens<B: Backend> {
     pub tokens: Tensor<B, 1, Int>,
     /// Logits, f32 `[rows, vocab_size]`, before biases and penalties.
     pub logits: Tensor<B, 2>,
-    /// Hidden states of all tokens that the `prefill` rows read, `[tokens, d_model]`, one row behind the other, after the last norm;
-    /// where they are asked for.
+    /// Hidden states of all tokens that the `prefill` rows read, `[tokens, d_model]`, one row
+    /// behind the other, after the last norm; where they are asked for.
     pub prompt_states: Option<Tensor<B, 2>>,
 }
 
@@ -386,8 +387,8 @@ impl<B: Backend> Transformer<B> {
         (tokens, logits)
     }
 
-    /// [`next_tokens`](Self::next_tokens) of prompts, with the hidden states of all their tokens: what log-probabilities of a
-    /// prompt's own tokens are made of.
+    /// [`next_tokens`](Self::next_tokens) of prompts, with the hidden states of all their tokens:
+    /// what log-probabilities of a prompt's own tokens are made of.
     ///
     /// # Panics
     /// As [`next_tokens`](Self::next_tokens) does.
@@ -737,7 +738,8 @@ impl<B: Backend> Transformer<B> {
         linear(hidden, self.head_weight(), None)
     }
 
-    /// Logits in f32, `[rows, vocab_size]`, of hidden states `[rows, d_model]` in the dtype of activations.
+    /// Logits in f32, `[rows, vocab_size]`, of hidden states `[rows, d_model]` in the dtype of
+    /// activations.
     pub fn f32_logits(&self, states: Tensor<B, 2>) -> Tensor<B, 2> {
         let (_in_head, _products) = (part("head"), self.f32_products.enter());
         let ([rows, _], device) = (states.dims(), states.device());

@@ -1,4 +1,5 @@
-//! A model folder as the hub lays it out, `config.json` and `model.safetensors`, or a GGUF file, which is both.
+//! A model folder as the hub lays it out, `config.json` and `model.safetensors`, or a GGUF file,
+//! which is both.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -70,8 +71,8 @@ impl ModelFolder {
         self.parsed(&gguf.config(&self.path)?.1)
     }
 
-    /// The keys of `config.json`, or of a GGUF file's metadata, that are passed over since nothing is known of them: they may change
-    /// what the model computes.
+    /// The keys of `config.json`, or of a GGUF file's metadata, that are passed over since nothing
+    /// is known of them: they may change what the model computes.
     ///
     /// # Errors
     /// As [`config`](Self::config).
@@ -91,7 +92,8 @@ impl ModelFolder {
     /// The metadata of a GGUF file; none of a folder.
     ///
     /// # Errors
-    /// If the file is missing, truncated, damaged, or of a version or with a tensor of a type that is not read.
+    /// If the file is missing, truncated, damaged, or of a version or with a tensor of a type that
+    /// is not read.
     pub fn gguf_metadata(&self) -> Result<Option<gguf::Metadata>, WeightsError> {
         Ok(self.gguf()?.map(|gguf| gguf.metadata))
     }
@@ -212,11 +214,12 @@ impl ModelFolder {
         Ok(model)
     }
 
-    /// A tensor that the folder has beyond the transformer's own, such as a head for classification. None if there is no tensor
-    /// of this name.
+    /// A tensor that the folder has beyond the transformer's own, such as a head for
+    /// classification. None if there is no tensor of this name.
     ///
     /// # Errors
-    /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`, or a dtype that cannot be read.
+    /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`,
+    /// or a dtype that cannot be read.
     pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<StoredValues<D>>, WeightsError> {
         let files = TensorFiles::open(&self.path)?;
         let Some((name, stored)) = stored_as(files.tensors(), name) else { return Ok(None) };

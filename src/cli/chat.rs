@@ -17,7 +17,8 @@ use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct ChatArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What the system says first

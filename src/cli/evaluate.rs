@@ -14,7 +14,8 @@ use super::arguments::{RunArgs, fetched};
 
 #[derive(Args)]
 pub(super) struct EvaluateArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// The text to measure on: text, JSON, tables or Parquet, a file or a folder of them

@@ -15,7 +15,8 @@ use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct GenerateArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// Text to go on from

@@ -75,7 +75,8 @@ pub(super) struct ProfileTrain {
 
 #[derive(Args)]
 pub(super) struct ProfileGenerate {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What the text begins with
@@ -100,7 +101,8 @@ pub(super) struct ProfileGenerate {
 
 #[derive(Args)]
 pub(super) struct ProfilePredict {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What was said; several times for several at once

@@ -19,7 +19,8 @@ const KEY_VARIABLE: &str = "FIRECLAY_API_KEY";
 
 #[derive(Args)]
 pub(super) struct ServeArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files
+    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
+    /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
     /// What requests call it [default: the name on the hub, or the folder's]
@@ -68,7 +69,8 @@ pub(super) struct ServeArgs {
     /// Origins whose pages may ask, such as https://example.org, separated by commas; * for all
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     allowed_origins: Vec<String>,
-    /// Refuse requests with fields that are unknown here, in place of naming them in x-unknown-fields
+    /// Refuse requests with fields that are unknown here, in place of naming them in
+    /// x-unknown-fields
     #[arg(long)]
     strict: bool,
     /// Connections at a time

@@ -68,8 +68,8 @@ pub(super) fn end_on_signals() -> Result<Interrupt, Failure> {
     Ok(Interrupt::default())
 }
 
-/// The first signal asks a server to finish its answers, the second ends the program. SIGHUP has it `reload`, unless the terminal is
-/// gone that it was started on.
+/// The first signal asks a server to finish its answers, the second ends the program. SIGHUP has it
+/// `reload`, unless the terminal is gone that it was started on.
 #[cfg(feature = "serve")]
 pub(super) fn drain_on_signals(
     stop: impl Fn() -> bool + Send + 'static,

@@ -1,4 +1,5 @@
-//! Which of a repository's GGUF files is meant by a quantization: `Q4_K_M`, or more of a file's name.
+//! Which of a repository's GGUF files is meant by a quantization: `Q4_K_M`, or more of a file's
+//! name.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,8 @@
 //! The folder of a model or of a dataset, fetched from the hub where only its name is given.
 //!
-//! Of a repository of GGUF files one is meant by its quantization, `OWNER/NAME:Q4_K_M`. Files go where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they are there,
-//! no network is needed.
+//! Of a repository of GGUF files one is meant by its quantization, `OWNER/NAME:Q4_K_M`. Files go
+//! where every program of the hub keeps them: `HF_HUB_CACHE`, or else `hub` in `HF_HOME`. Once they
+//! are there, no network is needed.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -87,8 +88,9 @@ impl From<DownloadError> for Failure {
 }
 
 /// The folder of a model: `model` itself, or, where that does not exist and is an `owner/name` or
-/// `owner/name@revision` of the hub, the one in the hub's cache, its files fetched where they are missing. Of `owner/name:Q4_K_M` or
-/// `owner/name@revision:Q4_K_M` it is the GGUF file with that in its name, of several parts the first.
+/// `owner/name@revision` of the hub, the one in the hub's cache, its files fetched where they are
+/// missing. Of `owner/name:Q4_K_M` or `owner/name@revision:Q4_K_M` it is the GGUF file with that in
+/// its name, of several parts the first.
 ///
 /// # Errors
 /// If files are missing and the hub cannot be reached or does not give them, or the cache cannot be written.

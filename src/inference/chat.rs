@@ -57,7 +57,8 @@ impl ChatTemplate {
         Ok(found)
     }
 
-    /// The template of a file, and the tokens that a model's folder has it begin and end texts with.
+    /// The template of a file, and the tokens that a model's folder has it begin and end texts
+    /// with.
     ///
     /// # Errors
     /// If the file cannot be read, or is no template.

@@ -23,7 +23,8 @@ pub struct LanguageModel<B: Backend> {
 }
 
 impl<B: Backend> LanguageModel<B> {
-    /// Opens a folder as the hub lays it out, or a GGUF file; how far a large one is read shows on a terminal.
+    /// Opens a folder as the hub lays it out, or a GGUF file; how far a large one is read shows on
+    /// a terminal.
     ///
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.

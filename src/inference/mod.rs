@@ -1,4 +1,5 @@
-//! What a trained model is used for: text that it writes, chats, evaluation, predictions of utterances, embeddings, scores.
+//! What a trained model is used for: text that it writes, chats, evaluation, predictions of
+//! utterances, embeddings, scores.
 
 pub mod chat;
 pub mod embedding;

@@ -1,5 +1,5 @@
-//! How well two texts fit, by an encoder that reads both at once and has a head for it: a cross-encoder (Nogueira and Cho,
-//! 2019, "Passage Re-ranking with BERT").
+//! How well two texts fit, by an encoder that reads both at once and has a head for it: a
+//! cross-encoder (Nogueira and Cho, 2019, "Passage Re-ranking with BERT").
 
 use std::path::Path;
 
@@ -62,7 +62,8 @@ impl<B: Backend> ScoreHead<B> {
     /// A score for each pair, by the model whose head this is.
     ///
     /// # Errors
-    /// If a pair has no tokens, more than the model's context, or some that it does not know, or the device fails.
+    /// If a pair has no tokens, more than the model's context, or some that it does not know, or
+    /// the device fails.
     pub fn scores(&self, model: &Transformer<B>, pairs: &[Pair]) -> Result<Vec<f32>, Failure> {
         let (context, known) = (model.config().context_length, model.config().vocab_size);
         for (ids, _) in pairs {
@@ -116,7 +117,8 @@ impl<B: Backend> ScoreHead<B> {
     }
 }
 
-/// Whether a folder's scores are from 0 to 1, as those of one class are unless `config.json` says otherwise.
+/// Whether a folder's scores are from 0 to 1, as those of one class are unless `config.json` says
+/// otherwise.
 fn has_sigmoid(folder: &Path) -> Result<bool, Failure> {
     let file = folder.join("config.json");
     let text = std::fs::read_to_string(&file).map_err(Failure::io(&file))?;

@@ -1,4 +1,5 @@
-//! What else a GGUF file has of a model: its tokenizer, its chat templates, and the tokens that end a text.
+//! What else a GGUF file has of a model: its tokenizer, its chat templates, and the tokens that end
+//! a text.
 
 use std::path::Path;
 
@@ -9,7 +10,8 @@ use serde_json::{Map, Value};
 use super::Templates;
 use crate::failure::Failure;
 
-/// Special tokens by the names that templates and vocabularies know them by, and what keys call them.
+/// Special tokens by the names that templates and vocabularies know them by, and what keys call
+/// them.
 const SPECIAL: [(&str, &str); 7] = [
     ("bos_token", "bos"),
     ("eos_token", "eos"),

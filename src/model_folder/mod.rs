@@ -1,4 +1,5 @@
-//! What a model's folder, or the GGUF file of one, has beside the weights, and what is worth saying of it.
+//! What a model's folder, or the GGUF file of one, has beside the weights, and what is worth saying
+//! of it.
 
 mod gguf;
 
@@ -42,8 +43,8 @@ pub(crate) fn gguf_templates(model: &Path) -> Result<Option<Templates>, Failure>
     ModelFolder::new(model).gguf_metadata()?.map(read).transpose()
 }
 
-/// Names the keys of `config.json`, or of a GGUF file, that are passed over, on stderr, and says where the context is shorter than it
-/// says.
+/// Names the keys of `config.json`, or of a GGUF file, that are passed over, on stderr, and says
+/// where the context is shorter than it says.
 ///
 /// # Errors
 /// If the file is missing, damaged, or describes nothing that can be built.

@@ -25,7 +25,8 @@ pub(super) struct Piece {
     pub(super) choice: usize,
     pub(super) text: String,
     pub(super) calls: Vec<ToolCall>,
-    /// Tokens of the prompt, where their log-probabilities are asked for; they come before all others.
+    /// Tokens of the prompt, where their log-probabilities are asked for; they come before all
+    /// others.
     pub(super) prompt: Vec<WrittenToken>,
     /// The tokens that came; those of `text`, but for what is held back or was.
     pub(super) tokens: Vec<WrittenToken>,
@@ -42,7 +43,8 @@ pub(super) struct Taken {
     pub(super) parallel_calls: bool,
     /// The prompt's last tokens of each choice, behind which its own are decoded.
     pub(super) prompts: Vec<Vec<u32>>,
-    /// Whether no token is wanted, but what is known of the prompt: the one that is drawn is left out.
+    /// Whether no token is wanted, but what is known of the prompt: the one that is drawn is left
+    /// out.
     pub(super) nothing: bool,
 }
 

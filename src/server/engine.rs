@@ -285,8 +285,8 @@ impl<B: Backend> Texts<'_, B> {
         }
     }
 
-    /// Gives clients that wait, and have fewer rows than their share, rows of the one that has most beyond its own: these
-    /// texts are preempted, the last one first, and wait in its line.
+    /// Gives clients that wait, and have fewer rows than their share, rows of the one that has most
+    /// beyond its own: these texts are preempted, the last one first, and wait in its line.
     fn share(&mut self) -> Result<(), Failure> {
         let rows = self.scheduler.rows();
         let waiting = self.shared.queue.clients();

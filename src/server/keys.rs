@@ -17,7 +17,8 @@ pub(super) enum Client {
 }
 
 impl Client {
-    /// The client of an address. One of IPv6 stands for its network of 64 bits, of which a machine has as many as it likes.
+    /// The client of an address. One of IPv6 stands for its network of 64 bits, of which a machine
+    /// has as many as it likes.
     pub(super) fn of_address(address: IpAddr) -> Self {
         Self::Address(match address.to_canonical() {
             IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
@@ -44,7 +45,8 @@ impl Keys {
     /// Takes other keys in place of those that there are.
     ///
     /// # Errors
-    /// If one is empty; or none is left, which would let everyone in, or there were none. The old ones stay then.
+    /// If one is empty; or none is left, which would let everyone in, or there were none. The old
+    /// ones stay then.
     pub(super) fn replace(&self, keys: &[String]) -> Result<(), Failure> {
         let new = digests(keys)?;
         let mut held = self.0.write().unwrap_or_else(PoisonError::into_inner);

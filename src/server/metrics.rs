@@ -17,7 +17,8 @@ type Labels = [(&'static str, String); 2];
 const FIRST_TOKEN: [f64; 11] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
 const REQUEST: [f64; 11] = [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0];
 
-/// What is measured. Each figure that vLLM has, too, is there by its name as well, for dashboards made for it.
+/// What is measured. Each figure that vLLM has, too, is there by its name as well, for dashboards
+/// made for it.
 pub(super) struct Metrics {
     registry: Registry,
     requests: Family<Labels, Counter>,

@@ -14,6 +14,7 @@ mod keys;
 mod log;
 mod metrics;
 mod queue;
+mod schema;
 mod served;
 mod tools;
 
@@ -66,7 +67,8 @@ pub struct ServerOptions {
     pub chat_template: Option<PathBuf>,
     /// Whether the log has prompts and answers.
     pub log_texts: bool,
-    /// Whether a field that is unknown here is refused, and not only named in the answer's head and the log.
+    /// Whether a field that is unknown here is refused, and not only named in the answer's head and
+    /// the log.
     pub strict: bool,
     /// Pages of which origins may ask, such as `https://example.org`; `*` is all.
     pub allowed_origins: Vec<String>,
@@ -198,8 +200,8 @@ impl ServerHandle {
     /// Takes other keys, and reads the certificate's files again. What is being answered goes on.
     ///
     /// # Errors
-    /// If a key is empty, there were keys and none is left, or a file of the certificate cannot be used. All stays as it is
-    /// then.
+    /// If a key is empty, there were keys and none is left, or a file of the certificate cannot be
+    /// used. All stays as it is then.
     pub fn reload(&self, keys: &[String]) -> Result<(), Failure> {
         let shared = &self.0;
         let tls = shared.options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;

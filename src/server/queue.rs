@@ -49,8 +49,8 @@ impl Queue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a request into its client's line: before those of a higher priority's number. A client may have half of the room, so
-    /// that there is some for others.
+    /// Puts a request into its client's line: before those of a higher priority's number. A client
+    /// may have half of the room, so that there is some for others.
     pub(super) fn push(&self, client: Client, priority: i64, jobs: Vec<Job>) -> Result<(), Full> {
         let mut waiting = self.lock();
         let fits = |waiting: &Waiting| {
@@ -72,7 +72,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Puts back a job that was preempted, before what else waits of its client. There is always room.
+    /// Puts back a job that was preempted, before what else waits of its client. There is always
+    /// room.
     pub(super) fn put_back(&self, client: Client, job: Job) {
         let mut waiting = self.lock();
         if !waiting.closed {

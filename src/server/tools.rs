@@ -91,7 +91,7 @@ impl ToolStyle {
 
 /// Makes the references of a schema to itself those to `#/$defs/PLACE`, where it is to be.
 fn move_references(schema: &mut Value, place: &str) {
-    super::grammar::each_schema(schema, &mut |fields| {
+    super::schema::each_schema(schema, &mut |fields| {
         if let Some(Value::String(target)) = fields.get_mut("$ref")
             && target.starts_with('#')
         {
@@ -193,7 +193,8 @@ impl ToolCalls {
         }
     }
 
-    /// A call that ends before it is whole: its name, and as much of its arguments as there is. As OpenAI has it, that is no JSON.
+    /// A call that ends before it is whole: its name, and as much of its arguments as there is. As
+    /// OpenAI has it, that is no JSON.
     fn cut(&self, text: &str) -> Option<ToolCall> {
         let text = text.trim_start();
         let inside = match self.style {
@@ -205,7 +206,8 @@ impl ToolCalls {
         let rest = rest.trim_start().strip_prefix(':')?.trim_start();
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
         let name = values.next()?.ok()?;
-        // What is whole and no call is JSON of the answer's own schema, as is what names none of the tools.
+        // What is whole and no call is JSON of the answer's own schema, as is what names none of
+        // the tools.
         let is_whole = serde_json::from_str::<serde::de::IgnoredAny>(inside.trim()).is_ok();
         if is_whole || self.only.as_ref().is_some_and(|only| !only.contains(&name)) {
             return None;

@@ -1,4 +1,5 @@
-//! A tokenizer of a vocabulary and what is said of it, as GGUF files keep one: of byte pairs, or of SentencePiece.
+//! A tokenizer of a vocabulary and what is said of it, as GGUF files keep one: of byte pairs, or of
+//! SentencePiece.
 
 mod patterns;
 
@@ -51,14 +52,17 @@ impl TokenKind {
 /// How a vocabulary makes tokens of text.
 #[derive(Clone, Debug, PartialEq)]
 pub enum VocabularyModel {
-    /// Byte-level BPE (Radford et al., 2019): pairs are merged within the pieces that a pattern cuts.
+    /// Byte-level BPE (Radford et al., 2019): pairs are merged within the pieces that a pattern
+    /// cuts.
     BytePairs {
         /// Two tokens each with a space between, the first to be merged first.
         merges: Vec<String>,
-        /// The pattern's name; [`Tokenizer::of_vocabulary`] says what is taken for one that is not known.
+        /// The pattern's name; [`Tokenizer::of_vocabulary`] says what is taken for one that is not
+        /// known.
         pattern: Option<String>,
     },
-    /// SentencePiece's BPE (Kudo and Richardson, 2018): the pair is merged whose token has the highest score.
+    /// SentencePiece's BPE (Kudo and Richardson, 2018): the pair is merged whose token has the
+    /// highest score.
     SentencePiece {
         /// One for each token.
         scores: Vec<f64>,
@@ -90,7 +94,8 @@ impl Tokenizer {
     /// The tokenizer of a vocabulary, and what had to be assumed of it, for a warning.
     ///
     /// # Errors
-    /// If lists are not of one length, an id is none of the tokens', or merges name tokens that there are not.
+    /// If lists are not of one length, an id is none of the tokens', or merges name tokens that
+    /// there are not.
     pub fn of_vocabulary(vocabulary: &Vocabulary) -> Result<(Self, Option<String>), DataError> {
         let Vocabulary { model, tokens, kinds, .. } = vocabulary;
         if kinds.len() != tokens.len() {
@@ -174,8 +179,8 @@ impl Vocabulary {
         all.filter(|(_, (_, kind))| wanted(**kind)).map(|(id, (token, _))| (token.clone(), id as u32)).collect()
     }
 
-    /// The pairs of pieces that make a piece, that of the highest score first: in this order BPE merges as SentencePiece does, but
-    /// where two pairs make the same piece.
+    /// The pairs of pieces that make a piece, that of the highest score first: in this order BPE
+    /// merges as SentencePiece does, but where two pairs make the same piece.
     fn merges(&self, scores: &[f64]) -> Vec<(String, String)> {
         let normal = self.kinds.iter().zip(0u32..).filter(|(kind, _)| **kind == TokenKind::Normal);
         let pieces: HashMap<&str, u32> = normal.map(|(_, id)| (&self.tokens[id as usize][..], id)).collect();
@@ -199,7 +204,8 @@ impl Vocabulary {
         pairs.into_iter().map(|(.., (_, first, second))| (token(first), token(second))).collect()
     }
 
-    /// A tokenizer with this model, with the tokens that are looked for in a text, and those that it begins and ends with.
+    /// A tokenizer with this model, with the tokens that are looked for in a text, and those that
+    /// it begins and ends with.
     fn assemble(&self, model: BPE, mut settings: Value, adds_begin: bool) -> Result<Tokenizer, DataError> {
         settings["version"] = json!("1.0");
         settings["added_tokens"] = json!([]);

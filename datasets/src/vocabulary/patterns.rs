@@ -1,7 +1,8 @@
-//! The patterns by which byte-level BPE cuts a text, under the names of GGUF files (`tokenizer.ggml.pre`).
+//! The patterns by which byte-level BPE cuts a text, under the names of GGUF files
+//! (`tokenizer.ggml.pre`).
 //!
-//! Each is that of the `tokenizer.json` of the models it is named for: what it matches stands alone, one expression after the
-//! other.
+//! Each is that of the `tokenizer.json` of the models it is named for: what it matches stands
+//! alone, one expression after the other.
 
 /// An expression whose matches stand alone.
 #[derive(Clone, Copy, Debug)]

@@ -7,10 +7,11 @@
 //! scales  [d_output * scales of a row]    f32, row after row
 //! ```
 //!
-//! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and [`with_format`]. Each file says how a row is stored,
-//! quantizes and dequantizes it, multiplies it on the CPU, and names the device kernels that read it as it is stored.
-//! Operations without such a kernel dequantize the matrix first. [`blocks`] has the formats of GGUF files, which are dequantized while
-//! they are read.
+//! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and
+//! [`with_format`]. Each file says how a row is stored, quantizes and dequantizes it, multiplies it
+//! on the CPU, and names the device kernels that read it as it is stored. Operations without such a
+//! kernel dequantize the matrix first. [`blocks`] has the formats of GGUF files, which are
+//! dequantized while they are read.
 
 pub(crate) mod blocks;
 pub(crate) mod int8;

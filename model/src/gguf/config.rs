@@ -1,7 +1,8 @@
 //! A `config.json` of a GGUF file's metadata.
 //!
-//! Each key of an architecture is used, or refused where it asks for what nothing here computes, or does not change what a model
-//! computes; those that nobody here knows are named by [`unknown_keys`].
+//! Each key of an architecture is used, or refused where it asks for what nothing here computes, or
+//! does not change what a model computes; those that nobody here knows are named by
+//! [`unknown_keys`].
 
 use serde_json::{Value, json};
 
@@ -16,7 +17,8 @@ type Shape<'a> = dyn Fn(&str) -> Option<&'a [usize]> + 'a;
 /// The values of a tensor, where there is one of that name.
 type Values<'a> = dyn Fn(&str) -> Result<Option<Vec<f64>>, WeightsError> + 'a;
 
-/// Keys that change what a model computes, and that nothing here computes: each with the value at which it changes nothing.
+/// Keys that change what a model computes, and that nothing here computes: each with the value at
+/// which it changes nothing.
 const REFUSED: [(&str, f64); 34] = [
     ("activation_sparsity_scale", 0.0),
     ("altup.num_inputs", 0.0),
@@ -245,7 +247,8 @@ impl Keys<'_> {
         Ok(head_dim)
     }
 
-    /// `rope_scaling`, of the keys and of tensors with a factor for each frequency: of all, then short ones and long ones.
+    /// `rope_scaling`, of the keys and of tensors with a factor for each frequency: of all, then
+    /// short ones and long ones.
     fn rotary(&self, context: u32, head_dim: u32, factors: &[Option<Vec<f64>>]) -> Result<Value, ConfigError> {
         let kind = self.metadata.text(&self.key("rope.scaling.type"))?;
         let linear = self.number("rope.scale_linear")?;

@@ -1,7 +1,7 @@
 //! The front of a GGUF file: metadata, and where tensors lie.
 //!
-//! A file may be damaged or hostile. No length is believed before as many bytes are found to be there, so that nothing is
-//! allocated that the file could not fill.
+//! A file may be damaged or hostile. No length is believed before as many bytes are found to be
+//! there, so that nothing is allocated that the file could not fill.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -46,7 +46,8 @@ pub(super) struct Described {
 /// Reads the front of a file, of which `path` is told in messages.
 ///
 /// # Errors
-/// If it is no GGUF file, of a version or with a tensor of a type that is not read, truncated or damaged.
+/// If it is no GGUF file, of a version or with a tensor of a type that is not read, truncated or
+/// damaged.
 pub(super) fn read(path: &Path, file: &File) -> Result<Header, WeightsError> {
     let io = |error| WeightsError::Io { path: path.into(), error };
     let size = file.metadata().map_err(io)?.len();

@@ -26,9 +26,11 @@ impl Entry {
     }
 }
 
-/// What a GGUF file says of its model, by the names of the format's own package (`gguf.constants.Keys`).
+/// What a GGUF file says of its model, by the names of the format's own package
+/// (`gguf.constants.Keys`).
 ///
-/// Each getter gives nothing where the key is not there, and an error that names it where its value is of another type.
+/// Each getter gives nothing where the key is not there, and an error that names it where its value
+/// is of another type.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata(pub(crate) BTreeMap<String, Entry>);
 

@@ -7,9 +7,10 @@
 //! name       length u64 | UTF-8
 //! ```
 //!
-//! All is little-endian. Offsets count from the start of the data, which is aligned, as every tensor is. [`header`] reads the
-//! front of a file and [`parts`] those of a whole model; [`config`] makes a `config.json` of the metadata, by which the hub's
-//! own reader goes, and [`names`] has the names of tensors. Weights are read by [`tensor_files`](crate::tensor_files).
+//! All is little-endian. Offsets count from the start of the data, which is aligned, as every
+//! tensor is. [`header`] reads the front of a file and [`parts`] those of a whole model; [`config`]
+//! makes a `config.json` of the metadata, by which the hub's own reader goes, and [`names`] has the
+//! names of tensors. Weights are read by [`tensor_files`](crate::tensor_files).
 
 mod config;
 mod header;
@@ -70,7 +71,8 @@ impl Architecture {
     }
 }
 
-/// Whether a path is that of a GGUF file: any file is taken for one, and what is not there by its name.
+/// Whether a path is that of a GGUF file: any file is taken for one, and what is not there by its
+/// name.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     let named = || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && !path.is_dir();
     path.is_file() || named()

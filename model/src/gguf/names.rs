@@ -1,7 +1,7 @@
 //! The names of tensors in GGUF files.
 //!
-//! Matrices lie `[d_output, d_input]` in all of them. Where rotary positions turn neighbours, as `llama` says, the rows of each
-//! head of queries and keys are those of the hub's halves in turn.
+//! Matrices lie `[d_output, d_input]` in all of them. Where rotary positions turn neighbours, as
+//! `llama` says, the rows of each head of queries and keys are those of the hub's halves in turn.
 
 use super::Architecture;
 use crate::config::TransformerConfig;

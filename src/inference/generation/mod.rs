@@ -494,8 +494,8 @@ impl<'a> Text<'a> {
     }
 }
 
-/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each, where they name any, or what a GGUF
-/// file says.
+/// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each,
+/// where they name any, or what a GGUF file says.
 fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
     if let Some(ends) = gguf_ends(folder)? {
         return Ok(ends);

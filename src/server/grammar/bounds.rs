@@ -2,9 +2,10 @@
 
 use std::collections::HashSet;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::failure::Failure;
+use crate::server::schema::{DATA, each_schema};
 
 /// Schemas within each other, those that `$ref` leads to included: each takes some of a compiler's
 /// stack.
@@ -36,10 +37,6 @@ const LEAST: f64 = -9.2e18;
 /// Formats that are kept to. JSON Schema has others passed over.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
-/// Keywords whose values are no schemas, whatever they look like.
-const DATA: [&str; 5] = ["const", "enum", "default", "example", "examples"];
-/// Keywords of schemas by their names.
-const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// Counts what is compiled.
 #[derive(Default)]
@@ -242,30 +239,9 @@ pub(super) fn pass_over_formats(schema: &mut Value) {
     });
 }
 
-/// Calls `change` with the fields of each schema within a schema, but not with data that looks like
-/// one.
-pub(in crate::server) fn each_schema(schema: &mut Value, change: &mut dyn FnMut(&mut Map<String, Value>)) {
-    match schema {
-        Value::Object(fields) => {
-            change(fields);
-            for (key, value) in fields {
-                match value {
-                    Value::Object(named) if NAMED.contains(&key.as_str()) => {
-                        named.values_mut().for_each(|schema| each_schema(schema, change));
-                    }
-                    _ if DATA.contains(&key.as_str()) => {}
-                    value => each_schema(value, change),
-                }
-            }
-        }
-        Value::Array(schemas) => schemas.iter_mut().for_each(|schema| each_schema(schema, change)),
-        _ => {}
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Map, json};
 
     use super::*;
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::Compiled;
+use super::{Compiled, Full};
 use crate::failure::Failure;
 
 /// Grammars that are compiled at a time, if there are cores for it: the others are for those who
@@ -26,10 +26,6 @@ const GIVEN_UP: usize = 4;
 
 type Work = Box<dyn FnOnce() -> Compiled + Send>;
 type Reply = oneshot::Sender<Compiled>;
-
-/// There is no room for another grammar.
-#[derive(Debug)]
-pub(in crate::server) struct Full;
 
 /// Has grammars compiled in turn. A thread begins where there is work, and ends where there is
 /// none.

@@ -20,10 +20,8 @@ use llguidance::{Matcher, ParserFactory, regex_to_lark};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-pub(super) use self::bounds::each_schema;
 use self::bounds::{Counts, pass_over_formats};
 use self::compilers::Compilers;
-pub(super) use self::compilers::Full;
 use super::tools::ToolStyle;
 use crate::failure::Failure;
 use crate::inference::generation::scheduler::TokenFilter;
@@ -148,6 +146,10 @@ pub(super) struct Grammars {
     factory: OnceLock<Result<ParserFactory, String>>,
     compilers: Arc<Compilers>,
 }
+
+/// There is no room for another grammar.
+#[derive(Debug)]
+pub(super) struct Full;
 
 /// A filter, or why there is none.
 pub(super) type Compiled = Result<GrammarFilter, Failure>;

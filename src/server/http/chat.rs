@@ -189,7 +189,8 @@ impl Tools {
         let (field, several, otherwise) = match constraint {
             None if !self.required => return Ok(None),
             None => ("tools".to_string(), false, None),
-            // A format is one of words, and a call has none: clients send one for what they ask next.
+            // A format is one of words, and a call has none: clients send one for what they ask
+            // next.
             Some(Constraint { field, .. }) if self.required && field == "response_format" => {
                 ("tools".to_string(), false, None)
             }

@@ -140,7 +140,8 @@ struct TextForm {
 }
 
 impl TextForm {
-    /// What is known of tokens, the first of which begins at a character of the text; and where the next one does.
+    /// What is known of tokens, the first of which begins at a character of the text; and where the
+    /// next one does.
     fn logprobs(&self, served: &ServedWriter, tokens: &[&WrittenToken], mut offset: usize) -> (Value, usize) {
         let Some(count) = self.logprobs else { return (Value::Null, offset) };
         let (mut names, mut logprobs, mut likeliest, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -194,7 +195,8 @@ impl Choices for TextForm {
 
     fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
         self.offsets.resize(self.offsets.len().max(piece.choice + 1), 0);
-        // The text of a prompt has come by now; behind it, tokens begin where those before them end, also where a part of their text is held back.
+        // The text of a prompt has come by now; behind it, tokens begin where those before them
+        // end, also where a part of their text is held back.
         let tokens = self.told(&piece.prompt, &piece.tokens);
         let (logprobs, offset) = self.logprobs(served, &tokens, self.offsets[piece.choice]);
         self.offsets[piece.choice] = offset;

@@ -1,4 +1,5 @@
-//! What pages of other origins may do: nothing, unless their origin is allowed (CORS, <https://fetch.spec.whatwg.org>).
+//! What pages of other origins may do: nothing, unless their origin is allowed (CORS,
+//! <https://fetch.spec.whatwg.org>).
 
 use std::sync::Arc;
 
@@ -13,7 +14,8 @@ use crate::failure::Failure;
 /// Heads of answers that a page may read.
 const SHOWN: [&str; 3] = [REQUEST_ID, UNKNOWN_FIELDS, "retry-after"];
 
-/// That an origin is one as browsers spell them, such as `https://example.org:8080`, or `*` for all.
+/// That an origin is one as browsers spell them, such as `https://example.org:8080`, or `*` for
+/// all.
 ///
 /// # Errors
 /// If it is none.

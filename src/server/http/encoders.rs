@@ -61,8 +61,8 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// The first numbers of an embedding, at length one again: for models that were trained so that these say most (Kusupati et al.,
-/// 2022, "Matryoshka Representation Learning").
+/// The first numbers of an embedding, at length one again: for models that were trained so that
+/// these say most (Kusupati et al., 2022, "Matryoshka Representation Learning").
 fn shortened(mut embedding: Vec<f32>, dimensions: usize) -> Vec<f32> {
     if dimensions < embedding.len() {
         embedding.truncate(dimensions);

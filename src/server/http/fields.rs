@@ -1,5 +1,6 @@
-//! The fields of a request: each is checked where it is asked for, and named where it is wrong. Null is as good as absent. What
-//! nobody asks for is unknown: the answer's head and the log name it, and a strict server refuses it.
+//! The fields of a request: each is checked where it is asked for, and named where it is wrong.
+//! Null is as good as absent. What nobody asks for is unknown: the answer's head and the log name
+//! it, and a strict server refuses it.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -63,7 +64,8 @@ impl Fields {
         format!("{}{field}", self.path)
     }
 
-    /// Fields that nobody has asked for by now, but for those of other servers that change no answer.
+    /// Fields that nobody has asked for by now, but for those of other servers that change no
+    /// answer.
     pub(super) fn unknown(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |field: &str| asked.contains(field) || WITHOUT_EFFECT.contains(&field);

@@ -1,4 +1,5 @@
-//! Prompts with a suffix, for models that were trained to fill in the middle (Bavarian et al., 2022).
+//! Prompts with a suffix, for models that were trained to fill in the middle (Bavarian et al.,
+//! 2022).
 
 use fireclay_datasets::Tokenizer;
 
@@ -6,7 +7,8 @@ use super::error::ApiError;
 use super::texts::bounded;
 use crate::server::served::ServedWriter;
 
-/// The tokens before what stands before, before what stands behind, and before what is to be written, as families call them.
+/// The tokens before what stands before, before what stands behind, and before what is to be
+/// written, as families call them.
 const MARKS: [[&str; 3]; 4] = [
     // Qwen, Granite's later models.
     ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
@@ -26,7 +28,8 @@ pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
     MARKS.iter().find_map(ids)
 }
 
-/// The tokens of a prompt and the text behind what is to be written. What spells a special token in either is text.
+/// The tokens of a prompt and the text behind what is to be written. What spells a special token in
+/// either is text.
 pub(super) fn tokens(served: &ServedWriter, prompt: &str, suffix: &str) -> Result<Vec<u32>, ApiError> {
     let Some([before, behind, middle]) = marks(&served.tokenizer) else {
         let message = "suffix is for models that fill in the middle, and this one's tokenizer has no tokens for it";

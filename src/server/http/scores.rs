@@ -1,5 +1,5 @@
-//! `/v1/score` and `/v1/rerank`: how well texts fit, in vLLM's and Cohere's form. A model with a head for it reads two texts at once;
-//! of another encoder it is the cosine of their embeddings.
+//! `/v1/score` and `/v1/rerank`: how well texts fit, in vLLM's and Cohere's form. A model with a
+//! head for it reads two texts at once; of another encoder it is the cosine of their embeddings.
 
 use std::sync::Arc;
 
@@ -16,7 +16,8 @@ use super::{Asked, Caller, Shared, body, json_response};
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
-/// A score for each pair of `text_1` and `text_2`: one with each, or the first with the first and so on.
+/// A score for each pair of `text_1` and `text_2`: one with each, or the first with the first and
+/// so on.
 pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;

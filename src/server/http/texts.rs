@@ -1,5 +1,5 @@
-//! What chat, responses and completions share: settings, jobs for the device, and how pieces of text
-//! leave, as events or at once.
+//! What chat, responses and completions share: settings, jobs for the device, and how pieces of
+//! text leave, as events or at once.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -76,7 +76,8 @@ pub(super) struct Settings {
     pub(super) stream: bool,
     pub(super) usage: bool,
     pub(super) likeliest: Option<usize>,
-    /// Asks for the log-probabilities of the prompt's own tokens, and of so many of the likeliest in their places.
+    /// Asks for the log-probabilities of the prompt's own tokens, and of so many of the likeliest
+    /// in their places.
     pub(super) prompt_likeliest: Option<usize>,
     /// Orders the requests of a client: lower ones first.
     priority: i64,
@@ -535,7 +536,8 @@ pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) ->
     Ok(())
 }
 
-/// What is known of a prompt's tokens in vLLM's form: an object for each, by the tokens' ids, and null for the first.
+/// What is known of a prompt's tokens in vLLM's form: an object for each, by the tokens' ids, and
+/// null for the first.
 pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
     let one = |known: &WrittenToken| {
         let Some(own) = known.log_probability else { return Value::Null };
@@ -558,7 +560,8 @@ pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) ->
     all.into()
 }
 
-/// A token as text; bytes that are no character by themselves become U+FFFD, and special tokens their names.
+/// A token as text; bytes that are no character by themselves become U+FFFD, and special tokens
+/// their names.
 pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
     String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }

@@ -25,8 +25,9 @@ pub(super) struct Spelling {
 }
 
 impl Spelling {
-    /// What a request asks for. Special tokens are spelled in a text unless it says otherwise: `/v1/completions` is for whoever
-    /// makes prompts whole, and what others have written has to go through a chat.
+    /// What a request asks for. Special tokens are spelled in a text unless it says otherwise:
+    /// `/v1/completions` is for whoever makes prompts whole, and what others have written has to go
+    /// through a chat.
     pub(super) fn read(fields: &Fields, add_special: bool) -> Result<Self, ApiError> {
         Ok(Self {
             add_special: fields.flag("add_special_tokens", add_special)?,

@@ -57,7 +57,8 @@ fn streamed(reader: BufReader<TcpStream>) -> (String, bool) {
     (text, whole)
 }
 
-/// Four clients, each after the other of its own requests, while another has a hundred streams that would take all rows for long.
+/// Four clients, each after the other of its own requests, while another has a hundred streams that
+/// would take all rows for long.
 fn clients_are_served_beside_one_with_a_hundred_streams(keys: [&str; 5], addresses: [[u8; 4]; 5]) {
     let folder = model_folder();
     let file = folder.path().join("keys");

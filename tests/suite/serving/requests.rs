@@ -82,7 +82,8 @@ fn tokens_of_texts_and_texts_of_tokens() {
     assert!(models.contains("\"max_model_len\":200"), "{models}");
 }
 
-/// What the model gives tokens of a prompt, and of its own, are the same numbers, whatever else is read and in which parts.
+/// What the model gives tokens of a prompt, and of its own, are the same numbers, whatever else is
+/// read and in which parts.
 #[test]
 fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_generated() {
     let folder = model_folder();
@@ -96,7 +97,8 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
     let made = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "n": 1 }));
     let told = &made["choices"][0]["logprobs"];
     let bytes = made["choices"][0]["text"].as_str().expect("a text");
-    // The same tokens as a prompt; the texts of single bytes are not all characters, so that they are asked for by their places.
+    // The same tokens as a prompt; the texts of single bytes are not all characters, so that they
+    // are asked for by their places.
     let generated = told["token_logprobs"].as_array().expect("numbers");
     assert_eq!(generated.len(), 150, "{bytes}");
     let whole = ask(json!({ "prompt": prompt, "max_tokens": 150, "temperature": 0, "logprobs": 3, "echo": true }));

@@ -8,8 +8,8 @@
 //! Q8_0   d | signed bytes [32]                  weight = d * q
 //! ```
 //!
-//! Byte i of the nibbles holds weight i in its low half and weight i + 16 in its high one. Bit i of the fifth bits, a
-//! little-endian word, is weight i's.
+//! Byte i of the nibbles holds weight i in its low half and weight i + 16 in its high one. Bit i of
+//! the fifth bits, a little-endian word, is weight i's.
 
 use super::{Block, half_at};
 

@@ -46,8 +46,8 @@ pub(super) struct PromptLogProbabilities {
 }
 
 impl PromptLogProbabilities {
-    /// Of `tokens` by as many hidden states `[tokens, d_model]`, and the `count` likeliest in the place of each; a part at a time, so
-    /// that not all logits are there at once.
+    /// Of `tokens` by as many hidden states `[tokens, d_model]`, and the `count` likeliest in the
+    /// place of each; a part at a time, so that not all logits are there at once.
     pub(super) fn of<B: Backend>(
         model: &Transformer<B>,
         (id, count): (RequestId, usize),

@@ -64,7 +64,8 @@ pub struct Request {
     pub biases: Vec<(u32, f32)>,
     /// Asks for the log-probability of each token, and for so many of the likeliest in its place.
     pub likeliest: Option<usize>,
-    /// Asks for the log-probabilities of the prompt's own tokens, too, and for so many of the likeliest in their places.
+    /// Asks for the log-probabilities of the prompt's own tokens, too, and for so many of the
+    /// likeliest in their places.
     pub prompt_likeliest: Option<usize>,
     /// Whose it is. Where pages run out, the client that has most of them gives some up.
     pub client: u64,
@@ -150,7 +151,8 @@ impl WrittenToken {
 pub struct Written {
     /// Which request.
     pub id: RequestId,
-    /// More tokens of its prompt, where their log-probabilities are asked for; the first of all has none.
+    /// More tokens of its prompt, where their log-probabilities are asked for; the first of all has
+    /// none.
     pub prompt: Vec<WrittenToken>,
     /// Its new tokens.
     pub tokens: Vec<WrittenToken>,
@@ -429,8 +431,8 @@ impl<B: Backend> Scheduler<B> {
         self.arrivals
     }
 
-    /// Preempts a request until it is [resumed](Self::resume): it gives up its row and pages, and keeps its tokens. Whether
-    /// it did: one that is complete by now, or is not there, does not.
+    /// Preempts a request until it is [resumed](Self::resume): it gives up its row and pages, and
+    /// keeps its tokens. Whether it did: one that is complete by now, or is not there, does not.
     ///
     /// # Errors
     /// If the device fails.

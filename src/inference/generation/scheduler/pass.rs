@@ -97,7 +97,8 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Log-probabilities of the tokens of prompts that were just read, by the hidden states of all of them.
+    /// Log-probabilities of the tokens of prompts that were just read, by the hidden states of all
+    /// of them.
     fn prompts(
         &mut self,
         model: &Transformer<B>,
@@ -249,7 +250,8 @@ impl<B: Backend> Scheduler<B> {
         Ok(())
     }
 
-    /// More tokens of a prompt, with their log-probabilities, unless the text is gone. The first of all has none.
+    /// More tokens of a prompt, with their log-probabilities, unless the text is gone. The first of
+    /// all has none.
     fn push_prompt(&mut self, id: RequestId, begins: bool, known: Vec<WrittenToken>) {
         let Some(text) = self.running.iter().find(|text| text.id == id) else { return };
         let ready = self.ready.entry(id).or_insert_with(|| Written::nothing(id));
