@@ -357,9 +357,8 @@ impl Tokenizer {
         self.foreign(text, false)
     }
 
-    /// The tokens of two texts that an encoder compares, as the tokenizer's own post-processor puts
-    /// them together, and which text each token is of: 0 or 1. Where a text spells a control token,
-    /// that is text.
+    /// The token ids and token type ids (0 or 1) of a pair of sequences, joined by the tokenizer's
+    /// post-processor. A control token that the input spells is encoded as plain text.
     ///
     /// # Errors
     /// As [`encode_foreign_prompt`](Self::encode_foreign_prompt).

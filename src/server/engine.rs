@@ -113,6 +113,9 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
             AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
                 Err(Failure::usage("--cache-dtype is for models that write; this one is an encoder"))
             }
+            AttentionDirection::Bidirectional if self.shared.options.chat_template.is_some() => {
+                Err(Failure::usage("--chat-template is for models that write; this one is an encoder"))
+            }
             AttentionDirection::Bidirectional => self.encode::<B>(device),
         }
     }

@@ -15,7 +15,7 @@ pub(super) struct Pattern {
     pub(super) rules: &'static [Rule],
     /// Whether a piece that is a token is that, whatever the merges.
     pub(super) whole_words: bool,
-    /// Whether texts begin with a token where nothing is said of it.
+    /// Whether a sequence begins with BOS where the file does not say so.
     pub(super) adds_begin: bool,
     /// Whether text is brought to Unicode's NFC.
     pub(super) normalizes: bool,

@@ -364,7 +364,12 @@ impl Choices for ChatForm {
             self.calls[piece.choice] += piece.calls.len();
         }
         let logprobs = if piece.tokens.is_empty() { Value::Null } else { self.logprobs(served, &piece.tokens) };
-        json!({ "index": piece.choice, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish })
+        let mut told =
+            json!({ "index": piece.choice, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish });
+        if self.prompt_logprobs && !piece.prompt.is_empty() {
+            told["prompt_logprobs"] = prompt_logprobs(served, &piece.prompt);
+        }
+        told
     }
 
     fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {

@@ -44,15 +44,16 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             return Err(fields.wrong("best_of", "as n"));
         }
         let given = given(&fields, served)?;
-        let spelling = Spelling::read(&fields, true)?;
         let suffix = fields.text("suffix")?.filter(|suffix| !suffix.is_empty());
+        // What is filled in is code of a file, which may spell anything.
+        let spelling = Spelling::read(&fields, suffix.is_none())?;
         if suffix.is_some() && given.iter().any(|prompt| matches!(prompt, Prompt::Tokens(_))) {
             return Err(fields.wrong("suffix", "left out where prompts are tokens"));
         }
         let tokens = |prompt: &Prompt| match prompt {
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
             Prompt::Text(text) => match suffix {
-                Some(suffix) => fill::tokens(served, text, suffix),
+                Some(suffix) => fill::tokens(served, spelling, text, suffix),
                 None => spelling.tokens(served, "prompt", text),
             },
         };

@@ -4,7 +4,7 @@
 use fireclay_datasets::Tokenizer;
 
 use super::error::ApiError;
-use super::texts::bounded;
+use super::tokens::Spelling;
 use crate::server::served::ServedWriter;
 
 /// The tokens before what stands before, before what stands behind, and before what is to be
@@ -28,22 +28,23 @@ pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
     MARKS.iter().find_map(ids)
 }
 
-/// The tokens of a prompt and the text behind what is to be written. What spells a special token in
-/// either is text.
-pub(super) fn tokens(served: &ServedWriter, prompt: &str, suffix: &str) -> Result<Vec<u32>, ApiError> {
+/// The tokens of a prompt and of the text behind what is to be generated.
+pub(super) fn tokens(
+    served: &ServedWriter,
+    spelling: Spelling,
+    prompt: &str,
+    suffix: &str,
+) -> Result<Vec<u32>, ApiError> {
     let Some([before, behind, middle]) = marks(&served.tokenizer) else {
         let message = "suffix is for models that fill in the middle, and this one's tokenizer has no tokens for it";
         return Err(ApiError::param("suffix", message));
     };
-    let encoded = |field: &str, text: &str| {
-        bounded(field, text, served.context, served.longest_token)?;
-        served.tokenizer.encode_foreign(text).map_err(|error| ApiError::param(field, error.to_string()))
-    };
-    let mut tokens = served.begins.iter().copied().collect::<Vec<u32>>();
+    let (spelling, begins) = spelling.of_part();
+    let mut tokens: Vec<u32> = served.begins.filter(|_| begins).into_iter().collect();
     tokens.push(before);
-    tokens.extend(encoded("prompt", prompt)?);
+    tokens.extend(spelling.tokens(served, "prompt", prompt)?);
     tokens.push(behind);
-    tokens.extend(encoded("suffix", suffix)?);
+    tokens.extend(spelling.tokens(served, "suffix", suffix)?);
     tokens.push(middle);
     Ok(tokens)
 }

@@ -28,11 +28,17 @@ impl Spelling {
     /// What a request asks for. Special tokens are spelled in a text unless it says otherwise:
     /// `/v1/completions` is for whoever makes prompts whole, and what others have written has to go
     /// through a chat.
-    pub(super) fn read(fields: &Fields, add_special: bool) -> Result<Self, ApiError> {
+    pub(super) fn read(fields: &Fields, allow_special: bool) -> Result<Self, ApiError> {
         Ok(Self {
-            add_special: fields.flag("add_special_tokens", add_special)?,
-            allow_special: fields.flag("allow_special_tokens", true)?,
+            add_special: fields.flag("add_special_tokens", true)?,
+            allow_special: fields.flag("allow_special_tokens", allow_special)?,
         })
+    }
+
+    /// The same for a part of a prompt that the tokenizer's own tokens stand outside of, and whether
+    /// they are wanted.
+    pub(super) fn of_part(self) -> (Self, bool) {
+        (Self { add_special: false, ..self }, self.add_special)
     }
 
     pub(super) fn tokens(self, served: &ServedWriter, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {

@@ -133,6 +133,10 @@ fn log_probabilities_of_a_prompt_are_those_that_its_tokens_had_when_they_were_ge
     let body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_tokens": 1, "prompt_logprobs": 0 });
     let (_, chat) = server.post("/v1/chat/completions", &body);
     assert_eq!(chat["choices"][0]["prompt_logprobs"].as_array().map(Vec::len), Some("[user: x]".len()));
+    let mut streamed = body;
+    streamed["stream"] = true.into();
+    let (_, events) = server.ask(&head("/v1/chat/completions"), &streamed.to_string());
+    assert!(events.contains("\"prompt_logprobs\":[null,"), "{events}");
 }
 
 #[test]
@@ -195,6 +199,14 @@ fn a_prompt_with_a_suffix_has_the_tokens_that_mark_the_middle() {
         told.iter().skip(1).filter_map(|told| Some(told.as_object()?.keys().next()?.as_str())).collect();
     // a and b, the suffix's mark, c, and the middle's; the first token has no number.
     assert_eq!(ids, ["64", "65", "254", "66", "255"]);
+    // What spells a mark is text, unless it is asked for.
+    let count = |allowed: bool| {
+        let mut body = body.clone();
+        body["prompt"] = "a<|fim_middle|>".into();
+        body["allow_special_tokens"] = allowed.into();
+        server.post("/v1/completions", &body).1["usage"]["prompt_tokens"].as_u64()
+    };
+    assert_eq!((count(true), count(false)), (Some(6), Some(19)));
 }
 
 #[test]
