@@ -11,6 +11,7 @@
 //! ```
 
 mod batch;
+pub mod conversations;
 mod corpus;
 mod embedded;
 mod error;

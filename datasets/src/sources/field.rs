@@ -2,11 +2,16 @@
 
 use serde_json::{Map, Value};
 
+use super::WHOLE_RECORD;
+
 /// Fields that a message names at the most.
 const SHOWN: usize = 12;
 
 /// The document of a record, or why there is none: `None` where the field is null.
 pub(super) fn document(mut record: Map<String, Value>, field: &str) -> Result<Option<String>, String> {
+    if field == WHOLE_RECORD {
+        return Ok(Some(Value::Object(record).to_string()));
+    }
     let kind = match find(&mut record, field) {
         Some(Value::String(text)) => return Ok(Some(std::mem::take(text))),
         Some(Value::Null) => return Ok(None),

@@ -27,6 +27,9 @@ pub(crate) use text::{cut_between_words, read_file};
 /// Standard input, as a path.
 pub const STDIN: &str = "-";
 
+/// In place of a field's name: the whole record, as JSON.
+const WHOLE_RECORD: &str = "";
+
 /// Bytes of a document that has to be read as one piece, at the most.
 const LONGEST_DOCUMENT: usize = 64 << 20;
 
@@ -93,6 +96,11 @@ impl TextSource {
             collect(path, &mut files)?;
         }
         Ok(Self { path: path.to_path_buf(), files, field: field.to_string(), read: Arc::default() })
+    }
+
+    /// The records of `path`, each as a JSON object: what [`open`](Self::open) takes a field of.
+    pub(crate) fn records(path: &Path) -> Result<Self, DataError> {
+        Self::open(path, WHOLE_RECORD)
     }
 
     /// Where it is.

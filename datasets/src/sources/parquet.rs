@@ -8,7 +8,7 @@ use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{EachPiece, Piece, field};
+use super::{EachPiece, Piece, WHOLE_RECORD, field};
 use crate::error::DataError;
 
 /// Rows that are read at once.
@@ -27,6 +27,16 @@ pub(super) fn pieces(
         DataError::Refused { path: path.to_path_buf(), reason }
     };
     let reader = SerializedFileReader::new(file).map_err(broken)?;
+    if field == WHOLE_RECORD {
+        for row in reader.get_row_iter(None).map_err(broken)? {
+            let text = row.map_err(broken)?.to_json_value().to_string();
+            if each(Piece { text, ends_document: true })?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+        }
+        read_share(1.0);
+        return Ok(ControlFlow::Continue(()));
+    }
     let columns = reader.metadata().file_metadata().schema_descr_ptr();
     let name = |at: usize| columns.column(at).path().string();
     let Some(column) = (0..columns.num_columns()).find(|at| name(*at) == field) else {

@@ -8,9 +8,10 @@ use std::path::Path;
 use std::rc::Rc;
 
 use csv::{ByteRecord, ErrorKind, Position, Reader, ReaderBuilder};
+use serde_json::{Map, Value};
 
 use super::plain::{Plain, unreadable_at};
-use super::{EachPiece, LONGEST_DOCUMENT, Piece, field};
+use super::{EachPiece, LONGEST_DOCUMENT, Piece, WHOLE_RECORD, field};
 use crate::error::DataError;
 
 /// Read behind the end of a file, in which no NUL byte can be: where it does not come as a row, a
@@ -29,6 +30,9 @@ pub(super) fn pieces(
 ) -> Result<ControlFlow<()>, DataError> {
     let mut rows = Rows::new(reader.chain(END), path, delimiter);
     let Some(header) = rows.row()? else { return Ok(ControlFlow::Continue(())) };
+    if field == WHOLE_RECORD {
+        return records(rows, &header, each);
+    }
     let mut columns = (0..header.len()).filter(|at| header[*at] == *field.as_bytes());
     let Some(column) = columns.next() else {
         let names = header.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
@@ -37,11 +41,7 @@ pub(super) fn pieces(
     if columns.next().is_some() {
         return Err(rows.malformed(format!("names two columns '{field}'")));
     }
-    while let Some(row) = rows.row()? {
-        if row.len() != header.len() {
-            let (found, wanted) = (row.len(), header.len());
-            return Err(rows.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
-        }
+    while let Some(row) = rows.row_like(&header)? {
         if row[column].is_empty() {
             continue;
         }
@@ -49,6 +49,25 @@ pub(super) fn pieces(
             return Err(rows.malformed(format!("is not UTF-8 text in the column '{field}'")));
         };
         if each(Piece { text, ends_document: true })?.is_break() {
+            return Ok(ControlFlow::Break(()));
+        }
+    }
+    Ok(ControlFlow::Continue(()))
+}
+
+/// Hands on each row as a JSON object of strings.
+fn records(
+    mut rows: Rows<'_, impl Read>,
+    header: &ByteRecord,
+    each: EachPiece<'_>,
+) -> Result<ControlFlow<()>, DataError> {
+    let utf8 = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).ok();
+    while let Some(row) = rows.row_like(header)? {
+        let cell = |(name, cell)| Some((utf8(name)?, Value::String(utf8(cell)?)));
+        let Some(record) = header.iter().zip(&row).map(cell).collect::<Option<Map<_, _>>>() else {
+            return Err(rows.malformed("is not UTF-8 text".into()));
+        };
+        if each(Piece { text: Value::Object(record).to_string(), ends_document: true })?.is_break() {
             return Ok(ControlFlow::Break(()));
         }
     }
@@ -93,6 +112,16 @@ impl<'a, R: Read> Rows<'a, R> {
             Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row does not end".into())),
             _ => Ok(Some(row)),
         }
+    }
+
+    /// The next row, of as many fields as the first row names columns.
+    fn row_like(&mut self, header: &ByteRecord) -> Result<Option<ByteRecord>, DataError> {
+        let Some(row) = self.row()? else { return Ok(None) };
+        if row.len() != header.len() {
+            let (found, wanted) = (row.len(), header.len());
+            return Err(self.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+        }
+        Ok(Some(row))
     }
 
     /// The line on which the last row begins. The reader counts lines to the end of the row before,
