@@ -22,6 +22,7 @@ use crate::failure::Failure;
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 pub(crate) const WEIGHTS: &str = "model.safetensors";
+pub(crate) const TOKENIZER_SETTINGS: &str = "tokenizer_config.json";
 pub(crate) const GENERATION: &str = "generation_config.json";
 pub(crate) const LABELS: &str = "labels.json";
 pub(crate) const METRICS: &str = "metrics.jsonl";
@@ -38,8 +39,9 @@ pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// How it went, as a page.
 pub(crate) const REPORT: &str = "report.html";
 const LOCK: &str = "run.lock";
-/// What a model folder holds; the last two only where texts have an end token, or utterances labels.
-const MODEL_FILES: [&str; 5] = [CONFIG, TOKENIZER, WEIGHTS, GENERATION, LABELS];
+/// What a model folder holds; settings of the tokenizer only for chats, the last two only where texts have an end token, or
+/// utterances labels.
+const MODEL_FILES: [&str; 6] = [CONFIG, TOKENIZER, TOKENIZER_SETTINGS, WEIGHTS, GENERATION, LABELS];
 
 /// The folder of a run.
 #[derive(Clone, Debug)]

@@ -11,21 +11,22 @@ pub const IGNORED_TARGET: i32 = -100;
 pub struct TokenBatch {
     inputs: Vec<i32>,
     targets: Vec<i32>,
-    /// Where documents are to be told apart, the token that ends one, and for each token the place in its row where its document
-    /// begins.
-    documents: Option<(u32, Vec<i32>)>,
+    /// The token that ends a document, where documents are found by it.
+    end: Option<u32>,
+    /// Where documents are to be told apart, for each token the place in its row where its document begins.
+    starts: Option<Vec<i32>>,
     seq_length: usize,
 }
 
 impl TokenBatch {
     /// A batch without rows, of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
-        Self { inputs: Vec::new(), targets: Vec::new(), documents: None, seq_length }
+        Self { inputs: Vec::new(), targets: Vec::new(), end: None, starts: None, seq_length }
     }
 
     /// A batch without rows, in whose rows `end` ends a document.
     pub(crate) fn of_documents(seq_length: usize, end: u32) -> Self {
-        Self { documents: Some((end, Vec::new())), ..Self::empty(seq_length) }
+        Self { end: Some(end), starts: Some(Vec::new()), ..Self::empty(seq_length) }
     }
 
     /// Adds a row that predicts each of `tokens` after the first, filled up with positions that do not count.
@@ -33,11 +34,11 @@ impl TokenBatch {
         let pairs = tokens.len().saturating_sub(1).min(self.seq_length);
         let filling = self.seq_length - pairs;
         let padding = tokens.first().map_or(0, |token| *token as i32);
-        if let Some((end, starts)) = &mut self.documents {
+        if let (Some(end), Some(starts)) = (self.end, &mut self.starts) {
             let mut start = 0;
             starts.extend((0..self.seq_length).map(|at| {
                 let here = start;
-                if tokens.get(at) == Some(end) {
+                if tokens.get(at) == Some(&end) {
                     start = at as i32 + 1;
                 }
                 here
@@ -47,6 +48,35 @@ impl TokenBatch {
         self.inputs.extend(std::iter::repeat_n(padding, filling));
         self.targets.extend(tokens[1..=pairs].iter().map(|token| *token as i32));
         self.targets.extend(std::iter::repeat_n(IGNORED_TARGET, filling));
+    }
+
+    /// A batch without rows, for [`push_packed`](Self::push_packed).
+    pub fn packed(seq_length: usize) -> Self {
+        Self { starts: Some(Vec::new()), ..Self::empty(seq_length) }
+    }
+
+    /// Adds a row of several sequences, each with a flag a token that says whether it is predicted. No sequence sees another, and
+    /// the last token of each is only a target. What does not fit is cut off; what is left of the row does not count.
+    ///
+    /// # Panics
+    /// If the batch is not [`packed`](Self::packed), or a sequence has not as many flags as tokens.
+    pub fn push_packed<'a>(&mut self, sequences: impl IntoIterator<Item = (&'a [u32], &'a [bool])>) {
+        let starts = self.starts.as_mut().expect("a packed batch");
+        let (begin, end) = (self.inputs.len(), self.inputs.len() + self.seq_length);
+        for (tokens, predicted) in sequences {
+            assert_eq!(tokens.len(), predicted.len(), "a flag for each token");
+            let start = (self.inputs.len() - begin) as i32;
+            let count = tokens.len().saturating_sub(1).min(end - self.inputs.len());
+            self.inputs.extend(tokens[..count].iter().map(|token| *token as i32));
+            let target = |(token, predicted): (&u32, &bool)| if *predicted { *token as i32 } else { IGNORED_TARGET };
+            self.targets.extend(tokens.iter().zip(predicted).skip(1).take(count).map(target));
+            starts.extend(std::iter::repeat_n(start, count));
+        }
+        let left = end - self.inputs.len();
+        let start = (self.seq_length - left) as i32;
+        self.inputs.extend(std::iter::repeat_n(0, left));
+        self.targets.extend(std::iter::repeat_n(IGNORED_TARGET, left));
+        starts.extend(std::iter::repeat_n(start, left));
     }
 
     /// Tokens, row after row.
@@ -61,7 +91,7 @@ impl TokenBatch {
 
     /// For each token the place in its row where its document begins, where documents are to be told apart.
     pub fn document_starts(&self) -> Option<&[i32]> {
-        self.documents.as_ref().map(|(_, starts)| starts.as_slice())
+        self.starts.as_deref()
     }
 
     /// Number of rows.
@@ -87,7 +117,8 @@ impl TokenBatch {
             Self {
                 inputs: self.inputs[range.clone()].to_vec(),
                 targets: self.targets[range.clone()].to_vec(),
-                documents: self.documents.as_ref().map(|(end, starts)| (*end, starts[range].to_vec())),
+                end: self.end,
+                starts: self.starts.as_ref().map(|starts| starts[range].to_vec()),
                 seq_length: self.seq_length,
             }
         };
@@ -116,4 +147,22 @@ pub struct DeviceTokens<B: Backend> {
     pub targets: Tensor<B, 2, Int>,
     /// Where in its row each token's document begins, where documents are to be told apart.
     pub document_starts: Option<Tensor<B, 2, Int>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_packed_row_keeps_its_sequences_apart_and_predicts_what_is_flagged() {
+        let mut batch = TokenBatch::packed(6);
+        let row: [(&[u32], &[bool]); 2] = [(&[5, 6, 7], &[false, false, true]), (&[8, 9, 4], &[false, true, true])];
+        batch.push_packed(row);
+        batch.push_packed([(&[1, 2, 3, 4, 5, 6, 7, 8, 9][..], &[true; 9][..])]);
+        let ignored = IGNORED_TARGET;
+        assert_eq!(batch.inputs(), [5, 6, 8, 9, 0, 0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(batch.targets(), [ignored, 7, 9, 4, ignored, ignored, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(batch.document_starts(), Some(&[0, 0, 2, 2, 4, 4, 0, 0, 0, 0, 0, 0][..]));
+        assert_eq!((batch.batch_size(), batch.target_count()), (2, 9));
+    }
 }

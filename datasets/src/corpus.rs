@@ -39,7 +39,7 @@ impl BatchKey {
     }
 
     /// The numbers of this rank's rows among those of its step.
-    fn rows(self, batch_size: usize) -> std::ops::Range<u64> {
+    pub fn rows(self, batch_size: usize) -> std::ops::Range<u64> {
         let first = self.rank * batch_size as u64;
         first..first + batch_size as u64
     }

@@ -266,7 +266,6 @@ impl Tokenizer {
     }
 
     /// The tokenizer of the `tokenizers` crate.
-    #[cfg(test)]
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
         &self.0
     }
@@ -463,6 +462,24 @@ impl Tokenizer {
     /// If the tokenizer's decoder refuses them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
         self.0.decode(tokens, true).map_err(told)
+    }
+
+    /// [`decode`](Self::decode) that spells control tokens, too.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn decode_with_control(&self, tokens: &[u32]) -> Result<String, DataError> {
+        self.0.decode(tokens, false).map_err(told)
+    }
+
+    /// A tokenizer that knows these control tokens, too. New ones get the next ids.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses them.
+    pub fn with_control_tokens(&self, tokens: &[&str]) -> Result<Self, DataError> {
+        let mut tokenizer = self.0.clone();
+        tokenizer.add_special_tokens(tokens.iter().map(|token| AddedToken::from(*token, true))).map_err(told)?;
+        Ok(Self(tokenizer))
     }
 }
 

@@ -662,7 +662,12 @@ impl<B: Backend> Transformer<B> {
             Some(at) => at.positions().clone(),
             None => {
                 let positions = self.positions.clone().narrow(0, 0, seq_length);
-                positions.reshape([1, seq_length]).expand([batch_size, seq_length])
+                let positions = positions.reshape([1, seq_length]).expand([batch_size, seq_length]);
+                // Positions restart in each document of a packed row.
+                match &document_starts {
+                    Some(starts) => positions - starts.clone(),
+                    None => positions,
+                }
             }
         };
         let mask = |window| match (self.config.attention, &lengths, &document_starts) {

@@ -358,7 +358,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
     let settings: Vec<String> = steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect();
     recipe = with_settings(recipe, args.data.as_deref(), args.precision, &settings)?;
-    if recipe.task == TaskName::Language {
+    if matches!(recipe.task, TaskName::Language | TaskName::Chat) {
         let fetched = |source: &str| Ok::<_, Failure>(fetched_data(Path::new(source))?.display().to_string());
         if !EMBEDDED.contains(&recipe.data.source.as_str()) && !recipe.data.source.is_empty() {
             recipe.data.source = fetched(&recipe.data.source)?;

@@ -119,6 +119,11 @@ impl ChatTemplate {
         self.chosen(true).is_ok_and(|template| template.knows(variable))
     }
 
+    /// Whether it says which parts the assistant writes, by `{% generation %}`.
+    pub(crate) fn marks_generations(&self) -> bool {
+        self.chosen(false).is_ok_and(Template::marks_generations)
+    }
+
     /// Its text, for conversations with tools.
     pub fn source(&self) -> &str {
         self.chosen(true).map(Template::source).unwrap_or_default()
@@ -129,14 +134,43 @@ impl ChatTemplate {
     /// # Errors
     /// If the template refuses it, or cannot be followed.
     pub fn render(&self, dialogue: &Dialogue) -> Result<String, Failure> {
-        let Dialogue { messages, tools, variables } = dialogue;
+        self.template_of(dialogue)?.render(&self.variables(dialogue, true))
+    }
+
+    /// A dialogue that is complete: no answer is asked for.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub(crate) fn render_complete(&self, dialogue: &Dialogue) -> Result<String, Failure> {
+        self.template_of(dialogue)?.render(&self.variables(dialogue, false))
+    }
+
+    /// A complete dialogue, with `marks` before and behind what the assistant writes; none if the template does not say what that is.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub(crate) fn render_marked(&self, dialogue: &Dialogue, marks: [char; 2]) -> Result<Option<String>, Failure> {
+        let template = self.template_of(dialogue)?;
+        let render = || template.render_marked(&self.variables(dialogue, false), marks);
+        template.marks_generations().then(render).transpose()
+    }
+
+    fn template_of(&self, dialogue: &Dialogue) -> Result<&Template, Failure> {
+        self.chosen(!dialogue.tools.is_null())
+    }
+
+    fn variables(
+        &self,
+        Dialogue { messages, tools, variables }: &Dialogue,
+        generation_prompt: bool,
+    ) -> Map<String, Value> {
         let mut known = self.tokens.clone();
         known.insert("documents".into(), Value::Null);
         known.extend(variables.clone());
         known.insert("messages".into(), messages.clone().into());
         known.insert("tools".into(), tools.clone());
-        known.insert("add_generation_prompt".into(), true.into());
-        self.chosen(!tools.is_null())?.render(&known)
+        known.insert("add_generation_prompt".into(), generation_prompt.into());
+        known
     }
 
     /// The tokens of a dialogue. Control tokens (those that are `special` in `tokenizer.json`) come from the template
@@ -147,13 +181,8 @@ impl ChatTemplate {
     /// As [`render`](Self::render), if the vocabulary lacks a part of the text, or a message spells a control token in a
     /// way that cannot be told from one.
     pub fn tokens(&self, dialogue: &Dialogue, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
-        let mut spelled = false;
-        dialogue.texts(&mut |text| {
-            spelled |= tokenizer.spells_control_token(text)?;
-            Ok(String::new())
-        })?;
         let plain = self.render(dialogue)?;
-        if !spelled {
+        if !dialogue.spells_control_token(tokenizer)? {
             return Ok(tokenizer.encode(&plain)?);
         }
         let mut used = plain;
@@ -162,14 +191,7 @@ impl ChatTemplate {
             Ok(String::new())
         })?;
         let mark = Tokenizer::unused_mark(&used)?;
-        let escaped = dialogue.texts(&mut |text| {
-            let escaped = tokenizer.escape(text, mark);
-            match tokenizer.spells_control_token(&escaped)? {
-                true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
-                false => Ok(escaped),
-            }
-        })?;
-        Ok(tokenizer.encode_escaped(&self.render(&escaped)?, mark)?)
+        Ok(tokenizer.encode_escaped(&self.render(&dialogue.escaped(tokenizer, mark)?)?, mark)?)
     }
 }
 
@@ -185,6 +207,27 @@ pub struct Dialogue {
 }
 
 impl Dialogue {
+    /// Whether a text in it spells a control token.
+    pub(crate) fn spells_control_token(&self, tokenizer: &Tokenizer) -> Result<bool, Failure> {
+        let mut spelled = false;
+        self.texts(&mut |text| {
+            spelled |= tokenizer.spells_control_token(text)?;
+            Ok(String::new())
+        })?;
+        Ok(spelled)
+    }
+
+    /// With `mark` in each control token that a text spells, so that it is none.
+    pub(crate) fn escaped(&self, tokenizer: &Tokenizer, mark: char) -> Result<Self, Failure> {
+        self.texts(&mut |text| {
+            let escaped = tokenizer.escape(text, mark);
+            match tokenizer.spells_control_token(&escaped)? {
+                true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
+                false => Ok(escaped),
+            }
+        })
+    }
+
     /// The same with each of its texts, the names of fields too, become what `change` makes of it.
     fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
         fn changed(value: &Value, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Value, Failure> {

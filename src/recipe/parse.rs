@@ -11,12 +11,13 @@ use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The recipes that come with the program.
-const SHIPPED: [(&str, &str); 7] = [
+const SHIPPED: [(&str, &str); 8] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),
     ("llama-15m", include_str!("shipped/llama-15m.toml")),
+    ("chat-full", include_str!("shipped/chat-full.toml")),
     ("home", include_str!("shipped/home.toml")),
     ("intent-slot", include_str!("shipped/intent-slot.toml")),
 ];

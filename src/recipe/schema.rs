@@ -74,6 +74,10 @@ pub struct DataRecipe {
     pub holdout_by: HoldoutBy,
     /// Whether a token sees none before its own document, where a row has several.
     pub documents_apart: bool,
+    /// For chats, whether a row has several conversations, none of which sees another; else each has a row of its own.
+    pub packing: bool,
+    /// For chats, the file of a chat template; empty for the model's own.
+    pub chat_template: String,
     /// Whether a model to begin from takes the recipe's tokenizer, and rows of its embedding for tokens that it does not know.
     pub resize_embedding: bool,
 }
@@ -108,6 +112,8 @@ impl Default for DataRecipe {
             holdout: 0.1,
             holdout_by: HoldoutBy::Tail,
             documents_apart: false,
+            packing: true,
+            chat_template: String::new(),
             resize_embedding: false,
         }
     }
@@ -346,6 +352,12 @@ impl Recipe {
     pub(crate) fn tokenizer_file(&self) -> Option<&Path> {
         let named = self.data.tokenizer.as_str();
         (!MADE_TOKENIZERS.contains(&named) && !named.is_empty()).then_some(Path::new(named))
+    }
+
+    /// The file of a chat template, where it names one.
+    pub(crate) fn chat_template(&self) -> Option<&Path> {
+        let named = self.data.chat_template.as_str();
+        (!named.is_empty()).then_some(Path::new(named))
     }
 
     /// That there is nothing to learn from.

@@ -14,6 +14,8 @@ pub enum TaskName {
     /// Predict the next token
     #[default]
     Language,
+    /// Write what the assistant says in conversations
+    Chat,
     /// Say an utterance's intent and tag its slots
     IntentSlot,
 }
@@ -22,7 +24,9 @@ impl TaskName {
     /// The attention that a model for it has, and why.
     pub(crate) fn attention(self) -> (AttentionDirection, &'static str) {
         match self {
-            Self::Language => (AttentionDirection::Causal, "a language model must not see the tokens that it predicts"),
+            Self::Language | Self::Chat => {
+                (AttentionDirection::Causal, "a language model must not see the tokens that it predicts")
+            }
             Self::IntentSlot => (AttentionDirection::Bidirectional, "a word's tag depends on what follows it"),
         }
     }
@@ -32,6 +36,7 @@ impl TaskName {
         match (self, has_data, has_model) {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
+            (Self::Chat, ..) => "chat-full",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
         }
@@ -39,7 +44,7 @@ impl TaskName {
 
     /// Whether a model for it writes text.
     pub fn writes_text(self) -> bool {
-        self == Self::Language
+        matches!(self, Self::Language | Self::Chat)
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a model is trained for: the data, the loss, how the model is judged, and what is saved.
 
 pub mod batch;
+pub mod chat;
 pub(crate) mod counts;
 pub mod intent_slot;
 pub mod language;
@@ -16,6 +17,7 @@ use fireclay_kernels::Rank;
 use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
+pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use scores::{ClassificationReport, Scores};
@@ -30,6 +32,8 @@ use crate::recipe::{ModelSizes, Recipe, TaskName, TrainingRecipe};
 pub enum Task {
     /// Each token predicts the next.
     Language(Language),
+    /// Learns what the assistant writes in conversations.
+    Chat(Chat),
     /// Predicts the intent and slots of utterances.
     IntentSlot(IntentSlot),
 }
@@ -41,6 +45,7 @@ impl Task {
             Self::Language(language) => {
                 ModelSizes { vocab_size: language.tokenizer.vocab_size(), ..ModelSizes::default() }
             }
+            Self::Chat(chat) => ModelSizes { vocab_size: chat.tokenizer().vocab_size(), ..ModelSizes::default() },
             Self::IntentSlot(task) => task.sizes(),
         }
     }
@@ -54,6 +59,7 @@ impl Task {
         let key = BatchKey { seed: training.seed, step, rank: rank.rank as u64, ranks: rank.ranks as u64 };
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
+            Self::Chat(chat) => Ok(chat.batch(key, rows).into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
         }
     }
@@ -74,6 +80,10 @@ impl Task {
                 let loss = language.validate(model, training.batch_size, tokens, device)?;
                 Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
+            Self::Chat(chat) => {
+                let loss = chat.validate(model, training.batch_size, tokens, device)?;
+                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+            }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
     }
@@ -85,6 +95,7 @@ impl Task {
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
         match self {
             Self::Language(language) => language.save(folder),
+            Self::Chat(chat) => chat.save(folder),
             Self::IntentSlot(task) => task.save(folder),
         }
     }
@@ -96,6 +107,7 @@ impl Task {
     pub(crate) fn begin(recipe: &Recipe, model: Option<&Path>, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::begin(recipe, model, watch).map(Self::Language),
+            TaskName::Chat => Chat::begin(recipe, model).map(Self::Chat),
             TaskName::IntentSlot => IntentSlot::begin(recipe).map(Self::IntentSlot),
         }
     }
@@ -107,6 +119,7 @@ impl Task {
     pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
+            TaskName::Chat => Chat::resume(recipe, folder).map(Self::Chat),
             TaskName::IntentSlot => IntentSlot::resume(recipe, folder).map(Self::IntentSlot),
         }
     }
@@ -116,6 +129,7 @@ impl Task {
     pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
+            Self::Chat(chat) => chat.rows_to_begin_from(),
             Self::IntentSlot(_) => None,
         }
     }
@@ -126,7 +140,7 @@ impl Task {
     /// If its labels are damaged.
     pub(crate) fn has_heads_of(&self, folder: &Path) -> Result<bool, Failure> {
         match self {
-            Self::Language(_) => Ok(false),
+            Self::Language(_) | Self::Chat(_) => Ok(false),
             Self::IntentSlot(task) => task.has_labels_of(folder),
         }
     }
@@ -135,6 +149,7 @@ impl Task {
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         match self {
             Self::Language(language) => language.describe(config, training),
+            Self::Chat(chat) => chat.describe(config, training),
             Self::IntentSlot(task) => task.describe(config, training),
         }
     }
@@ -143,7 +158,7 @@ impl Task {
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
-            Self::IntentSlot(_) => None,
+            Self::Chat(_) | Self::IntentSlot(_) => None,
         }
     }
 
@@ -162,7 +177,7 @@ impl Task {
         device: &B::Device,
     ) -> Result<Option<ClassificationReport>, Failure> {
         match self {
-            Self::Language(_) => Ok(None),
+            Self::Language(_) | Self::Chat(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
         }
     }

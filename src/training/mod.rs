@@ -11,6 +11,7 @@ pub mod trainer;
 mod views;
 mod watchdog;
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -28,6 +29,7 @@ use crate::progress::show_preparing;
 use crate::recipe::{Recipe, TaskName};
 use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
 use crate::runs::{self, RunRecord};
+use crate::tasks::Task;
 use crate::training::checkpoint::{Best, RunState};
 use crate::training::origin::Origin;
 use crate::training::session::Session;
@@ -192,7 +194,7 @@ impl OnBackend for TrainingRun {
         let wandb = wandb.inspect_err(|_| folder.forget_if_empty())?;
         record.write(folder.path(), resumed_at)?;
         if view != View::Dashboard {
-            describe(&trainer, &folder);
+            describe(&trainer, &folder)?;
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
         let finished = views::run(&mut session, view, &record, (folder.path(), wandb), interrupter)?;
@@ -243,10 +245,16 @@ fn prepare<B: Backend>(
 }
 
 /// Says what is about to happen.
-fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) {
+fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), Failure> {
     let recipe = trainer.recipe();
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
     let (name, what) = (&recipe.name, trainer.task().describe(config, &recipe.training));
     eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}");
+    if let Task::Chat(chat) = trainer.task() {
+        let colour = std::io::stderr().is_terminal();
+        let what = if colour { "in green" } else { "in [[double brackets]]" };
+        eprintln!("the first example, with what the model learns to write {what}:\n\n{}\n", chat.preview(colour)?);
+    }
+    Ok(())
 }

@@ -4,6 +4,7 @@
 //! is counted and printed; with `FIRECLAY_TEST_STRICT=1` it fails its test.
 
 mod adapters;
+mod chats;
 mod cli;
 #[path = "../parity/compare.rs"]
 #[allow(dead_code, reason = "some comparisons are for operations alone")]

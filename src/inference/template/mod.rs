@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use chrono::{DateTime, Local, NaiveDateTime};
 use minijinja::value::Rest;
-use minijinja::{Environment, Error, ErrorKind, Value};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::failure::Failure;
@@ -33,12 +33,17 @@ const DEPTH: usize = 100;
 /// The longest range, as in Jinja's sandbox.
 const LONGEST_RANGE: i128 = 100_000;
 const NAME: &str = "chat";
+/// The filter of what stands between `{% generation %}` and `{% endgeneration %}`.
+const GENERATION: &str = "generation_block";
+/// A variable of two characters, which that filter puts before and behind.
+const GENERATION_MARKS: &str = "generation_block_marks";
 
 /// A template that can be rendered.
 #[derive(Debug)]
 pub struct Template {
     environment: Environment<'static>,
     source: String,
+    marks_generations: bool,
 }
 
 impl Template {
@@ -66,11 +71,24 @@ impl Template {
         });
         environment.add_function("range", |arguments: Rest<Value>| range(&arguments));
         environment.add_function("dict", |arguments: Rest<Value>| to_dict(&arguments));
+        environment.add_filter(GENERATION, |state: &State, block: Value| {
+            let marks = state.lookup(GENERATION_MARKS).and_then(|marks| marks.as_str().map(str::to_string));
+            let Some([begin, end]) = marks
+                .map(|marks| marks.chars().collect::<Vec<_>>())
+                .as_deref()
+                .map(<[char; 2]>::try_from)
+                .and_then(Result::ok)
+            else {
+                return block;
+            };
+            Value::from_safe_string(format!("{begin}{block}{end}"))
+        });
         environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
             Err(wrong(print::text(&message)?))
         });
-        let template =
-            Self { environment, source: source.to_string() }.with_clock(Arc::new(|| Local::now().naive_local()));
+        let marks_generations = translated.contains(&format!("filter {GENERATION} "));
+        let template = Self { environment, source: source.to_string(), marks_generations }
+            .with_clock(Arc::new(|| Local::now().naive_local()));
         template.compiled(translated)
     }
 
@@ -100,6 +118,21 @@ impl Template {
     pub fn knows(&self, variable: &str) -> bool {
         let template = self.environment.get_template(NAME);
         template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
+    }
+
+    /// Whether it says which parts the assistant writes, by `{% generation %}`.
+    pub fn marks_generations(&self) -> bool {
+        self.marks_generations
+    }
+
+    /// As [`render`](Self::render), with `marks` before and behind what the assistant writes, where the template says what that is.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn render_marked(&self, variables: &Map<String, Json>, marks: [char; 2]) -> Result<String, Failure> {
+        let mut variables = variables.clone();
+        variables.insert(GENERATION_MARKS.into(), String::from_iter(marks).into());
+        self.render(&variables)
     }
 
     /// The text that it makes of these variables.

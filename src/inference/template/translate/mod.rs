@@ -7,6 +7,7 @@
 //! macros stay `minijinja`'s, and so do scopes, but that `{% with %}` is put where Jinja has one
 //! more. Tags that no chat template of `transformers` can have are refused.
 
+use super::GENERATION;
 use lexer::{Lexed, Lexer, Token};
 use parser::Parser;
 
@@ -194,10 +195,10 @@ impl<'a> Translation<'a> {
                 self.open.push(Open { tag: "with", end: "endwith" });
                 parser.with_tag()?
             }
-            // Marks the assistant's part for training: what is set within stays within.
+            // What the assistant writes, for training: variables set within it stay local to it.
             "generation" => {
-                self.open.push(Open { tag: "generation", end: "endwith" });
-                "with".into()
+                self.open.push(Open { tag: "generation", end: "endwith %}{% endfilter" });
+                format!("filter {GENERATION} %}}{{% with")
             }
             "break" | "continue" => {
                 let around = self.open.iter().rev().find(|open| !matches!(open.tag, "if" | "with" | "set" | "filter"));
