@@ -166,12 +166,12 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
             .build();
-        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(told)?;
+        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
     pub(crate) fn from_json(json: &Value) -> Result<Self, DataError> {
-        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
+        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(tokenizer_error)
     }
 
     /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are
@@ -179,7 +179,7 @@ impl Tokenizer {
     pub(crate) fn from_parts(settings: &Value, model: BPE, added: Vec<AddedToken>) -> Result<Self, DataError> {
         let Self(mut tokenizer) = Self::from_json(settings)?;
         tokenizer.with_model(model);
-        tokenizer.add_tokens(added).map_err(told)?;
+        tokenizer.add_tokens(added).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
@@ -201,7 +201,7 @@ impl Tokenizer {
     /// # Errors
     /// If the file system refuses.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
-        let text = self.0.to_string(true).map_err(told)?;
+        let text = self.0.to_string(true).map_err(tokenizer_error)?;
         let beside = path.with_extension("partial");
         let written = fs::write(&beside, text)
             .and_then(|()| File::open(&beside)?.sync_all())
@@ -280,7 +280,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot be written.
     pub fn sha256(&self) -> Result<String, DataError> {
-        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(told)?)))
+        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(tokenizer_error)?)))
     }
 
     /// The tokens of a text that a model is to go on from: with those before and behind it that the tokenizer's own
@@ -371,7 +371,7 @@ impl Tokenizer {
                 return Err(DataError::Tokenizer(reason.into()));
             }
             let mut marked = self.0.clone();
-            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
             let marked = Self(marked);
             let id = marked.token_id(&mark.to_string());
             let (ids, types) = marked.encode_pair(&one, &other)?;
@@ -395,7 +395,7 @@ impl Tokenizer {
 
     fn encode_marked(&self, text: &str, mark: char, as_prompt: bool) -> Result<Vec<u32>, DataError> {
         let mut marked = self.0.clone();
-        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
         let marked = Self(marked);
         let id = marked.token_id(&mark.to_string());
         let tokens = if as_prompt { marked.encode_prompt(text)? } else { marked.encode(text)? };
@@ -461,7 +461,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer's decoder refuses them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        self.0.decode(tokens, true).map_err(told)
+        self.0.decode(tokens, true).map_err(tokenizer_error)
     }
 
     /// [`decode`](Self::decode) that spells control tokens, too.
@@ -469,7 +469,7 @@ impl Tokenizer {
     /// # Errors
     /// As there.
     pub fn decode_with_control(&self, tokens: &[u32]) -> Result<String, DataError> {
-        self.0.decode(tokens, false).map_err(told)
+        self.0.decode(tokens, false).map_err(tokenizer_error)
     }
 
     /// A tokenizer that knows these control tokens, too. New ones get the next ids.
@@ -478,7 +478,9 @@ impl Tokenizer {
     /// If the tokenizer refuses them.
     pub fn with_control_tokens(&self, tokens: &[&str]) -> Result<Self, DataError> {
         let mut tokenizer = self.0.clone();
-        tokenizer.add_special_tokens(tokens.iter().map(|token| AddedToken::from(*token, true))).map_err(told)?;
+        tokenizer
+            .add_special_tokens(tokens.iter().map(|token| AddedToken::from(*token, true)))
+            .map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 }
@@ -492,7 +494,7 @@ const TRAINED_ON: u64 = 1 << 30;
 /// Bytes of a text from which on all cores encode it.
 const LONG: usize = 64 << 10;
 
-fn told(error: tokenizers::Error) -> DataError {
+fn tokenizer_error(error: tokenizers::Error) -> DataError {
     DataError::Tokenizer(error.to_string())
 }
 

@@ -21,7 +21,7 @@ pub use chat::Chat;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use scores::{ClassificationReport, Scores};
-pub use validation::{Judged, Validation};
+pub use validation::{Validation, ValidationOutput};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
@@ -74,15 +74,15 @@ impl Task {
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device)?;
-                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::Chat(chat) => {
                 let loss = chat.validate(model, training.batch_size, tokens, device)?;
-                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
@@ -126,10 +126,10 @@ impl Task {
 
     /// For each token of the task the one of the model that a run begins from whose embedding it takes, where the run has another
     /// tokenizer than that model.
-    pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+    pub(crate) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
-            Self::Chat(chat) => chat.rows_to_begin_from(),
+            Self::Chat(chat) => chat.initial_rows(),
             Self::IntentSlot(_) => None,
         }
     }

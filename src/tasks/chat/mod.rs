@@ -134,7 +134,7 @@ impl Chat {
     }
 
     /// For each token the one of the model that a run begins from whose embedding it takes, where there are new tokens.
-    pub(super) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+    pub(super) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         self.folder.rows.as_deref()
     }
 
