@@ -41,8 +41,8 @@ impl Predictions {
     pub(crate) fn read<B: Backend>((intents, tags): (Tensor<B, 2>, Tensor<B, 3>)) -> Result<Self, Failure> {
         let ([_, intent_count], [_, seq_length, tag_count]) = (intents.dims(), tags.dims());
         let values = |logits: Tensor<B, 1>| {
-            let data =
-                told(logits.try_into_data()).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+            let data = recorded(logits.try_into_data())
+                .map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             Ok::<Vec<f32>, Failure>(data.iter::<f32>().collect())
         };
         let intents = values(activation::log_softmax(intents.cast(DType::F32), 1).flatten(0, 1))?;

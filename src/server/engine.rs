@@ -82,7 +82,7 @@ impl Job {
     /// Whether nobody waits for it.
     pub(super) fn is_abandoned(&self) -> bool {
         match self {
-            Self::Write(job) => job.events.is_closed(),
+            Self::Generate(job) => job.events.is_closed(),
             Self::Embed { reply, .. } => reply.is_closed(),
             Self::Score { reply, .. } => reply.is_closed(),
             Self::Predict { reply, .. } => reply.is_closed(),

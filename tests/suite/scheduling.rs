@@ -366,7 +366,7 @@ backend_test!(where_pages_run_out_the_client_that_has_most_is_preempted::<B>(dev
     };
     let mut texts = Texts::new();
     let many = (0..5).map(|_| scheduler.add(request(1, 60, 250))).collect::<Result<Vec<_>, _>>()?;
-    while scheduler.load().writing < 5 {
+    while scheduler.load().decoding < 5 {
         step(&mut scheduler, &model, &mut texts)?;
     }
     let one = request(2, 60, 60);
@@ -442,7 +442,7 @@ backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
         for written in scheduler.take() {
             match written.id == id {
                 true => tokens.extend(written.tokens),
-                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.likeliest.is_empty())),
+                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.top_logprobs.is_empty())),
             }
         }
     }
@@ -477,7 +477,7 @@ backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
     refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is none");
     let sampling = fireclay_kernels::Sampling::greedy().with_temperature(1e39);
     refused(Request { sampling, ..Request::new(vec![1], 5) }, "a temperature of 1000");
-    refused(Request { top_logprobs: Some(21), ..Request::new(vec![1], 5) }, "20 of the likeliest");
+    refused(Request { top_logprobs: Some(21), ..Request::new(vec![1], 5) }, "20 is the maximum number");
     refused(Request::new(vec![1; 300], 21), "the model's context is 320");
     refused(Request::new(vec![1; 100], 29), "the cache holds 128");
     assert!(scheduler.is_idle());

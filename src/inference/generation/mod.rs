@@ -182,7 +182,7 @@ impl<B: Backend> Generator<B> {
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let LanguageModel { model, tokenizer } = LanguageModel::open(folder, precision, &device)?;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let ends = named.chain(configured_ends(folder)?).collect();
+        let stop_tokens = named.chain(configured_ends(folder)?).collect();
         Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
@@ -207,7 +207,7 @@ impl<B: Backend> Generator<B> {
 
     /// A generator of a model that is there already.
     pub fn new(model: Transformer<B>, tokenizer: Tokenizer, device: B::Device) -> Self {
-        let ends = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
+        let stop_tokens = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
         Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device }
     }
 

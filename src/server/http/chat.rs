@@ -279,7 +279,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         said["tool_calls"] = calls.iter().enumerate().map(call).collect::<Result<Vec<Value>, ApiError>>()?.into();
     }
     for field in ["name", "reasoning_content", "tool_call_id"] {
-        if let Some(text) = message.text(field)? {
+        if let Some(text) = message.string(field)? {
             said[field] = text.into();
         }
     }

@@ -76,7 +76,7 @@ impl Constraint {
 /// Constraints by the names of their kinds: JSON, a regular expression, choices and a grammar.
 fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Result<Vec<(String, Grammar)>, ApiError> {
     let mut found = Vec::new();
-    let filled = |field: &str| match given.text(field)? {
+    let filled = |field: &str| match given.string(field)? {
         Some("") => Err(given.wrong(field, "a string that is not empty")),
         text => Ok(text.map(str::to_string)),
     };

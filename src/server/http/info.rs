@@ -111,7 +111,7 @@ mod tests {
             // Not the words of an error.
             names.filter(|name| !name.contains(' ')).collect()
         };
-        let shared = concat!(include_str!("texts.rs"), include_str!("constraints.rs"));
+        let shared = concat!(include_str!("generation.rs"), include_str!("constraints.rs"));
         for (schema, sources) in [
             ("ChatRequest", vec![include_str!("chat.rs"), shared]),
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),

@@ -172,7 +172,7 @@ fn variables(
     let Some(reasoning) = reasoning else { return Ok(variables) };
     for summary in ["summary", "generate_summary"] {
         // As much as there is, which is none.
-        if reasoning.text(summary)?.is_some_and(|kind| kind != "auto") {
+        if reasoning.string(summary)?.is_some_and(|kind| kind != "auto") {
             return Err(reasoning.wrong(summary, "\"auto\" or left out: what a model thinks is not summed up"));
         }
     }
@@ -345,7 +345,7 @@ fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
                         );
                     }
                 };
-                Ok(part.text(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
+                Ok(part.string(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
             };
             parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|texts| texts.concat())
         }

@@ -384,7 +384,7 @@ impl<B: Backend> Scheduler<B> {
         }
         if top_logprobs.max(prompt_top_logprobs).is_some_and(|count| count > MAX_TOP_LOGPROBS) {
             return Err(Failure::usage(format!(
-                "{MAX_TOP_LOGPROBS} of the top_logprobs tokens can be asked for, not more"
+                "{MAX_TOP_LOGPROBS} is the maximum number of top log-probabilities per token"
             )));
         }
         if room == 0 || (*max_tokens > room && self.kept.is_none()) {
@@ -466,7 +466,7 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Ends a request now; what was not taken of it is gone. Others are not touched.
+    /// Ends a request now and drops its output that was not taken. Others are not touched.
     pub fn cancel(&mut self, id: RequestId) {
         self.waiting.retain(|sequence| sequence.id != id);
         self.paused.retain(|sequence| sequence.id != id);
