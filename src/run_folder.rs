@@ -22,6 +22,8 @@ use crate::failure::Failure;
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 pub(crate) const WEIGHTS: &str = "model.safetensors";
+pub(crate) const ADAPTER: &str = "adapter_config.json";
+pub(crate) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 pub(crate) const TOKENIZER_SETTINGS: &str = "tokenizer_config.json";
 pub(crate) const GENERATION: &str = "generation_config.json";
 pub(crate) const LABELS: &str = "labels.json";
@@ -41,7 +43,8 @@ pub(crate) const REPORT: &str = "report.html";
 const LOCK: &str = "run.lock";
 /// What a model folder holds; settings of the tokenizer only for chats, the last two only where texts have an end token, or
 /// utterances labels.
-const MODEL_FILES: [&str; 6] = [CONFIG, TOKENIZER, TOKENIZER_SETTINGS, WEIGHTS, GENERATION, LABELS];
+const MODEL_FILES: [&str; 8] =
+    [CONFIG, TOKENIZER, TOKENIZER_SETTINGS, WEIGHTS, ADAPTER, ADAPTER_WEIGHTS, GENERATION, LABELS];
 
 /// The folder of a run.
 #[derive(Clone, Debug)]

@@ -47,6 +47,12 @@ impl<B: Backend> Block<B> {
         [&attention.qkv, &attention.output, &feed_forward.up, &feed_forward.down]
     }
 
+    /// The same, by their paths.
+    pub(crate) fn named_linears(&self) -> [(&'static str, &Linear<B>); 4] {
+        let [qkv, output, up, down] = self.linears();
+        [("attention.qkv", qkv), ("attention.output", output), ("feed_forward.up", up), ("feed_forward.down", down)]
+    }
+
     /// Its linear layers, by their paths.
     pub(crate) fn linears_mut(&mut self) -> [(&'static str, &mut Linear<B>); 4] {
         let Self { attention, feed_forward, .. } = self;

@@ -18,6 +18,7 @@
 //! # Ok::<(), fireclay_model::ConfigError>(())
 //! ```
 
+mod adapter;
 mod attention;
 mod block;
 mod cache;
@@ -39,6 +40,7 @@ mod tensor_files;
 mod transformer;
 mod weights;
 
+pub use adapter::{AdapterSaver, LoraConfig, LoraFiles, Targets};
 pub use attention::Attention;
 pub use block::Block;
 pub use cache::{Cache, CacheFull, PAGE_TOKENS, RowId};

@@ -4,7 +4,8 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 
 use fireclay_kernels::{
-    Activation, Backend, Dropout, Norm, activate, dropout, linear, linear_add, norm, norm_gate_up, norm_linear,
+    Activation, Backend, Dropout, Norm, RandomKey, activate, dropout, linear, linear_add, norm, norm_gate_up,
+    norm_linear,
 };
 
 use crate::matrix::Matrix;
@@ -30,6 +31,14 @@ pub struct Adapter<B: Backend> {
     pub b: Matrix<B>,
     /// Factor on what is added.
     pub scale: f64,
+    /// Where `b` is blocks, one for each module that the weight holds, 1 within and 0 beyond them, `[d_output, rank]`: beyond them
+    /// `b` is zero and stays so.
+    pub blocks: Option<Tensor<B, 2>>,
+    /// Probability that an element of `x` is zero, in training.
+    pub dropout_probability: f64,
+    /// The masks of this step.
+    #[module(skip)]
+    pub(crate) dropout: Option<Dropout>,
 }
 
 impl<B: Backend> From<Matrix<B>> for Linear<B> {
@@ -86,8 +95,23 @@ impl<B: Backend> Linear<B> {
 }
 
 impl<B: Backend> Adapter<B> {
+    /// An adapter of one block, without dropout.
+    pub fn new(a: Matrix<B>, b: Matrix<B>, scale: f64) -> Self {
+        Self { a, b, scale, blocks: None, dropout_probability: 0.0, dropout: None }
+    }
+
+    /// Sets what this step's masks are made from, or turns dropout off.
+    pub(crate) fn set_dropout(&mut self, key: Option<RandomKey>) {
+        let key = key.filter(|_| self.dropout_probability > 0.0);
+        self.dropout = key.map(|key| Dropout { probability: self.dropout_probability, key });
+    }
+
     /// `output + scale * (x a^T) b^T`.
     fn add_to(&self, x: Tensor<B, 2>, output: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x = match self.dropout {
+            Some(masks) => dropout(x, masks),
+            None => x,
+        };
         let inner = linear(x, self.a.weight(), None).mul_scalar(self.scale);
         linear_add(inner, self.b.weight(), None, None, output)
     }

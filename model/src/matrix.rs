@@ -35,6 +35,17 @@ impl<B: Backend> Matrix<B> {
         self.parameter.val()
     }
 
+    /// `[d_output, d_input]`.
+    pub fn dims(&self) -> [usize; 2] {
+        let dims = self.parameter.lazy_shape();
+        [dims[0], dims[1]]
+    }
+
+    /// Where it is.
+    pub(crate) fn device(&self) -> B::Device {
+        self.parameter.lazy_device()
+    }
+
     /// As operations take it.
     pub fn weight(&self) -> Weight<B> {
         match &self.stored {

@@ -100,6 +100,11 @@ impl StoredTensor {
         Self { file, start, encoding, shape, interleaved: None }
     }
 
+    /// Of another shape, for one that is not read.
+    pub(crate) fn with_shape(self, shape: Vec<usize>) -> Self {
+        Self { shape, ..self }
+    }
+
     /// With the rows of each head's halves in turn, where it has so many.
     pub(crate) fn with_interleaved(self, rows: Option<usize>) -> Self {
         Self { interleaved: rows, ..self }
@@ -138,6 +143,16 @@ impl TensorFiles {
                 Err(WeightsError::Weights { path: index, reason })
             }
         }
+    }
+
+    /// Reads the header of one file.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_one(path: &Path) -> Result<Self, WeightsError> {
+        let mut files = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        files.add(path.to_path_buf())?;
+        Ok(files)
     }
 
     /// Files that are open, and what is where in them.
@@ -477,6 +492,9 @@ pub(crate) trait Stored: Readable + Copy {
     /// The nearest one.
     fn of(value: f32) -> Self;
 
+    /// As f32.
+    fn value(self) -> f32;
+
     /// Its bytes in the processor's order.
     fn store(self, bytes: &mut [u8]);
 
@@ -545,6 +563,11 @@ impl Stored for f32 {
     }
 
     #[inline(always)]
+    fn value(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
     fn store(self, bytes: &mut [u8]) {
         bytes.copy_from_slice(&self.to_ne_bytes());
     }
@@ -571,6 +594,11 @@ macro_rules! stored_half {
             #[inline(always)]
             fn of(value: f32) -> Self {
                 Self::from_f32(value)
+            }
+
+            #[inline(always)]
+            fn value(self) -> f32 {
+                self.to_f32()
             }
 
             #[inline(always)]

@@ -265,14 +265,16 @@ impl<B: Backend> Transformer<B> {
         let Self { embedding, head, blocks, .. } = self;
         let outer = [("embedding", Some(embedding)), ("head", head.as_mut())];
         let outer = outer.into_iter().filter_map(|(path, matrix)| Some((path.to_string(), matrix?)));
-        let linears = blocks.iter_mut().enumerate().flat_map(|(layer, block)| {
-            block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear))
-        });
-        outer.chain(linears.flat_map(|(path, Linear { base, adapter })| {
+        outer.chain(linears_of(blocks).flat_map(|(path, Linear { base, adapter })| {
             let adapter = adapter.iter_mut().flat_map(|Adapter { a, b, .. }| [("a", a), ("b", b)]);
             let adapter: Vec<_> = adapter.map(|(name, matrix)| (format!("{path}.adapter.{name}"), matrix)).collect();
             std::iter::once((path, base)).chain(adapter)
         }))
+    }
+
+    /// The linear layers of all blocks, by their paths.
+    pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = (String, &mut Linear<B>)> {
+        linears_of(&mut self.blocks)
     }
 
     /// With the parameters trained of which `trained` says so by their paths, such as `blocks.0.attention.qkv`, and all others
@@ -322,6 +324,11 @@ impl<B: Backend> Transformer<B> {
     /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
         self.dropout_key = key;
+        for (number, (_, linear)) in linears_of(&mut self.blocks).enumerate() {
+            if let Some(adapter) = &mut linear.adapter {
+                adapter.set_dropout(key.map(|key| key.fold(0x6c6f_7261).fold(number as u64)));
+            }
+        }
     }
 
     /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
@@ -809,4 +816,12 @@ impl<B: Backend> Transformer<B> {
 fn assert_rows<B: Backend>(rows: &SampledRows<B>, tokens: &Tensor<B, 1, Int>) {
     let ([states], rows) = (tokens.dims(), rows.count());
     assert_eq!(states, rows, "sample: {rows} rows for {states} hidden states");
+}
+
+/// The linear layers of blocks, by their paths.
+fn linears_of<B: Backend>(blocks: &mut [Block<B>]) -> impl Iterator<Item = (String, &mut Linear<B>)> {
+    blocks
+        .iter_mut()
+        .enumerate()
+        .flat_map(|(layer, block)| block.linears_mut().map(|(path, linear)| (format!("blocks.{layer}.{path}"), linear)))
 }

@@ -7,6 +7,7 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Element, Float, FloatDType, Tensor, TensorData};
@@ -17,6 +18,7 @@ use serde_json::Value;
 
 use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
 
+use crate::adapter::{LoraFiles, ModuleUpdate};
 use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
@@ -32,6 +34,8 @@ const WEIGHTS: &str = "model.safetensors";
 #[derive(Clone, Debug)]
 pub struct ModelFolder {
     path: PathBuf,
+    /// Merged into the weights while they are read.
+    adapter: Option<Arc<LoraFiles>>,
 }
 
 /// What matrices are loaded as.
@@ -59,7 +63,12 @@ impl From<Format> for MatrixDtype {
 impl ModelFolder {
     /// The folder or the GGUF file at `path`, of several parts the first; nothing is read yet.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), adapter: None }
+    }
+
+    /// With an adapter that is merged into the weights when they are read.
+    pub fn with_adapter(self, adapter: LoraFiles) -> Self {
+        Self { adapter: Some(Arc::new(adapter)), ..self }
     }
 
     /// Reads `config.json`, or the metadata of a GGUF file.
@@ -67,8 +76,15 @@ impl ModelFolder {
     /// # Errors
     /// If it is missing, damaged, or describes nothing that can be built.
     pub fn config(&self) -> Result<(Family, TransformerConfig), WeightsError> {
-        let Some(gguf) = self.gguf()? else { return self.parsed(&self.json()?) };
-        self.parsed(&gguf.config(&self.path)?.1)
+        let (family, mut config) = match self.gguf()? {
+            None => self.parsed(&self.json()?)?,
+            Some(gguf) => self.parsed(&gguf.config(&self.path)?.1)?,
+        };
+        // An adapter may bring new tokens.
+        if let Some(adapter) = &self.adapter {
+            config.vocab_size = adapter.vocab_size(family).unwrap_or(config.vocab_size);
+        }
+        Ok((family, config))
     }
 
     /// The keys of `config.json`, or of a GGUF file's metadata, that are passed over since nothing
@@ -154,7 +170,7 @@ impl ModelFolder {
     }
 
     /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout, its parameters as f32. Without `heads`, those for utterances are drawn from `seed`.
+    /// dropout, its matrices as `dtype`. Without `heads`, those for utterances are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -163,10 +179,11 @@ impl ModelFolder {
         config: &TransformerConfig,
         heads: bool,
         seed: u64,
+        dtype: impl Into<MatrixDtype>,
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (family, _) = self.config()?;
-        self.read(family, config, (!heads).then_some(seed), FloatDType::F32.into(), &mut |_, _| {}, device)
+        self.read(family, config, (!heads).then_some(seed), dtype.into(), &mut |_, _| {}, device)
     }
 
     fn read<B: Backend>(
@@ -206,7 +223,8 @@ impl ModelFolder {
         let matrices = model.matrices_mut().map(|(path, _)| path).collect();
         let (path, quantized) = (Vec::new(), HashMap::new());
         let progress = &mut told;
-        let reader = Reader { files: &files, parts, dtype, progress, path, matrices, quantized, failure: None };
+        let reader =
+            Reader { folder: self, files: &files, parts, dtype, progress, path, matrices, quantized, failure: None };
         let mut model = reader.fill(model)?;
         if let (Some(seed), true) = (fresh_heads, config.tags > 0) {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
@@ -234,6 +252,11 @@ impl ModelFolder {
         Ok(Some((shape, values)))
     }
 
+    /// What the adapter, where there is one, does to the weight of a name.
+    fn update_of(&self, name: &str) -> Option<&ModuleUpdate> {
+        self.adapter.as_ref()?.update(name)
+    }
+
     /// Which stored tensors fill each parameter, after a check that they do.
     fn parts<B: Backend>(
         &self,
@@ -247,7 +270,7 @@ impl ModelFolder {
         let shapes: HashMap<String, Vec<usize>> = shapes.into_iter().collect();
         let mut parts: HashMap<String, Vec<Part>> = HashMap::new();
         let mut used = BTreeSet::new();
-        let mut problems = Vec::new();
+        let (mut problems, mut updated) = (Vec::new(), BTreeSet::new());
         let tensors = names.tensors(config, &paths).map_err(|reason| self.wrong(reason))?;
         for tensor in tensors {
             let mut found = stored_as(files.tensors(), &tensor.name);
@@ -260,10 +283,17 @@ impl ModelFolder {
                 continue;
             };
             used.insert(name);
-            match check(&tensor, stored, &shapes[&tensor.path]) {
+            let replaced = match self.update_of(&tensor.name) {
+                Some(ModuleUpdate::Replaced { shape, .. }) => Some(stored.clone().with_shape(shape.clone())),
+                _ => None,
+            };
+            match check(&tensor, replaced.as_ref().unwrap_or(stored), &shapes[&tensor.path]) {
                 None => {
-                    let stored = stored.clone().with_interleaved(tensor.interleaved);
-                    let part = Part { stored, transposed: tensor.transposed };
+                    let stored = replaced.unwrap_or_else(|| stored.clone()).with_interleaved(tensor.interleaved);
+                    let update = self.update_of(&tensor.name);
+                    updated.extend(update.is_some().then(|| tensor.name.clone()));
+                    let part =
+                        Part { name: tensor.name, stored, transposed: tensor.transposed, updated: update.is_some() };
                     parts.entry(tensor.path).or_default().push(part);
                 }
                 Some(problem) => problems.push(problem),
@@ -271,6 +301,11 @@ impl ModelFolder {
         }
         let unknown = files.tensors().keys().filter(|name| !used.contains(*name) && !names.ignores(name));
         problems.extend(unknown.map(|name| format!("{name} is not part of such a model")));
+        if let Some(adapter) = &self.adapter
+            && let Some(unknown) = adapter.weights().find(|name| !updated.contains(*name))
+        {
+            return Err(adapter.wrong(format!("it changes {unknown}, which {} does not have", self.path.display())));
+        }
         if problems.is_empty() {
             return Ok(parts);
         }
@@ -292,7 +327,7 @@ impl ModelFolder {
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         if model.has_adapters() {
-            let reason = "a model with adapters cannot be saved".to_string();
+            let reason = "a model with adapters is saved by an AdapterSaver".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         let config = model.config();
@@ -324,7 +359,7 @@ impl ModelFolder {
 }
 
 /// Writes a file beside `path`, syncs it and renames it over `path`.
-fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
+pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
     let beside = path.with_extension("partial");
     let written =
         write(&beside).and_then(|()| File::open(&beside)?.sync_all()).and_then(|()| fs::rename(&beside, path));
@@ -374,8 +409,11 @@ impl Names {
 
 /// A stored tensor that fills a parameter or some of its rows.
 struct Part {
+    name: String,
     stored: StoredTensor,
     transposed: bool,
+    /// Whether an adapter changes it.
+    updated: bool,
 }
 
 /// The stored tensor of a name, under which it may be with or without the prefix that some checkpoints have.
@@ -407,6 +445,7 @@ fn check(tensor: &HubTensor, stored: &StoredTensor, shape: &[usize]) -> Option<S
 
 /// Reads parameters one after the other.
 struct Reader<'a, B: Backend> {
+    folder: &'a ModelFolder,
     files: &'a TensorFiles,
     parts: HashMap<String, Vec<Part>>,
     /// Of matrices; vectors are f32.
@@ -442,7 +481,8 @@ impl<B: Backend> Reader<'_, B> {
         shape: [usize; 2],
         device: &B::Device,
     ) -> Result<Result<QuantizedWeight<B>, TensorData>, WeightsError> {
-        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
+        let all =
+            |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype) && !part.updated);
         // As it is stored, which may be half the memory.
         if all(Dtype::BF16) {
             return self.quantized(format, parts, shape, bf16::ZERO, device);
@@ -485,6 +525,10 @@ impl<B: Backend> Reader<'_, B> {
         zero: T,
         device: &B::Device,
     ) -> Result<Tensor<B, 1>, WeightsError> {
+        if parts.iter().any(|part| part.updated) {
+            let values = self.values(parts, shape, 0f32)?.into_iter().map(T::of).collect();
+            return Ok(upload::<B, Float>(TensorData::new::<T, _>(values, shape), device)?);
+        }
         if parts.iter().any(|part| part.transposed) {
             return Ok(upload::<B, Float>(TensorData::new(self.values(parts, shape, zero)?, shape), device)?);
         }
@@ -497,9 +541,20 @@ impl<B: Backend> Reader<'_, B> {
     fn values<T: Stored>(&mut self, parts: &[Part], shape: &[usize], zero: T) -> Result<Vec<T>, WeightsError> {
         let mut values = vec![zero; shape.iter().product()];
         let mut rest = &mut values[..];
-        for Part { stored, transposed } in parts {
+        for Part { name, stored, transposed, .. } in parts {
             let (own, behind) = rest.split_at_mut(stored.shape.iter().product());
-            self.files.read(stored, *transposed, own, self.progress)?;
+            if !matches!(self.folder.update_of(name), Some(ModuleUpdate::Replaced { .. })) {
+                self.files.read(stored, *transposed, own, self.progress)?;
+            }
+            if let (Some(update), Some(adapter)) = (self.folder.update_of(name), &self.folder.adapter) {
+                let mut shape = stored.shape.clone();
+                if *transposed {
+                    shape.reverse();
+                }
+                let mut updated: Vec<f32> = own.iter().map(|value| value.value()).collect();
+                update.apply(&mut updated, &shape).map_err(|reason| adapter.wrong(format!("{name} {reason}")))?;
+                own.iter_mut().zip(updated).for_each(|(own, value)| *own = T::of(value));
+            }
             rest = behind;
         }
         Ok(values)

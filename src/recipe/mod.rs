@@ -7,5 +7,5 @@ pub mod schema;
 pub mod task;
 
 pub use schedule::{Schedule, ScheduleKind};
-pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};
+pub use schema::{AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, TrainingRecipe};
 pub use task::{ModelSizes, TaskName};

@@ -6,17 +6,18 @@ use fireclay_model::TransformerConfig;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
+use super::schema::{DataRecipe, LoraRecipe, Recipe, TrainingRecipe, is_unknown};
 use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
 /// The recipes that come with the program.
-const SHIPPED: [(&str, &str); 8] = [
+const SHIPPED: [(&str, &str); 9] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
     ("shakespeare-char-gpu", include_str!("shipped/shakespeare-char-gpu.toml")),
     ("gpt2-124m", include_str!("shipped/gpt2-124m.toml")),
     ("llama-15m", include_str!("shipped/llama-15m.toml")),
+    ("chat-lora", include_str!("shipped/chat-lora.toml")),
     ("chat-full", include_str!("shipped/chat-full.toml")),
     ("home", include_str!("shipped/home.toml")),
     ("intent-slot", include_str!("shipped/intent-slot.toml")),
@@ -148,6 +149,7 @@ fn known_keys() -> Vec<(String, String)> {
         _ => Vec::new(),
     };
     let training = keys(serde_json::to_value(TrainingRecipe::default()).unwrap_or_default());
+    let lora = keys(serde_json::to_value(LoraRecipe::default()).unwrap_or_default());
     let mut data = keys(serde_json::to_value(DataRecipe::default()).unwrap_or_default());
     data.push("corpora".into());
     let model = keys(serde_json::to_value(TransformerConfig::gpt2(1, 1, 1, 1, 1)).unwrap_or_default());
@@ -156,7 +158,7 @@ fn known_keys() -> Vec<(String, String)> {
         .chain(model.into_iter().filter(|key| !from_data.contains(&key.as_str())))
         .collect();
     let top = ["name", "task", "init", "sizes"].map(String::from).to_vec();
-    [("training", training), ("data", data), ("model", model), ("", top)]
+    [("training", training), ("lora", lora), ("data", data), ("model", model), ("", top)]
         .into_iter()
         .flat_map(|(section, keys)| keys.into_iter().map(move |key| (section.to_string(), key)))
         .collect()

@@ -39,6 +39,9 @@ pub struct Recipe {
     /// How to learn.
     #[serde(default)]
     pub training: TrainingRecipe,
+    /// The adapter that is trained, where `training.adapter` asks for one.
+    #[serde(default)]
+    pub lora: LoraRecipe,
     /// What the data asks for; filled in by [`Recipe::sized_for`].
     #[serde(default, skip_serializing_if = "is_unknown")]
     pub(crate) sizes: ModelSizes,
@@ -119,6 +122,62 @@ impl Default for DataRecipe {
     }
 }
 
+/// What of a model is trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdapterKind {
+    /// All weights.
+    #[default]
+    None,
+    /// A low-rank adapter (LoRA; Hu et al., 2021) on frozen weights.
+    Lora,
+}
+
+/// The `[lora]` of a recipe, in PEFT's words.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoraRecipe {
+    /// Rank of the two matrices.
+    pub rank: usize,
+    /// What an adapter adds is scaled by `alpha / rank`.
+    pub alpha: f64,
+    /// Scale by `alpha / sqrt(rank)` instead (rsLoRA).
+    pub rslora: bool,
+    /// Probability that an input of an adapter is zero, in training.
+    pub lora_dropout: f64,
+    /// `all-linear`, or names of modules with commas between, such as `q_proj,v_proj`.
+    pub targets: String,
+    /// Modules that are trained whole, with commas between, such as `embed_tokens`.
+    pub modules_to_save: String,
+    /// What the frozen weights are stored as: `float` (the activations' dtype) or `int8`.
+    pub base: BaseKind,
+}
+
+/// What frozen weights are stored as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseKind {
+    /// The dtype of the activations.
+    #[default]
+    Float,
+    /// Bytes with a scale a row.
+    Int8,
+}
+
+impl Default for LoraRecipe {
+    fn default() -> Self {
+        Self {
+            rank: 16,
+            alpha: 32.0,
+            rslora: false,
+            lora_dropout: 0.0,
+            targets: "all-linear".into(),
+            modules_to_save: String::new(),
+            base: BaseKind::Float,
+        }
+    }
+}
+
 /// Which optimizer updates the parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OptimizerKind {
@@ -141,6 +200,8 @@ pub struct TrainingRecipe {
     pub accumulation: usize,
     /// Blocks of which the backward pass computes the activations again, together, in place of keeping them; 0 keeps all.
     pub checkpoint_activations: usize,
+    /// `none` to train all weights, or `lora`.
+    pub adapter: AdapterKind,
     /// Learning rate after the warm-up.
     pub learning_rate: f64,
     /// Learning rate at the end of a schedule that falls.
@@ -207,6 +268,7 @@ impl Default for TrainingRecipe {
             seq_length: 64,
             accumulation: 1,
             checkpoint_activations: 0,
+            adapter: AdapterKind::None,
             learning_rate: 1e-3,
             min_learning_rate: 1e-4,
             warmup_steps: 100,
@@ -256,6 +318,12 @@ impl Recipe {
             ("checkpoint_every", training.checkpoint_every as usize),
             ("checkpoints_kept", training.checkpoints_kept),
         ];
+        if self.lora.rank == 0 {
+            return Err(Failure::usage("lora.rank must be at least 1"));
+        }
+        if training.adapter == AdapterKind::Lora && self.task == TaskName::IntentSlot {
+            return Err(Failure::usage("training.adapter is lora: that is for the tasks language and chat"));
+        }
         if let Some((name, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return Err(Failure::usage(format!("training.{name} must be at least 1")));
         }
@@ -282,6 +350,7 @@ impl Recipe {
             ("training.split_words", training.split_words),
             ("training.swap_values", training.swap_values),
             ("training.hide_words", training.hide_words),
+            ("lora.lora_dropout", self.lora.lora_dropout),
         ];
         if let Some((name, value)) = shares.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
             return Err(Failure::usage(format!("{name} is {value}: it must be at least 0 and below 1")));

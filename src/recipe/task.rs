@@ -36,7 +36,7 @@ impl TaskName {
         match (self, has_data, has_model) {
             (Self::Language, false, false) => "stories",
             (Self::Language, ..) => "shakespeare-char-cpu",
-            (Self::Chat, ..) => "chat-full",
+            (Self::Chat, ..) => "chat-lora",
             (Self::IntentSlot, false, _) => "home",
             (Self::IntentSlot, true, _) => "intent-slot",
         }

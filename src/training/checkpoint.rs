@@ -6,13 +6,13 @@ use std::path::Path;
 
 use burn::tensor::{Tensor, TensorData};
 use fireclay_kernels::Backend;
-use fireclay_model::{ModelFolder, f32_chunks};
+use fireclay_model::{LoraFiles, ModelFolder, f32_chunks};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
-use crate::recipe::schema::Recipe;
+use crate::recipe::{AdapterKind, Recipe};
 use crate::run_folder::{OPTIMIZER, RunFolder, STATE, write_atomic};
 use crate::tasks::{Task, Validation};
 use crate::training::optim::Optimizer;
@@ -125,7 +125,13 @@ pub fn load<B: Backend>(
     device: B::Device,
 ) -> Result<Trainer<B>, Failure> {
     let checkpoint = folder.checkpoint(state.step);
-    let model = ModelFolder::new(&checkpoint).load(&device)?;
+    let model = match (&state.recipe.init, state.recipe.training.adapter) {
+        (Some(base), AdapterKind::Lora) => {
+            let adapter = LoraFiles::open(&checkpoint)?;
+            state.recipe.model_from(base, &task, Some(&adapter), &device)?
+        }
+        _ => ModelFolder::new(&checkpoint).load(&device)?,
+    };
     let mut trainer = Trainer::<B>::with_model(&state.recipe, task, model, device.clone())?;
     let file = checkpoint.join(OPTIMIZER);
     let bytes = fs::read(&file).map_err(Failure::io(&file))?;

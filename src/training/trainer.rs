@@ -10,11 +10,11 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{Backend, RandomKey, Rank, backward, compile_ahead};
-use fireclay_model::{ModelFolder, Transformer};
+use fireclay_model::{AdapterSaver, ModelFolder, Transformer};
 
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
-use crate::recipe::schema::Recipe;
+use crate::recipe::{AdapterKind, Recipe};
 use crate::tasks::counts::TargetCounts;
 use crate::tasks::{Batch, ClassificationReport, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
@@ -79,7 +79,12 @@ impl<B: Backend> Trainer<B> {
     pub fn new(recipe: &Recipe, task: Task, device: B::Device) -> Result<Self, Failure> {
         let recipe = recipe.clone().sized_for(&task);
         let model = match &recipe.init {
-            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, &device)?,
+            Some(folder) => recipe.model_from::<Autodiff<B>>(folder, &task, None, &device)?,
+            None if recipe.training.adapter == AdapterKind::Lora => {
+                return Err(Failure::usage(
+                    "training.adapter is lora: an adapter needs a model to be on, --init MODEL",
+                ));
+            }
             None => recipe.model_config()?.init(recipe.training.seed, &device)?,
         };
         Self::with_model(&recipe, task, model, device)
@@ -232,7 +237,13 @@ impl<B: Backend> Trainer<B> {
         let _in_optimizer = part("optimizer");
         let zero = || Tensor::zeros([1], &self.device);
         let gradient_norm = match gradients {
-            Some(gradients) => {
+            Some(mut gradients) => {
+                self.model.mask_adapter_gradients(|parameter, mask| {
+                    let value = parameter.val();
+                    if let Some(gradient) = value.grad_remove(&mut gradients) {
+                        value.grad_replace(&mut gradients, gradient * mask.clone().inner());
+                    }
+                });
                 let gradients = ParameterGradients::take(&self.model, gradients).sum_over_ranks(self.rank);
                 self.optimizer.update(&mut self.model, gradients, settings)
             }
@@ -303,7 +314,17 @@ impl<B: Backend> Trainer<B> {
     /// If the file system refuses.
     pub fn save(&self, folder: &Path) -> Result<(), Failure> {
         std::fs::create_dir_all(folder).map_err(Failure::io(folder))?;
-        ModelFolder::new(folder).save(&self.model.valid())?;
+        let model = self.model.valid();
+        match (&self.recipe.init, self.recipe.training.adapter) {
+            (Some(base), AdapterKind::Lora) => {
+                let (family, config) = ModelFolder::new(base).config()?;
+                let new_tokens =
+                    model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
+                let config = self.recipe.lora_config(base, family, new_tokens);
+                AdapterSaver { family, config: &config }.save(&model, folder)?;
+            }
+            _ => ModelFolder::new(folder).save(&model)?,
+        }
         self.task.save(folder)
     }
 

@@ -32,7 +32,7 @@ fn model<B: Backend>(device: &B::Device) -> Transformer<Autodiff<B>> {
 fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::Device) -> Adapter<Autodiff<B>> {
     let a = Tensor::from_inner(random::<B, 2>(1, [RANK, d_input], device) * 0.2);
     let b = random::<B, 2>(2, [d_output, RANK], device) * if zero { 0.0 } else { 0.2 };
-    Adapter { a: Param::from_tensor(a).into(), b: Param::from_tensor(Tensor::from_inner(b)).into(), scale: 2.0 }
+    Adapter::new(Param::from_tensor(a).into(), Param::from_tensor(Tensor::from_inner(b)).into(), 2.0)
 }
 
 /// The linear layers of all blocks.
@@ -57,7 +57,7 @@ fn adapted<B: Backend>(
 /// The model with its adapters added to the weights.
 fn merged<B: Backend>(mut model: Transformer<Autodiff<B>>) -> Transformer<Autodiff<B>> {
     for linear in linears(&mut model) {
-        let Adapter { a, b, scale } = linear.adapter.take().expect("an adapter");
+        let Adapter { a, b, scale, .. } = linear.adapter.take().expect("an adapter");
         let sum = linear.base.val() + b.val().matmul(a.val()).mul_scalar(scale);
         linear.base = Param::from_tensor(sum.detach()).into();
     }

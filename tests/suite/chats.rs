@@ -7,7 +7,7 @@ use fireclay::inference::chat::ChatTemplate;
 use fireclay::tasks::chat::{Example, Masker};
 use fireclay_datasets::conversations::Conversations;
 use fireclay_datasets::{IGNORED_TARGET, TokenBatch, Tokenizer};
-use fireclay_kernels::{Backend, HeadLossOptions};
+use fireclay_kernels::HeadLossOptions;
 use fireclay_model::{Tokens, TransformerConfig};
 use serde_json::{Value, json};
 

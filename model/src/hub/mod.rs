@@ -63,7 +63,7 @@ impl Family {
     }
 
     /// The name of the embedding table, in families whose output projection may be the same.
-    pub(crate) fn embedding_name(self) -> Option<&'static str> {
+    pub fn embedding_name(self) -> Option<&'static str> {
         match self {
             Self::Gpt2 => Some("transformer.wte.weight"),
             Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => Some("model.embed_tokens.weight"),
