@@ -27,7 +27,7 @@ mod device_read;
 pub mod download;
 mod failure;
 pub mod inference;
-mod model_folder;
+pub mod model_folder;
 pub mod plots;
 pub mod precision;
 mod process_memory;

@@ -262,7 +262,7 @@ pub(crate) fn is_locked(folder: &Path) -> bool {
 }
 
 /// A file of a model in `folder`, if there is one.
-fn model_file(folder: &Path) -> Option<String> {
+pub(crate) fn model_file(folder: &Path) -> Option<String> {
     let names = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names = names.filter_map(|entry| entry.file_name().into_string().ok());
     names.find(|name| {

@@ -27,8 +27,8 @@ use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of
 use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
 
-const CONFIG: &str = "config.json";
-const WEIGHTS: &str = "model.safetensors";
+pub(crate) const CONFIG: &str = "config.json";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 
 /// A folder with a model in it, or the GGUF file of one.
 #[derive(Clone, Debug)]
@@ -66,6 +66,11 @@ impl ModelFolder {
         Self { path: path.into(), adapter: None }
     }
 
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// With an adapter that is merged into the weights when they are read.
     pub fn with_adapter(self, adapter: LoraFiles) -> Self {
         Self { adapter: Some(Arc::new(adapter)), ..self }
@@ -82,7 +87,13 @@ impl ModelFolder {
         };
         // An adapter may bring new tokens.
         if let Some(adapter) = &self.adapter {
-            config.vocab_size = adapter.vocab_size(family).unwrap_or(config.vocab_size);
+            let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
+            config.vocab_size = grown.unwrap_or(config.vocab_size);
+            let changes = |name: Option<&str>| name.is_some_and(|name| adapter.update(name).is_some());
+            // A table that is the output projection, too, is changed for both only where new tokens come with it.
+            if changes(family.embedding_name()) != changes(family.head_name()) && grown.is_none() {
+                config.tied_embeddings = false;
+            }
         }
         Ok((family, config))
     }
@@ -127,7 +138,7 @@ impl ModelFolder {
         WeightsError::Config { path, error }
     }
 
-    fn json(&self) -> Result<Value, WeightsError> {
+    pub(crate) fn json(&self) -> Result<Value, WeightsError> {
         let path = self.path.join(CONFIG);
         let text = fs::read_to_string(&path).map_err(|error| match gguf_instead(&self.path, CONFIG) {
             Some(reason) if error.kind() == ErrorKind::NotFound => self.wrong(reason),
@@ -196,17 +207,7 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
         let (files, names) = self.open(family)?;
-        // What is stored counts: an output projection of its own, whatever the config says of it.
-        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
-        let config = &match (table, head) {
-            // One of another shape is no such projection, and passed over.
-            (Some((_, table)), Some((_, head)))
-                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
-            {
-                TransformerConfig { tied_embeddings: false, ..config.clone() }
-            }
-            _ => config.clone(),
-        };
+        let config = &self.as_stored(&files, names, config)?;
         let blank = config.init_with(&mut Initializer::<B>::blank(device));
         let mut model = blank.map_err(|error| self.wrong_config(error))?;
         if fresh_heads.is_some() {
@@ -232,6 +233,41 @@ impl ModelFolder {
         Ok(model)
     }
 
+    /// `config` with an output projection of its own where one is stored, whatever the config says of it.
+    fn as_stored(
+        &self,
+        files: &TensorFiles,
+        names: Names,
+        config: &TransformerConfig,
+    ) -> Result<TransformerConfig, WeightsError> {
+        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
+        Ok(match (table, head) {
+            // One of another shape is no such projection, and passed over.
+            (Some((_, table)), Some((_, head)))
+                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
+            {
+                TransformerConfig { tied_embeddings: false, ..config.clone() }
+            }
+            _ => config.clone(),
+        })
+    }
+
+    /// The stored tensors of all parameters, in order, and the config that they are of.
+    pub(crate) fn merged_parts<B: Backend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<(TensorFiles, TransformerConfig, Vec<Part>), WeightsError> {
+        let (family, config) = self.config()?;
+        let (files, names) = self.open(family)?;
+        let config = self.as_stored(&files, names, &config)?;
+        let blank = config.init_with(&mut Initializer::<B>::blank(device));
+        let model = blank.map_err(|error| self.wrong_config(error))?;
+        let mut parts = self.parts(&files, names, &config, &model)?;
+        let order = parameter_shapes(&model).into_iter().filter_map(|(path, _)| parts.remove(&path)).flatten();
+        let order = order.collect();
+        Ok((files, config, order))
+    }
+
     /// A tensor that the folder has beyond the transformer's own, such as a head for
     /// classification. None if there is no tensor of this name.
     ///
@@ -253,7 +289,7 @@ impl ModelFolder {
     }
 
     /// What the adapter, where there is one, does to the weight of a name.
-    fn update_of(&self, name: &str) -> Option<&ModuleUpdate> {
+    pub(crate) fn update_of(&self, name: &str) -> Option<&ModuleUpdate> {
         self.adapter.as_ref()?.update(name)
     }
 
@@ -277,6 +313,10 @@ impl ModelFolder {
             // Of a pair that is one, either may be stored.
             if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
                 found = names.head().and_then(|name| stored_as(files.tensors(), name));
+            }
+            // An adapter unties them, but for one.
+            if found.is_none() && self.adapter.is_some() && tensor.path == "head" {
+                found = names.embedding().and_then(|name| stored_as(files.tensors(), name));
             }
             let Some((name, stored)) = found else {
                 problems.push(format!("{} is missing", tensor.name));
@@ -408,10 +448,10 @@ impl Names {
 }
 
 /// A stored tensor that fills a parameter or some of its rows.
-struct Part {
-    name: String,
-    stored: StoredTensor,
-    transposed: bool,
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) stored: StoredTensor,
+    pub(crate) transposed: bool,
     /// Whether an adapter changes it.
     updated: bool,
 }

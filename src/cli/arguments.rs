@@ -7,8 +7,10 @@ use fireclay::Failure;
 use fireclay::backend::BackendName;
 use fireclay::download::{dataset_folder, model_folder, show_fetching};
 use fireclay::inference::generation::Generated;
+use fireclay::model_folder::ModelSource;
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay_kernels::{Kernels, Penalties, use_kernels};
+use fireclay_model::LoraFiles;
 use serde_json::{Value, json};
 
 /// What every command that runs a model takes.
@@ -102,6 +104,33 @@ pub(super) fn fetched(model: &Path, backend: BackendName) -> Result<PathBuf, Fai
     backend.devices()?;
     let mut progress = show_fetching();
     Ok(model_folder(model, &mut progress)?)
+}
+
+/// A model with the adapter in a folder, or, where `model` is an adapter's folder itself, on the model that it is for.
+pub(super) fn fetched_source(
+    model: &Path,
+    adapter: Option<&Path>,
+    backend: BackendName,
+) -> Result<ModelSource, Failure> {
+    if let Some(adapter) = adapter {
+        return Ok(ModelSource::from(fetched(model, backend)?).with_adapter(adapter));
+    }
+    if !LoraFiles::are_in(model) || model.join("config.json").exists() {
+        return Ok(fetched(model, backend)?.into());
+    }
+    let Some(base) = LoraFiles::read_config(model)?.base else {
+        let shown = model.display();
+        return Err(Failure::new(format!(
+            "{shown} holds an adapter: say which model it is for, --model BASE --adapter {shown}"
+        )));
+    };
+    let base = fetched(Path::new(&base), backend).map_err(|failure| {
+        let shown = model.display();
+        Failure::new(format!(
+            "{shown} holds an adapter for {base}: {failure}; if it is elsewhere, --model BASE --adapter {shown}"
+        ))
+    })?;
+    Ok(ModelSource::from(base).with_adapter(model))
 }
 
 /// The file or folder of a text; a dataset that is named as on the hub is fetched, shown on a terminal.

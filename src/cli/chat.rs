@@ -12,7 +12,7 @@ use fireclay::inference::generation::{GenerationOptions, Interrupt};
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched_source};
 use super::signals::{end_on_signals, interrupt_on_signals};
 
 #[derive(Args)]
@@ -21,6 +21,9 @@ pub(super) struct ChatArgs {
     /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// What the system says first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -82,7 +85,7 @@ pub(super) fn chat(mut args: ChatArgs) -> Result<ExitCode, Failure> {
         ChatEvent::Notice(notice) => eprintln!("{notice}"),
     };
     let run = ChatRun {
-        model: fetched(&args.model, args.run.backend())?,
+        model: fetched_source(&args.model, args.adapter.as_deref(), args.run.backend())?,
         precision: args.dtypes.precision,
         cache: args.dtypes.cache_dtype,
         options,

@@ -10,7 +10,7 @@ use fireclay::precision::Precision;
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{RunArgs, fetched};
+use super::arguments::{RunArgs, fetched_source};
 
 #[derive(Args)]
 pub(super) struct EvaluateArgs {
@@ -18,6 +18,9 @@ pub(super) struct EvaluateArgs {
     /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// The text to measure on: text, JSON, tables or Parquet, a file or a folder of them
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
@@ -42,7 +45,7 @@ pub(super) fn evaluate(mut args: EvaluateArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("evaluate")?;
     let run = EvaluationRun {
-        model: fetched(&args.model, args.run.backend())?,
+        model: fetched_source(&args.model, args.adapter.as_deref(), args.run.backend())?,
         data: args.data,
         field: args.field,
         precision: args.precision,

@@ -10,7 +10,7 @@ use fireclay::stdout;
 use fireclay_datasets::TextSource;
 use serde_json::json;
 
-use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched};
+use super::arguments::{DrawArgs, DtypeArgs, RunArgs, done_line, fetched_source};
 use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
@@ -19,6 +19,9 @@ pub(super) struct GenerateArgs {
     /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Text to go on from
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     prompt: Option<String>,
@@ -96,7 +99,7 @@ pub(super) fn generate(mut args: GenerateArgs) -> Result<ExitCode, Failure> {
         }
     };
     let backend = args.run.backend();
-    let model = fetched(&args.model, backend)?;
+    let model = fetched_source(&args.model, args.adapter.as_deref(), backend)?;
     let interrupt = interrupt_on_signals(false)?;
     let DtypeArgs { precision, cache_dtype: cache } = args.dtypes;
     let run = GenerationRun { model, prompts, options, precision, cache, interrupt: interrupt.clone(), show };

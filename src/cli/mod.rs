@@ -7,6 +7,7 @@ mod compare;
 mod devices;
 mod evaluate;
 mod generate;
+mod merge;
 mod predict;
 mod prepare;
 mod profile;
@@ -49,6 +50,8 @@ enum Command {
     Evaluate(evaluate::EvaluateArgs),
     /// Say what utterances ask for: intent and slots
     Predict(predict::PredictArgs),
+    /// Merge a LoRA adapter into its model
+    Merge(merge::MergeArgs),
     /// Show where the time goes: train, generate or predict for a few warm steps, recorded
     #[command(subcommand)]
     Profile(profile::ProfileCommand),
@@ -74,6 +77,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
         Command::Predict(args) => predict::predict(args),
+        Command::Merge(args) => merge::merge(args),
         Command::Profile(command) => profile::profile(command),
         Command::Bench(args) => bench::bench(args),
         Command::Tokenizer(command) => tokenizer::tokenizer(command),

@@ -11,7 +11,7 @@ use fireclay::server::{Limits, LogFormat, Server, ServerOptions};
 use fireclay::stdout;
 use serde_json::json;
 
-use super::arguments::{DtypeArgs, RunArgs, fetched};
+use super::arguments::{DtypeArgs, RunArgs, fetched_source};
 use super::signals::drain_on_signals;
 
 /// Where a key may stand that nobody is to see among the arguments.
@@ -23,6 +23,9 @@ pub(super) struct ServeArgs {
     /// of GGUF files
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
+    /// A LoRA adapter for the model: its folder
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// What requests call it [default: the name on the hub, or the folder's]
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -137,7 +140,7 @@ pub(super) fn serve(mut args: ServeArgs) -> Result<ExitCode, Failure> {
     let scheme = if options.tls.is_some() { "https" } else { "http" };
     let open = options.keys.is_empty() && !options.host.is_loopback();
     let backend = args.run.backend();
-    let model = fetched(&args.model, backend)?;
+    let model = fetched_source(&args.model, args.adapter.as_deref(), backend)?;
     let server = Server::bind(options)?;
     let (stop, handle) = (server.handle(), server.handle());
     let reload = move || {

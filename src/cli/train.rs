@@ -18,7 +18,7 @@ use fireclay::training::{Outcome, TrainingRun, View};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
-use super::arguments::{RunArgs, fetched, fetched_data};
+use super::arguments::{RunArgs, fetched, fetched_data, fetched_source};
 use super::signals::{signalled, stop_on_signals};
 
 #[derive(Args)]
@@ -146,6 +146,7 @@ fn train_one(
         Outcome::Done(summary) => {
             tell(&summary);
             match task.writes_text() {
+                _ if task == TaskName::Chat => eprintln!("\nTry it: fireclay chat --model {}", folder.display()),
                 true => show_sample(&folder, backend)?,
                 false => eprintln!("\nTry it: fireclay predict --model {} --text \"...\"", folder.display()),
             }
@@ -420,7 +421,7 @@ fn show_sample(folder: &Path, backend: BackendName) -> Result<(), Failure> {
     let prompt = if tokenizer.encode("\n").is_ok() { "\n" } else { " " };
     let options = GenerationOptions { temperature: 0.7, stop: vec!["\n\n".into()], ..Default::default() };
     let run = GenerationRun {
-        model: folder.to_path_buf(),
+        model: fetched_source(folder, None, backend)?,
         prompts: vec![prompt.to_string()],
         options,
         precision: Precision::F32,

@@ -1,6 +1,6 @@
 //! A conversation with a model, in the words of its own chat template.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use fireclay_datasets::Tokenizer;
@@ -13,6 +13,7 @@ use crate::inference::generation::scheduler::Scheduler;
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
 use crate::inference::template::Template;
 use crate::inference::template::folder::{self, DEFAULT, TOOL_USE};
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 
 /// Tokens of a conversation where nothing else is asked for.
@@ -363,8 +364,8 @@ pub type Lines = Box<dyn FnMut() -> Result<Option<String>, Failure> + Send>;
 
 /// A conversation on any backend.
 pub struct ChatRun<S> {
-    /// The model's folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// Dtype of matrices and activations.
     pub precision: Precision,
     /// What the cache keeps keys and values as.
@@ -405,7 +406,7 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
 
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         // Before the weights: a model without one is not worth waiting for.
-        let template = ChatTemplate::open(&self.model)?;
+        let template = ChatTemplate::open(self.model.text())?;
         let generator = Generator::<B>::open(&self.model, self.precision, device)?.with_cache(self.cache)?;
         let generator = generator.with_interrupt(self.interrupt.clone());
         let mut conversation = Conversation::new(generator, template, self.context)?;

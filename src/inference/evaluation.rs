@@ -11,6 +11,7 @@ use crate::backend::{OnBackend, RunContext};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
+use crate::model_folder::ModelSource;
 use crate::model_folder::assert_known;
 use crate::precision::Precision;
 
@@ -24,8 +25,8 @@ const READ_EVERY: usize = 16;
 /// A text and the model whose perplexity on it is measured, as work for any backend.
 #[derive(Clone, Debug)]
 pub struct EvaluationRun {
-    /// The model's folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// A text, or a folder of them.
     pub data: PathBuf,
     /// The field of its documents, where it is JSON, a table or Parquet.

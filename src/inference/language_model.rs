@@ -5,10 +5,10 @@ use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder, Transformer};
+use fireclay_model::{AttentionDirection, Transformer};
 
 use crate::failure::Failure;
-use crate::model_folder::{tokenizer, warn_of_config};
+use crate::model_folder::{ModelSource, tokenizer, warn_of_config};
 use crate::precision::Precision;
 
 /// Bytes of a model from which on its reading is shown.
@@ -28,16 +28,18 @@ impl<B: Backend> LanguageModel<B> {
     ///
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
-    pub fn open(folder: &Path, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
+    pub fn open(model: impl Into<ModelSource>, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
+        let source = model.into();
+        let folder = source.weights();
         let dtype = precision.activations::<B>(device)?;
-        let files = ModelFolder::new(folder);
+        let files = source.files()?;
         let (_, config) = files.config()?;
         let shown = folder.display();
         if config.attention == AttentionDirection::Bidirectional {
             return Err(Failure::new(format!("{shown}: an encoder, which cannot write text")));
         }
         warn_of_config(folder)?;
-        let tokenizer = tokenizer(folder)?;
+        let tokenizer = tokenizer(source.text())?;
         let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
         let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
         Ok(Self { model, tokenizer })

@@ -2,15 +2,19 @@
 //! of it.
 
 mod gguf;
+mod source;
 
 use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
+use fireclay_kernels::Backend;
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
+pub use source::ModelSource;
+
 use crate::failure::Failure;
-use crate::run_folder::TOKENIZER;
+use crate::run_folder::{TOKENIZER, model_file, write_atomic};
 
 /// The tokenizer of a model.
 ///
@@ -65,6 +69,39 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
         eprintln!(
             "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
         );
+    }
+    Ok(())
+}
+
+/// Files of a model's folder besides its weights and its config, which a merged model takes along.
+const TEXT_FILES: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// Writes a plain model folder with the adapter of `source` merged into its weights, and tokenizer, chat template and end tokens.
+///
+/// # Errors
+/// If `out` holds a model, a file of the model or the adapter is missing or damaged, they do not fit, or the file system refuses.
+pub fn merge<B: Backend>(source: &ModelSource, out: &Path, device: &B::Device) -> Result<(), Failure> {
+    if let Some(file) = model_file(out) {
+        return Err(Failure::new(format!("{} already holds a model, {file}: choose another --out", out.display())));
+    }
+    let files = source.files()?;
+    std::fs::create_dir_all(out).map_err(Failure::io(out))?;
+    files.save_merged::<B>(out, device)?;
+    for name in TEXT_FILES {
+        let from =
+            [source.text(), source.weights()].map(|folder| folder.join(name)).into_iter().find(|file| file.is_file());
+        if let Some(from) = from {
+            let bytes = std::fs::read(&from).map_err(Failure::io(&from))?;
+            write_atomic(&out.join(name), &bytes)?;
+        }
     }
     Ok(())
 }

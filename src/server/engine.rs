@@ -1,12 +1,11 @@
 //! The thread that owns model and device: it takes jobs from the queue, and sends what comes of them.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fireclay_kernels::Backend;
-use fireclay_model::{AttentionDirection, ModelFolder};
+use fireclay_model::AttentionDirection;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
@@ -22,6 +21,7 @@ use crate::inference::generation::scheduler::{
 };
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::inference::scoring::{Pair, ScoreHead};
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 use crate::run_folder::LABELS;
 
@@ -94,7 +94,7 @@ impl Job {
 /// The work of a server on any backend.
 pub(super) struct Engine<R> {
     pub(super) shared: Arc<Shared>,
-    pub(super) model: PathBuf,
+    pub(super) model: ModelSource,
     pub(super) precision: Precision,
     pub(super) ready: R,
 }
@@ -103,7 +103,7 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
     type Output = ();
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
-        let (_, config) = ModelFolder::new(&self.model).config()?;
+        let (_, config) = self.model.files()?.config()?;
         match config.attention {
             AttentionDirection::Causal => {
                 let cache = self.shared.options.limits.cache;
@@ -154,7 +154,7 @@ impl<R: FnOnce()> Engine<R> {
             return Ok(());
         }
         let template = self.shared.options.chat_template.as_deref();
-        let served = ServedGenerator::new(&generator, &self.model, template, context)?;
+        let served = ServedGenerator::new(&generator, self.model.text(), template, context)?;
         self.begin(Served::Generator(Box::new(served)));
         let Self { shared, ready, .. } = self;
         ready();
@@ -176,14 +176,14 @@ impl<R: FnOnce()> Engine<R> {
     }
 
     fn encode<B: Backend>(mut self, device: B::Device) -> Result<(), Failure> {
-        let predicts = self.model.join(LABELS).exists();
+        let predicts = self.model.weights().join(LABELS).exists();
         let predictor =
-            predicts.then(|| Predictor::<B>::open(&self.model, self.precision, device.clone())).transpose()?;
+            predicts.then(|| Predictor::<B>::open(self.model.weights(), self.precision, device.clone())).transpose()?;
         let embedder = match &predictor {
-            Some(predictor) => Embedder::of(predictor.model().clone(), &self.model, device.clone()),
-            None => Embedder::open(&self.model, self.precision, device.clone()),
+            Some(predictor) => Embedder::of(predictor.model().clone(), self.model.weights(), device.clone()),
+            None => Embedder::open(self.model.weights(), self.precision, device.clone()),
         }?;
-        let head = ScoreHead::<B>::open(&self.model, &device)?;
+        let head = ScoreHead::<B>::open(self.model.weights(), &device)?;
         self.begin(Served::Encoder(Box::new(ServedEncoder::new(&embedder, predicts, head.is_some()))));
         let Self { shared, ready, .. } = self;
         ready();

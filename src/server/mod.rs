@@ -37,6 +37,7 @@ use self::queue::Queue;
 use self::served::Served;
 use crate::backend::BackendName;
 use crate::failure::Failure;
+use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 
 /// Threads that speak HTTP; the device has one of its own.
@@ -269,11 +270,11 @@ impl Server {
     pub fn run(
         self,
         backend: BackendName,
-        model: PathBuf,
+        model: impl Into<ModelSource>,
         precision: Precision,
         ready: impl FnOnce() + Send,
     ) -> Result<(), Failure> {
-        let engine = Engine { shared: Arc::clone(&self.shared), model, precision, ready };
+        let engine = Engine { shared: Arc::clone(&self.shared), model: model.into(), precision, ready };
         let served = catch_unwind(AssertUnwindSafe(|| backend.run(engine)));
         let served = served.unwrap_or_else(|panic| {
             let reason = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());

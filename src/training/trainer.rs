@@ -318,8 +318,7 @@ impl<B: Backend> Trainer<B> {
         match (&self.recipe.init, self.recipe.training.adapter) {
             (Some(base), AdapterKind::Lora) => {
                 let (family, config) = ModelFolder::new(base).config()?;
-                let new_tokens =
-                    model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
+                let new_tokens = model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
                 let config = self.recipe.lora_config(base, family, new_tokens);
                 AdapterSaver { family, config: &config }.save(&model, folder)?;
             }

@@ -57,19 +57,36 @@ impl Matrix {
 }
 
 impl ModuleUpdate {
-    /// Applies it to a weight of `shape`.
-    pub(crate) fn apply(&self, weight: &mut [f32], shape: &[usize]) -> Result<(), String> {
+    /// Whether it fits a weight of `shape`.
+    pub(crate) fn check(&self, shape: &[usize]) -> Result<(), String> {
         match self {
-            Self::Replaced { shape: own, values } if own == shape => weight.copy_from_slice(values),
-            Self::Replaced { shape: own, .. } => return Err(format!("has shape {own:?} instead of {shape:?}")),
-            Self::LowRank { a, b, scale, magnitude } => {
+            Self::Replaced { shape: own, .. } if own == shape => Ok(()),
+            Self::Replaced { shape: own, .. } => Err(format!("has shape {own:?} instead of {shape:?}")),
+            Self::LowRank { a, b, magnitude, .. } => {
                 let ([rank, d_input], [d_output, b_rank]) = (a.shape, b.shape);
                 if [d_output, d_input] != *shape || rank != b_rank || rank == 0 {
                     return Err(format!("has matrices {:?} and {:?} for a weight {shape:?}", a.shape, b.shape));
                 }
-                if magnitude.as_ref().is_some_and(|magnitude| magnitude.len() != d_output) {
-                    return Err(format!("has a magnitude that is not one for each of {d_output} rows"));
+                match magnitude {
+                    Some(magnitude) if magnitude.len() != d_output => {
+                        Err(format!("has a magnitude that is not one for each of {d_output} rows"))
+                    }
+                    _ => Ok(()),
                 }
+            }
+        }
+    }
+
+    /// Applies it to a weight of `shape`.
+    pub(crate) fn apply(&self, weight: &mut [f32], shape: &[usize]) -> Result<(), String> {
+        match self {
+            Self::Replaced { values, .. } => {
+                self.check(shape)?;
+                weight.copy_from_slice(values);
+            }
+            Self::LowRank { a, b, scale, magnitude } => {
+                self.check(shape)?;
+                let ([rank, d_input], _) = (a.shape, b.shape);
                 weight.par_chunks_mut(d_input).enumerate().for_each(|(row, weight)| {
                     for (b, a) in b.values[row * rank..][..rank].iter().zip(a.values.chunks_exact(d_input)) {
                         let factor = (scale * f64::from(*b)) as f32;

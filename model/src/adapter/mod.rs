@@ -10,6 +10,7 @@
 
 mod config;
 mod files;
+mod merge;
 mod training;
 
 pub use config::{LoraConfig, Targets};

@@ -3,7 +3,7 @@
 pub mod scheduler;
 
 use std::collections::{HashMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use self::scheduler::{Finish, OutputToken, Request, RequestOutput, Scheduler, Sc
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
-use crate::model_folder::{assert_known, gguf_ends};
+use crate::model_folder::{ModelSource, assert_known, gguf_ends};
 use crate::precision::{CachePrecision, Precision};
 
 /// Tokens that end a text, where the tokenizer has them.
@@ -179,10 +179,11 @@ impl<B: Backend> Generator<B> {
     ///
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
-    pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
-        let LanguageModel { model, tokenizer } = LanguageModel::open(folder, precision, &device)?;
+    pub fn open(model: impl Into<ModelSource>, precision: Precision, device: B::Device) -> Result<Self, Failure> {
+        let source = model.into();
+        let LanguageModel { model, tokenizer } = LanguageModel::open(&source, precision, &device)?;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let stop_tokens = named.chain(configured_ends(folder)?).collect();
+        let stop_tokens = named.chain(configured_ends(source.text())?).collect();
         Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
@@ -565,8 +566,8 @@ impl<'a> Writer<'a> {
 
 /// Prompts for a model folder, as work for any backend.
 pub struct GenerationRun<S> {
-    /// The model folder.
-    pub model: PathBuf,
+    /// Where the model comes from.
+    pub model: ModelSource,
     /// What to write after.
     pub prompts: Vec<String>,
     /// How to write.
