@@ -168,7 +168,7 @@ fn wait_as_asked() -> Result<(), Failure> {
     const NAME: &str = "FIRECLAY_WAIT_SECONDS";
     let Some(asked) = std::env::var_os(NAME) else { return Ok(()) };
     let seconds = asked.to_str().and_then(|asked| asked.parse().ok()).filter(|seconds| (1..=3600).contains(seconds));
-    let wrong = || Failure::new(format!("{NAME} is {}: give seconds from 1 to 3600", asked.display()));
+    let wrong = || Failure::new(format!("{NAME} is {}: it must be 1 to 3600 seconds", asked.display()));
     use_wait_seconds(seconds.ok_or_else(wrong)?);
     Ok(())
 }

@@ -58,7 +58,7 @@ impl RunFolder {
         let shown = path.display();
         if let Some((step, _)) = checkpoints(path).last() {
             return Err(Failure::new(format!(
-                "{shown} already holds a run, at step {step}: go on with `fireclay train --resume --out {shown}`, or \
+                "{shown} already holds a run, at step {step}: resume it with `fireclay train --resume --out {shown}`, or \
                  choose another --out"
             )));
         }
@@ -82,7 +82,7 @@ impl RunFolder {
         if checkpoints(path).is_empty() {
             let shown = path.display();
             return Err(Failure::new(format!(
-                "{shown} holds no checkpoint to go on from: leave --resume out to begin"
+                "{shown} holds no checkpoint to resume: leave out --resume to start a run"
             )));
         }
         Ok(Self { path: path.to_path_buf(), _lock: Arc::new(lock(path)?) })
@@ -126,10 +126,10 @@ impl RunFolder {
             // The first failure is the one to tell; what is left beside may not be there at all.
             let _ = fs::remove_dir_all(&beside);
             let intact = match self.checkpoints().last() {
-                Some((_, last)) => format!("; the last checkpoint, {}, is whole", last.display()),
+                Some((_, last)) => format!("; the last checkpoint, {}, is intact", last.display()),
                 None => String::new(),
             };
-            return Err(Failure::new(format!("the checkpoint could not be written: {failure}{intact}")));
+            return Err(Failure::new(format!("cannot write the checkpoint: {failure}{intact}")));
         }
         Ok(place)
     }
@@ -244,7 +244,7 @@ fn lock(folder: &Path) -> Result<File, Failure> {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
             let shown = folder.display();
-            Err(Failure::new(format!("another process trains in {shown}: wait for it, or choose another --out")))
+            Err(Failure::new(format!("another process is training in {shown}: wait for it, or choose another --out")))
         }
         Err(TryLockError::Error(error)) => Err(Failure::io(&path)(error)),
     }

@@ -34,7 +34,7 @@ pub(crate) fn tokens(
         let files = TokenFiles::open(path)?;
         if files.manifest().tokenizer_sha256 != tokenizer.sha256()? {
             return Err(Failure::new(format!(
-                "{shown}: its tokens are by another tokenizer than the run's: prepare them with the run's tokenizer.json"
+                "{shown}: it was prepared with another tokenizer: prepare it with the run's tokenizer.json"
             )));
         }
         if files.manifest().held_out_documents != held_out_documents {
@@ -53,7 +53,7 @@ pub(crate) fn tokens(
     made.map_err(|error| match error {
         DataError::Io { path, error } if path.starts_with(&folder) => {
             let mend = "free some space, or set XDG_CACHE_HOME to a folder on another disk";
-            Failure::new(format!("{}: {error}; tokens are kept there: {mend}, and run this again", path.display()))
+            Failure::new(format!("{}: cannot cache tokens: {error}; {mend}, and run this again", path.display()))
         }
         error => error.into(),
     })
@@ -76,7 +76,7 @@ fn short_hash(text: &str) -> String {
 
 fn cache() -> Result<PathBuf, Failure> {
     let folder = dirs::cache_dir().map(|folder| folder.join("fireclay"));
-    folder.ok_or_else(|| Failure::new("no cache folder to keep tokens in: set XDG_CACHE_HOME"))
+    folder.ok_or_else(|| Failure::new("no cache folder for tokens: set XDG_CACHE_HOME"))
 }
 
 /// What is in `path`: files that look as they did when they were last read are not read again.

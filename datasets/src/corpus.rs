@@ -191,7 +191,7 @@ impl TextCorpus {
     /// If its tokenizer has no token between documents.
     pub fn with_documents_apart(mut self) -> Result<Self, DataError> {
         if self.end_token.is_none() {
-            let reason = "its tokenizer has no token that ends a document, so that they cannot be told apart";
+            let reason = "its tokenizer has no token that ends a document, so documents cannot be separated";
             return Err(DataError::Tokenizer(reason.into()));
         }
         self.documents_apart = true;

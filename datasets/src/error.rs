@@ -28,7 +28,7 @@ pub enum DataError {
         byte: usize,
     },
     /// A folder holds no utterances in a layout that is known.
-    #[error("{path}: holds no utterances; looked for {looked_for}")]
+    #[error("{path}: no utterances found; looked for {looked_for}")]
     Layout {
         /// The folder.
         path: PathBuf,

@@ -175,7 +175,7 @@ fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<St
     pieces.extend(alphabet.iter().map(|letter| format!("{CONTINUES}{letter}")));
     if pieces.len() > vocab_size {
         let needed = pieces.len();
-        let reason = format!("the letters alone need a vocabulary of {needed}, and {vocab_size} were asked for");
+        let reason = format!("vocab_size is {vocab_size}, but the letters alone need {needed}");
         return Err(DataError::Tokenizer(reason));
     }
     let mut ids: HashMap<String, usize> = pieces.iter().cloned().zip(0..).collect();

@@ -156,7 +156,7 @@ impl Tokenizer {
         lines: impl Iterator<Item = S> + Send,
     ) -> Result<Self, DataError> {
         if vocab_size < 257 {
-            let reason = format!("a byte-pair vocabulary needs at least 257 tokens, and {vocab_size} were asked for");
+            let reason = format!("a byte-level BPE vocabulary needs at least 257 tokens; got {vocab_size}");
             return Err(DataError::Tokenizer(reason));
         }
         let Self(mut tokenizer) = Self::byte_level(Map::new())?;
@@ -329,7 +329,7 @@ impl Tokenizer {
     pub fn unused_mark(text: &str) -> Result<char, DataError> {
         let used: HashSet<char> = text.chars().filter(|character| PRIVATE.contains(character)).collect();
         let mut marks = PRIVATE.filter(|mark| !used.contains(mark));
-        marks.next().ok_or_else(|| DataError::Tokenizer("the text uses all of Unicode's private characters".into()))
+        marks.next().ok_or_else(|| DataError::Tokenizer("the text uses all of Unicode's private-use characters".into()))
     }
 
     /// The tokens of a text from which each `mark` is then left out, so that none is made across one.
@@ -368,7 +368,7 @@ impl Tokenizer {
             let mark = Self::unused_mark(&format!("{first}{second}"))?;
             let [one, other] = [first, second].map(|text| self.escape(text, mark));
             if self.spells_control_token(&one)? || self.spells_control_token(&other)? {
-                let reason = "the text spells one of the model's control tokens: leave it out";
+                let reason = "the text contains one of the model's control tokens: remove it";
                 return Err(DataError::Tokenizer(reason.into()));
             }
             let mut marked = self.0.clone();
@@ -389,7 +389,7 @@ impl Tokenizer {
         let mark = Self::unused_mark(text)?;
         let escaped = self.escape(text, mark);
         if self.spells_control_token(&escaped)? {
-            return Err(DataError::Tokenizer("the text spells one of the model's control tokens: leave it out".into()));
+            return Err(DataError::Tokenizer("the text contains one of the model's control tokens: remove it".into()));
         }
         self.encode_marked(&escaped, mark, as_prompt)
     }
@@ -430,7 +430,7 @@ impl Tokenizer {
                 let character = word.chars().find(|c| !known(&c.to_string()));
                 let single = character.filter(|_| known("e") || known("a"));
                 let piece = single.map_or_else(|| format!("'{word}'"), |c| format!("'{c}'"));
-                DataError::Tokenizer(format!("the model's vocabulary has no {piece}"))
+                DataError::Tokenizer(format!("the model's vocabulary lacks {piece}"))
             }
             _ => DataError::Tokenizer(format!("the text cannot be encoded: {error}")),
         }

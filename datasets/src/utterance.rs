@@ -142,7 +142,7 @@ fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, Data
                 format!("{} for {}", counted(tags.len(), "tag"), counted(words.len(), "word")),
             );
         } else if let Some(tag) = odd {
-            faults.note(tags_path, line, format!("'{tag}' is no tag (O, or a slot behind B-, I-, E-, S-, L- or U-)"));
+            faults.note(tags_path, line, format!("'{tag}' is not a tag (O, or a slot after B-, I-, E-, S-, L- or U-)"));
         } else if label.is_empty() {
             faults.note(label_path, line, "an empty label".to_owned());
         } else {
@@ -240,18 +240,18 @@ fn tags_of_spans(text: &str, words: &[Word], mut spans: Vec<JsonSpan>) -> Result
     for JsonSpan { start, end, slot } in spans {
         let named = format!("span {start}..{end} ({slot})");
         if slot.is_empty() || slot.contains(char::is_whitespace) {
-            return Err(format!("span {start}..{end}: '{slot}' is no name of a slot"));
+            return Err(format!("span {start}..{end}: '{slot}' is not a slot name"));
         } else if start >= end {
             return Err(format!("{named} is empty"));
         } else if end > length {
-            return Err(format!("{named} goes beyond the {length} characters of the text"));
+            return Err(format!("{named} exceeds the text's {length} characters"));
         } else if start < free_from {
             return Err(format!("{named} overlaps the one before it"));
         }
         free_from = end;
         let cuts = |at: usize, word: &Word| word.start < at && at < word.end;
         if let Some(word) = words.iter().find(|word| cuts(start, word) || cuts(end, word)) {
-            return Err(format!("{named} cuts the word '{}'", word.text));
+            return Err(format!("{named} splits the word '{}'", word.text));
         }
         let mut prefix = 'B';
         for (tag, _) in tags.iter_mut().zip(words).filter(|(_, word)| start <= word.start && word.end <= end) {
@@ -259,7 +259,7 @@ fn tags_of_spans(text: &str, words: &[Word], mut spans: Vec<JsonSpan>) -> Result
             prefix = 'I';
         }
         if prefix == 'B' {
-            return Err(format!("{named} holds no word"));
+            return Err(format!("{named} contains no word"));
         }
     }
     Ok(tags)

@@ -194,7 +194,7 @@ impl EncodedUtterances {
     ) -> Result<Self, DataError> {
         let special = 1 + usize::from(pieces.sep().is_some());
         if longest <= special {
-            let reason = format!("rows of {longest} pieces leave no room for a word beside {special} special ones");
+            let reason = format!("{longest} pieces leave no room for a word next to the {special} special ones");
             return Err(DataError::Tokenizer(reason));
         }
         let mut encoded = Self {

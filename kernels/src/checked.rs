@@ -111,7 +111,7 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
         let Self { op, name, dtype, .. } = &self;
         assert!(
             matches!(dtype, DType::F32 | DType::F16 | DType::BF16),
-            "{op}: {name} is {dtype:?}, and has to be f32, f16 or bf16"
+            "{op}: {name} is {dtype:?} but must be f32, f16 or bf16"
         );
         self
     }
@@ -120,7 +120,7 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
     #[track_caller]
     pub(crate) fn of(self, wanted: DType) -> Self {
         let Self { op, name, dtype, .. } = &self;
-        assert!(*dtype == wanted, "{op}: {name} is {dtype:?}, and has to be {wanted:?}");
+        assert!(*dtype == wanted, "{op}: {name} is {dtype:?} but must be {wanted:?}");
         self
     }
 
@@ -130,7 +130,7 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
         let Self { op, name, dtype, .. } = &self;
         assert!(
             matches!(dtype, DType::I32 | DType::I64 | DType::U32 | DType::U64),
-            "{op}: {name} is {dtype:?}, and has to be integers of 32 or 64 bits"
+            "{op}: {name} is {dtype:?} but must be integers of 32 or 64 bits"
         );
         self
     }
@@ -148,7 +148,7 @@ impl<D: PartialEq + std::fmt::Debug> Part<'_, D> {
         let Self { op, name, .. } = &self;
         assert!(holds, "{op}: {name} {:?} does not fit {} {:?}", self.dims(), other.name, other.dims());
         let (own, others) = (&self.device, &other.device);
-        assert!(own == others, "{op}: {name} lies on {own:?}, {} on {others:?}", other.name);
+        assert!(own == others, "{op}: {name} is on {own:?}, {} on {others:?}", other.name);
         self
     }
 

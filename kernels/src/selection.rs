@@ -39,7 +39,7 @@ pub(crate) fn wait_seconds() -> u32 {
     WAIT_SECONDS.load(Ordering::Relaxed)
 }
 
-/// Whether the references are asked for.
+/// Whether kernels=reference is set.
 pub(crate) fn reference_only() -> bool {
     REFERENCE.load(Ordering::Relaxed)
 }

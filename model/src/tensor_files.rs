@@ -134,7 +134,7 @@ impl TensorFiles {
         match named.keys().find(|tensor| !files.tensors.contains_key(*tensor)) {
             None => Ok(files),
             Some(tensor) => {
-                let reason = format!("{tensor} is in none of the files that it names");
+                let reason = format!("{tensor} is in none of its files");
                 Err(WeightsError::Weights { path: index, reason })
             }
         }
@@ -152,7 +152,7 @@ impl TensorFiles {
         let size = file.metadata().map_err(io)?.len();
         let mut length = [0; 8];
         if size < length.len() as u64 {
-            return Err(wrong(format!("not a safetensors file: {size} bytes are too few")));
+            return Err(wrong(format!("not a safetensors file: {size} bytes is too short")));
         }
         file.read_exact(&mut length).map_err(io)?;
         let header_size = u64::from_le_bytes(length);
@@ -172,7 +172,7 @@ impl TensorFiles {
             let elements = info.shape.iter().try_fold(1u64, |product, length| product.checked_mul(*length as u64));
             let bits = elements.and_then(|elements| elements.checked_mul(info.dtype.bitsize() as u64));
             if first != end || bits.is_none_or(|bits| last.checked_sub(first) != Some(bits.div_ceil(8))) {
-                return Err(wrong(format!("its header is damaged: {name} is not where and as long as it should be")));
+                return Err(wrong(format!("its header is damaged: {name} has a wrong offset or length")));
             }
             if last > size - start {
                 return Err(wrong(format!("truncated: {} bytes of tensors, but {name} ends at {last}", size - start)));
@@ -181,7 +181,7 @@ impl TensorFiles {
             let encoding = Encoding::Float(info.dtype);
             let tensor = StoredTensor::new(self.files.len(), start + first, encoding, info.shape.clone());
             if self.tensors.insert(name.clone(), tensor).is_some() {
-                return Err(wrong(format!("{name} is in another file, too")));
+                return Err(wrong(format!("{name} is in two files")));
             }
         }
         match size - start {
@@ -415,7 +415,7 @@ impl<'a> TensorRow<'a> {
 }
 
 /// What is to be done with a GGUF file in a folder.
-const BY_ITSELF: &str = "a GGUF file is a model by itself: give it in place of its folder";
+const BY_ITSELF: &str = "a GGUF file is a whole model: pass the file instead of its folder";
 
 /// What is worth saying of a folder without `file` that has a GGUF file.
 pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {
@@ -432,12 +432,12 @@ fn instead(folder: &Path) -> Option<String> {
     names.sort_unstable();
     let found = |is: &dyn Fn(&str) -> bool| names.iter().find(|name| is(name)).cloned();
     if let Some(name) = found(&|name| name.starts_with("adapter_model.")) {
-        return Some(format!("{name} is an adapter, and the model that it is for is not here: there is no {SINGLE}"));
+        return Some(format!("{name} is an adapter without its base model: there is no {SINGLE}"));
     }
     let pickled = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
     let (name, how) = match (found(&|name| name.ends_with(".gguf")), found(&pickled)) {
         (Some(name), _) => (name, BY_ITSELF),
-        (None, Some(name)) => (name, "pickled weights may run code when they are read, and are not: convert them"),
+        (None, Some(name)) => (name, "pickled weights can execute code and are not read: convert them"),
         (None, None) => return None,
     };
     Some(format!("there is no {SINGLE}, but {name}; {how}"))

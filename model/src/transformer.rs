@@ -331,7 +331,7 @@ impl<B: Backend> Transformer<B> {
     /// # Panics
     /// If the model looks ahead, as encoders do.
     pub fn cache(&self, tokens: usize) -> Cache<B> {
-        assert_eq!(self.config.attention, AttentionDirection::Causal, "a cache is for models that do not look ahead");
+        assert_eq!(self.config.attention, AttentionDirection::Causal, "only causal models have a cache");
         let cache = Cache::new(&self.config, self.weights, tokens, self.cache_dtype(), &self.positions.device());
         cache.planned(|layers| DecodePlan::new(self.decode_model()?, layers))
     }

@@ -71,7 +71,7 @@ pub fn read_lines(path: &Path) -> Result<Vec<Earlier>, Failure> {
     let text = std::fs::read_to_string(path).map_err(Failure::io(path))?;
     let found = lines(&text);
     match found.is_empty() {
-        true => Err(Failure::new(format!("{}: no lines of `fireclay bench --json` in it", path.display()))),
+        true => Err(Failure::new(format!("{}: no output of `fireclay bench --json`", path.display()))),
         false => Ok(found),
     }
 }

@@ -78,8 +78,13 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
             (self.show)(steady)?;
             let cases = [
                 (format!("{rows} alike"), &alike, full, None),
-                (format!("{} of all kinds, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
-                ("the same, a quarter of the cache".to_string(), &requests, (most / 4).max(longest), Some(steady_rate)),
+                (format!("{} mixed requests, {rows} at a time", requests.len()), &requests, full, Some(steady_rate)),
+                (
+                    "the same with a quarter of the cache".to_string(),
+                    &requests,
+                    (most / 4).max(longest),
+                    Some(steady_rate),
+                ),
             ];
             let mut alone: Vec<Vec<u32>> = Vec::new();
             for (case, requests, cache_tokens, steady_rate) in cases {
@@ -115,17 +120,17 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                         let equal = served.texts.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
                         100.0 * equal as f64 / alone.len() as f64
                     };
-                    let what_equal = format!("{case}, equal to their texts alone, of {}", alone.len());
+                    let what_equal = format!("{case}, equal to decoding alone, of {}", alone.len());
                     (self.show)(Measurement::new(&what, what_equal, "%", served.iter().map(equal).collect()))?;
                 }
                 if served.iter().any(|served| served.memory > 0.0) {
-                    let waiting = format!("{case}, memory to tokens' bytes, a page a text left out");
+                    let waiting = format!("{case}, cache memory over token bytes, without one page per sequence");
                     (self.show)(Measurement::new(&what, waiting, "times", of(|served| served.memory)))?;
                 }
                 let preemptions: usize = served.iter().map(|served| served.preemptions).sum();
                 if preemptions > 0 {
                     let each = preemptions.div_ceil(served.len());
-                    eprintln!("{case}: {each} times a text gave way and was read again");
+                    eprintln!("{case}: {each} sequences preempted and recomputed");
                 }
             }
         }

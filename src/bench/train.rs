@@ -86,7 +86,7 @@ fn steps<B: Backend>(size: TrainSize, options: &BenchOptions, device: &B::Device
     })?;
     let loss = last.map_or(Ok(f64::NAN), |step| step.loss())?;
     if !loss.is_finite() {
-        return Err(Failure::new(format!("{what}: the loss is {loss}, which is no training")));
+        return Err(Failure::new(format!("{what}: the loss is {loss}: training failed")));
     }
     let tokens = (batch_size * seq_length * recipe.training.accumulation.max(1)) as f64;
     let what = if what == "train" { format!("train {}", recipe.training.precision.name()) } else { what };
@@ -161,7 +161,7 @@ fn epoch<B: Backend>(options: &BenchOptions, device: &B::Device) -> Result<Measu
     batches.retain(|batch| matches!(batch, Batch::Utterances(batch) if batch.batch_size() == batch_size));
     batches.truncate(200usize.div_ceil(batch_size));
     if batches.is_empty() {
-        return Err(Failure::usage(format!("batch_size {batch_size}: there are no 200 utterances for it")));
+        return Err(Failure::usage(format!("batch_size {batch_size} is above the 200 utterances of the benchmark")));
     }
     let mut trainer = Trainer::<B>::new(&recipe, task, device.clone())?;
     let seconds = seconds::<B, f64>(device, options.repeats, || {

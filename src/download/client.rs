@@ -27,12 +27,12 @@ pub(super) enum FetchError {
     /// A header is missing or makes no sense.
     #[error("header {0} is missing or invalid")]
     Header(&'static str),
-    #[error("it redirects without an end")]
+    #[error("too many redirects")]
     Redirects,
     /// What came is not what the hub described.
-    #[error("its sha256 is {found}, and not {expected} as the hub says; the same command fetches it anew")]
+    #[error("its sha256 is {found} instead of the hub's {expected}; run the same command again to download it anew")]
     Hash { expected: String, found: String },
-    #[error("another fireclay is fetching it (it holds {}): wait for it, then run this again", .0.display())]
+    #[error("another fireclay process is downloading it (it holds {}): wait for it, then try again", .0.display())]
     Locked(PathBuf),
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -116,7 +116,7 @@ impl Client {
     /// For the hub at `endpoint`; a transfer of which nothing comes for `stall` fails.
     pub(super) fn new(endpoint: &str, token: Option<String>, stall: Duration) -> Result<Self, FetchError> {
         let hub = endpoint.parse().ok().filter(|hub: &Uri| hub.scheme().is_some() && hub.authority().is_some());
-        let hub = hub.ok_or_else(|| ureq::Error::BadUri(format!("{endpoint} is no address")))?;
+        let hub = hub.ok_or_else(|| ureq::Error::BadUri(format!("{endpoint} is not a URL")))?;
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)

@@ -66,7 +66,7 @@ pub(super) fn chosen<'a>(files: impl Iterator<Item = &'a str> + Clone, wanted: &
         [] => Err(format!("no GGUF file is {wanted}; there are {}", first_parts(files).join(", "))),
         ref several => {
             let names: Vec<&str> = several.iter().filter_map(|parts| parts.first().copied()).collect();
-            Err(format!("several GGUF files are {wanted}: give more of the name of one of {}", names.join(", ")))
+            Err(format!("several GGUF files are {wanted}: name one of {}", names.join(", ")))
         }
     }
 }

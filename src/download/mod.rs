@@ -233,7 +233,7 @@ impl Hub {
         let text = |name| variable(name).map(|value| value.to_string_lossy().trim().to_string());
         let caches = || path("XDG_CACHE_HOME").or_else(|| Some(dirs::home_dir()?.join(".cache")));
         let home = path("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
-        let home = home.ok_or_else(|| model.refused("no home folder to keep it in: set HF_HOME".into()))?;
+        let home = home.ok_or_else(|| model.refused("no home folder for the cache: set HF_HOME".into()))?;
         let cache = path("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub"));
         let token_file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
         let written = || Some(fs::read_to_string(&token_file).ok()?.trim().to_string());
@@ -354,7 +354,7 @@ impl Hub {
             let name = |file: &Value| file["rfilename"].as_str().map(String::from);
             Some(Listing { commit, files: json["siblings"].as_array()?.iter().filter_map(name).collect() })
         };
-        let reason = || format!("what answers at {} is no hub, or wants a login first", self.endpoint);
+        let reason = || format!("{} is not a hub, or needs a login", self.endpoint);
         serde_json::from_str(&text).ok().and_then(listing).ok_or_else(|| self.model.refused(reason()))
     }
 
@@ -439,7 +439,9 @@ impl Hub {
                 }
                 if done + read as u64 > size {
                     output.set_len(0)?;
-                    return Err(io::Error::new(ErrorKind::InvalidInput, format!("more than {size} bytes came")).into());
+                    return Err(
+                        io::Error::new(ErrorKind::InvalidInput, format!("received more than {size} bytes")).into()
+                    );
                 }
                 output.write_all(&buffer[..read])?;
                 hash.update(&buffer[..read]);
@@ -448,7 +450,7 @@ impl Hub {
             }
         }
         if done != size {
-            let what = format!("{done} bytes came, and not {size}");
+            let what = format!("received {done} bytes instead of {size}");
             return Err(io::Error::new(ErrorKind::UnexpectedEof, what).into());
         }
         if let Some(expected) = sha256 {
@@ -469,11 +471,11 @@ impl Hub {
         let cause = error.to_string();
         self.model.refused(match (error.status(), file) {
             (Some(401), None) if self.token.is_none() => {
-                format!("no such folder, and {endpoint} shows no such {kind} without a token: if it is private, {mend}")
+                format!("no such folder, and {endpoint} has no public {kind} of this name: if it is private, {mend}")
             }
-            (Some(401), None) => format!("{endpoint} does not know the token: {mend} that is valid"),
+            (Some(401), None) => format!("{endpoint} rejects the token: {mend} that is valid"),
             (Some(401 | 403), _) => {
-                format!("not for everyone: ask for access at {endpoint}/{}{id}, then {mend}", self.model.kind.prefix())
+                format!("access is restricted: ask for it at {endpoint}/{}{id}, then {mend}", self.model.kind.prefix())
             }
             (Some(404), None) => format!("no such folder, and {endpoint} has no such {kind} or revision"),
             (None, None) if matches!(error, FetchError::Network(_)) => {
@@ -481,10 +483,10 @@ impl Hub {
                 return DownloadError::Unreachable { endpoint, model, cause, folder };
             }
             (_, Some(file)) if error.is_passing() => {
-                format!("fetching {file} broke off: {cause}; the same command goes on from there")
+                format!("fetching {file} failed: {cause}; run the same command again to continue")
             }
             (_, Some(file)) => format!("cannot fetch {file} from {endpoint} to {}: {cause}", folder.display()),
-            (_, None) => format!("cannot ask {endpoint} for {id}: {cause}"),
+            (_, None) => format!("cannot query {endpoint} for {id}: {cause}"),
         })
     }
 }

@@ -410,7 +410,7 @@ fn a_later_run_goes_on_where_an_earlier_one_gave_up() {
     let served = Served::new(Scene { cut: (10_000, usize::MAX), ..small_model() });
     let message = served.refusal();
     assert!(message.starts_with("owner/model-0.1B: fetching model.safetensors broke off: "), "{message}");
-    assert!(message.ends_with("; the same command goes on from there"), "{message}");
+    assert!(message.ends_with("; run the same command again to continue"), "{message}");
     assert!(!served.snapshot().join(SINGLE).exists());
     assert_eq!(length(&served.blob("etag-of-model.safetensors")), None);
     assert_eq!(length(&served.blob("etag-of-model.safetensors.part")), Some(60_000));
@@ -561,21 +561,20 @@ fn each_refusal_of_the_hub_says_what_helps() {
         let message = served.refusal();
         message.strip_prefix("owner/model-0.1B: ").unwrap().to_string()
     };
-    let unknown =
-        format!("no such folder, and {endpoint} shows no such model without a token: if it is private, {mend}");
+    let unknown = format!("no such folder, and {endpoint} has no public model of this name: if it is private, {mend}");
     assert_eq!(refusal("/api/", 401), unknown);
     assert_eq!(refusal("/api/", 404), format!("no such folder, and {endpoint} has no such model or revision"));
-    let gated = format!("not for everyone: ask for access at {endpoint}/{ID}, then {mend}");
+    let gated = format!("access is restricted: ask for it at {endpoint}/{ID}, then {mend}");
     assert_eq!(refusal("/api/", 403), gated);
     assert_eq!(refusal("config.json", 401), gated);
     assert_eq!(refusal("config.json", 403), gated);
     assert_eq!(
         refusal("elsewhere", 503),
-        "fetching model.safetensors broke off: http status: 503; \
-        the same command goes on from there"
+        "fetching model.safetensors failed: http status: 503; \
+        run the same command again to continue"
     );
     fs::write(&token_file, "hf_wrong\n").unwrap();
-    assert_eq!(refusal("/api/", 401), format!("{endpoint} does not know the token: {mend} that is valid"));
+    assert_eq!(refusal("/api/", 401), format!("{endpoint} rejects the token: {mend} that is valid"));
 }
 
 #[test]
@@ -599,7 +598,7 @@ fn names_from_a_hub_lead_nowhere_outside_of_the_cache() {
     let served = Served::new(Scene { etag: Some("W/weak"), ..small_model() });
     served.hub(ID, &[]).file(COMMIT, "config.json", &mut |_, _, _| {}).unwrap();
     let served = Served::new(Scene { commit: Some("../../outside"), ..small_model() });
-    assert!(served.refusal().contains("is no hub, or wants a login first"));
+    assert!(served.refusal().contains("is not a hub, or needs a login"));
     let served = Served::new(Scene { commit: Some("89abcdef"), ..small_model() });
     assert!(served.refusal().ends_with("header x-repo-commit is missing or invalid"));
 }

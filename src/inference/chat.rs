@@ -165,7 +165,7 @@ impl ChatTemplate {
         let escaped = dialogue.texts(&mut |text| {
             let escaped = tokenizer.escape(text, mark);
             match tokenizer.spells_control_token(&escaped)? {
-                true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
+                true => Err(Failure::new("a message contains one of the model's control tokens: remove it")),
                 false => Ok(escaped),
             }
         })?;
@@ -302,7 +302,7 @@ impl<B: Backend> Conversation<B> {
         let room = context.saturating_sub(tokens.len());
         if tokens.is_empty() || room == 0 {
             return Err(Failure::new(format!(
-                "the conversation has {} tokens, and there is room for {context}: /reset begins a new one, --context \
+                "the conversation has {} tokens, and the limit is {context}: /reset starts a new one, --context \
                  makes room",
                 tokens.len()
             )));
@@ -354,7 +354,7 @@ pub enum ChatEvent<'a> {
     Notice(&'a str),
 }
 
-const HELP: &str = "/reset forgets the conversation, /system TEXT sets what the system says and forgets the rest, \
+const HELP: &str = "/reset starts a new conversation, /system TEXT starts one with this system prompt, \
                     /exit or Ctrl-D ends; Ctrl-C ends an answer";
 
 impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
@@ -382,7 +382,7 @@ impl<S: FnMut(ChatEvent<'_>)> OnBackend for ChatRun<S> {
                 "/system" => conversation.set_system(rest.trim()),
                 "/help" => (self.show)(ChatEvent::Notice(HELP)),
                 _ if command.starts_with('/') => {
-                    (self.show)(ChatEvent::Notice(&format!("no command {command}: {HELP}")));
+                    (self.show)(ChatEvent::Notice(&format!("unknown command {command}: {HELP}")));
                 }
                 _ => {
                     self.interrupt.store(false, Ordering::Relaxed);

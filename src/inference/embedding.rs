@@ -53,7 +53,7 @@ impl<B: Backend> Embedder<B> {
     /// As [`open`](Self::open).
     pub fn of(model: Transformer<B>, folder: &Path, device: B::Device) -> Result<Self, Failure> {
         if model.config().attention == AttentionDirection::Causal {
-            return Err(Failure::new(format!("{}: no encoder: it has no embeddings of texts", folder.display())));
+            return Err(Failure::new(format!("{}: not an encoder: it has no embeddings", folder.display())));
         }
         let tokenizer = tokenizer(folder)?;
         Ok(Self { model, tokenizer, pooling: pooling(folder)?, device })
@@ -78,10 +78,10 @@ impl<B: Backend> Embedder<B> {
         for text in texts {
             if text.is_empty() || text.len() > context {
                 let length = text.len();
-                return Err(Failure::usage(format!("a text has {length} tokens; the model reads 1 to {context}")));
+                return Err(Failure::usage(format!("an input has {length} tokens; the model accepts 1 to {context}")));
             }
             if let Some(token) = text.iter().find(|token| **token as usize >= known) {
-                return Err(Failure::usage(format!("token {token} is none of the model's, which are below {known}")));
+                return Err(Failure::usage(format!("token {token} is outside the model's vocabulary of {known}")));
             }
         }
         // Texts of similar length share a pass.
@@ -128,7 +128,7 @@ impl<B: Backend> Embedder<B> {
 fn normalised(values: &[f32]) -> Result<Vec<f32>, Failure> {
     let length = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     if !length.is_finite() {
-        return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+        return Err(Failure::new("the model's output is not a number: its weights are damaged"));
     }
     Ok(values.iter().map(|value| (f64::from(*value) / length.max(1e-12)) as f32).collect())
 }

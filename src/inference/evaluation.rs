@@ -104,7 +104,7 @@ impl OnBackend for EvaluationRun {
         let tokens = tokenizer.encode(&text)?;
         if tokens.len() < 2 {
             let shown = self.data.display();
-            return Err(Failure::new(format!("{shown}: {} tokens are too few to predict any", tokens.len())));
+            return Err(Failure::new(format!("{shown}: {} tokens are too few to evaluate", tokens.len())));
         }
 
         assert_known(&tokens, model.config().vocab_size, &tokenizer)?;

@@ -34,7 +34,7 @@ impl<B: Backend> LanguageModel<B> {
         let (_, config) = files.config()?;
         let shown = folder.display();
         if config.attention == AttentionDirection::Bidirectional {
-            return Err(Failure::new(format!("{shown}: an encoder, which cannot write text")));
+            return Err(Failure::new(format!("{shown}: an encoder, which cannot generate text")));
         }
         warn_of_config(folder)?;
         let tokenizer = tokenizer(folder)?;
@@ -54,7 +54,7 @@ fn show_reading(folder: &Path) -> impl FnMut(u64, u64) {
             return;
         }
         percent = now;
-        let mut line = format!("\rreading {shown}: {percent:>3}% of {:.2} GB", total as f64 / 1e9);
+        let mut line = format!("\rloading {shown}: {percent:>3}% of {:.2} GB", total as f64 / 1e9);
         if done == total {
             line = format!("\r{:width$}\r", "", width = line.chars().count());
         }

@@ -85,7 +85,7 @@ impl<B: Backend> Predictor<B> {
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(
-                "{shown}: not trained on utterances; train such a model with `fireclay train --task intent-slot`"
+                "{shown}: not trained on utterances: train a model with `fireclay train --task intent-slot`"
             )));
         }
         let labels = read_labels(&folder.join(LABELS))?;
@@ -148,7 +148,7 @@ impl<B: Backend> Predictor<B> {
     fn intent(&self, votes: &[f64]) -> Result<Prediction, Failure> {
         let all: f64 = votes.iter().sum();
         if !all.is_finite() {
-            return Err(Failure::new("the model's answer is not a number: its weights are damaged"));
+            return Err(Failure::new("the model's output is not a number: its weights are damaged"));
         }
         let best = votes.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).filter(|_| all > 0.0);
         let (intent, probability) = match best {

@@ -69,10 +69,10 @@ impl<B: Backend> ScoreHead<B> {
         for (ids, _) in pairs {
             if ids.is_empty() || ids.len() > context {
                 let length = ids.len();
-                return Err(Failure::usage(format!("two texts have {length} tokens; the model reads 1 to {context}")));
+                return Err(Failure::usage(format!("the pair has {length} tokens; the model accepts 1 to {context}")));
             }
             if let Some(token) = ids.iter().find(|token| **token as usize >= known) {
-                return Err(Failure::usage(format!("token {token} is none of the model's, which are below {known}")));
+                return Err(Failure::usage(format!("token {token} is outside the model's vocabulary of {known}")));
             }
         }
         // Those of similar length share a pass.
@@ -112,7 +112,7 @@ impl<B: Backend> ScoreHead<B> {
         let scores: Vec<f32> = data.iter::<f32>().collect();
         match scores.iter().all(|score| score.is_finite()) {
             true => Ok(scores),
-            false => Err(Failure::new("the model's answer is not a number: its weights are damaged")),
+            false => Err(Failure::new("the model's output is not a number: its weights are damaged")),
         }
     }
 }
@@ -129,6 +129,6 @@ fn has_sigmoid(folder: &Path) -> Result<bool, Failure> {
     match named.map(|name| name.rsplit('.').next().unwrap_or(name)) {
         None | Some("Sigmoid") => Ok(true),
         Some("Identity") => Ok(false),
-        Some(other) => Err(Failure::new(format!("{}: the activation {other} of scores is not known", file.display()))),
+        Some(other) => Err(Failure::new(format!("{}: the score activation {other} is not supported", file.display()))),
     }
 }

@@ -71,7 +71,7 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
             VocabularyModel::SentencePiece { scores, space_before }
         }
         other => {
-            return Err(Failure::new(format!("{key} is '{other}'; those that are read are gpt2 and llama")));
+            return Err(Failure::new(format!("{key} '{other}' is not supported; supported are gpt2 and llama")));
         }
     };
     let key = "tokenizer.ggml.tokens";

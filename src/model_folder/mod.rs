@@ -54,7 +54,7 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     if !unknown.is_empty() {
         let described = if files.is_gguf() { folder.to_path_buf() } else { folder.join("config.json") };
         let (shown, keys) = (described, unknown.join(", "));
-        eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+        eprintln!("warning: {}: unknown keys {keys} are ignored and may change the model's results", shown.display());
     }
     let (_, config) = files.config()?;
     // In GGUF files factors may hold for the whole context.
@@ -62,9 +62,7 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        eprintln!(
-            "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
-        );
+        eprintln!("note: {shown}: the context is limited to {context} tokens, the range of longrope's short factors");
     }
     Ok(())
 }
@@ -79,7 +77,7 @@ pub(crate) fn assert_known(tokens: &[u32], vocab_size: usize, tokenizer: &Tokeni
         Some(token) => {
             let name = tokenizer.token(*token).map_or(String::new(), |name| format!(" ('{name}')"));
             let last = vocab_size.saturating_sub(1);
-            Err(Failure::new(format!("the text has token {token}{name}, but the model knows 0 to {last} only")))
+            Err(Failure::new(format!("the text has token {token}{name}, but the model's vocabulary is 0 to {last}")))
         }
     }
 }

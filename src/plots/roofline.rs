@@ -39,7 +39,7 @@ pub fn roofline(title: &str, roof: Roof, dots: &[Dot]) -> Result<Svg, Failure> {
     let figures = dots.iter().flat_map(|dot| [dot.flops_per_byte, dot.flops_per_second]);
     let all = figures.chain([roof.bytes_per_second, roof.flops_per_second]);
     if dots.is_empty() || !all.into_iter().all(|figure| figure.is_finite() && figure > 0.0) {
-        return Err(undrawn("a roofline needs dots, and figures above zero"));
+        return Err(undrawn("a roofline needs dots and positive values"));
     }
     let mut svg = String::new();
     let area = SVGBackend::with_string(&mut svg, (900, 520)).into_drawing_area();
@@ -70,7 +70,7 @@ fn draw(
         .build_cartesian_2d((left..right).log_scale(), (bottom..top).log_scale())?;
     chart
         .configure_mesh()
-        .x_desc("multiplications and additions a byte")
+        .x_desc("floating-point operations per byte")
         .y_desc("TFLOP/s")
         .x_label_formatter(&|x| format!("{x}"))
         .y_label_formatter(&|y| format!("{}", y / 1e12))

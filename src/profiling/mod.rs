@@ -49,13 +49,13 @@ impl Profile {
     /// What all recorded times are times of.
     pub fn clock(&self) -> &'static str {
         match self.report.source {
-            Source::Cupti => "times are the device's own, recorded by CUPTI",
+            Source::Cupti => "device times, recorded by CUPTI",
             Source::Host => "times are the host's, which is the device",
             Source::Waits => {
                 "this device has no clock that can be read: each operation was waited for, and its time is the host's, \
                  the wait included"
             }
-            Source::Calls => "no times: calls alone were counted",
+            Source::Calls => "no times: only calls were counted",
         }
     }
 

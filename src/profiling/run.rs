@@ -58,7 +58,7 @@ impl OnBackend for ProfileTraining {
         let report = recording.stop().map_err(unrecorded)?;
         for (loss, _) in read_steps(&outputs)? {
             if !loss.is_finite() {
-                return Err(Failure::new("the loss is not a number: what is profiled does not train"));
+                return Err(Failure::new("the loss is not a number: training failed"));
             }
         }
         let name = format!("train {}, {}", recipe.name, recipe.training.precision.name());
@@ -156,7 +156,7 @@ fn sync<B: Backend>(device: &B::Device) -> Result<(), Failure> {
 }
 
 fn unrecorded(error: RecorderError) -> Failure {
-    Failure::new(format!("there is no profile: {error}"))
+    Failure::new(format!("cannot profile: {error}"))
 }
 
 /// A recording with the best clock that there is, and why it is not the device's, where it should be.
@@ -166,7 +166,7 @@ fn start<B: Backend>(device: &B::Device) -> Result<(Recording, Option<String>), 
     match recording {
         Ok(recording) => Ok((recording, None)),
         Err(error @ RecorderError::Cupti(_)) => {
-            let note = format!("warning: {error}; so operations are waited for instead");
+            let note = format!("warning: {error}; timing each operation by waiting for it instead");
             Ok((Recording::start_waiting::<B>(device).map_err(unrecorded)?, Some(note)))
         }
         Err(error) => Err(unrecorded(error)),

@@ -18,7 +18,11 @@ impl Display for Profile {
         let plural = if *count == 1 { "" } else { "s" };
         writeln!(f, "{name} on {device}: {} a {unit}", time(*seconds))?;
         let slower = 100.0 * (self.recorded_seconds() / seconds - 1.0);
-        writeln!(f, "{count} warm {unit}{plural} recorded, {slower:+.0}% beside one that is not; {}", self.clock())?;
+        writeln!(
+            f,
+            "{count} warm {unit}{plural} recorded, {slower:+.0}% compared with an unrecorded one; {}",
+            self.clock()
+        )?;
         if let Some(note) = &self.note {
             writeln!(f, "{note}")?;
         }
@@ -96,7 +100,7 @@ impl Profile {
                 let (half, single) = (peaks.half / 1e12, peaks.single / 1e12);
                 format!("products at {half:.0} TFLOP/s in 16 bits and {single:.0} in f32, by its datasheet")
             }
-            None => "its matrix peak is not known: give it with --peak TFLOPS".into(),
+            None => "matrix peak unknown: set it with --peak TFLOPS".into(),
         };
         writeln!(f, "ceilings        a copy at {bytes_per_second:.0} GB/s, measured; {peak}")?;
         let total = &report.total;
@@ -125,7 +129,9 @@ impl Profile {
             write!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
             match report.waits_while_busy {
                 beside if beside == 0 || total.synchronisations.is_none() => writeln!(f)?,
-                beside => writeln!(f, ", {} of which while it had more to do", number(beside as f64 / count))?,
+                beside => {
+                    writeln!(f, ", {} of them while the device had more work queued", number(beside as f64 / count))?
+                }
             }
         }
         let (to_device, to_host) = (copies(total.to_device, uploads, up), copies(total.to_host, reads, down));

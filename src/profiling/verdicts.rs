@@ -78,7 +78,10 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
 
     for fallback in &report.fallbacks {
         let times = each(fallback.count as f64 / count);
-        say(VerdictKind::Fallback, format!("{} ran its reference {times} a {unit}: {}", fallback.op, fallback.reason));
+        say(
+            VerdictKind::Fallback,
+            format!("{} ran its reference {times} per {unit}: {}", fallback.op, fallback.reason),
+        );
     }
 
     for (direction, copies) in [("host", to_host(profile)), ("device", to_device(profile))] {
@@ -147,8 +150,8 @@ pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
         let far = |(reached, _): &(f64, Bound)| row.share >= EXPENSIVE && *reached < FAR && long;
         if let Some((reached, bound)) = row.ceiling.filter(far) {
             let limit = match bound {
-                Bound::Memory => "what memory would allow",
-                Bound::Compute => "what the matrix units could compute",
+                Bound::Memory => "the memory limit",
+                Bound::Compute => "the compute limit",
             };
             let (share, reached) = (100.0 * row.share, 100.0 * reached);
             say(

@@ -17,14 +17,14 @@ impl Recipe {
         let size = |name: &str, default: usize| match self.model.get(name) {
             None => Ok(default),
             Some(Value::Integer(size)) if *size > 0 => Ok(*size as usize),
-            Some(other) => Err(usage(format!("model.{name} is {other}: a whole number above 0 is wanted"))),
+            Some(other) => Err(usage(format!("model.{name} is {other}: it must be a whole number above 0"))),
         };
         let shape = (size("context_length", self.training.seq_length)?, size("d_model", 128)?);
         let (n_layers, n_heads) = (size("n_layers", 4)?, size("n_heads", 4)?);
         let family = match self.model.get("family") {
             None => "gpt2",
             Some(Value::String(family)) => family,
-            Some(other) => return Err(usage(format!("model.family is {other}: a text is wanted"))),
+            Some(other) => return Err(usage(format!("model.family is {other}: it must be a string"))),
         };
         let vocab_size = self.sizes.vocab_size;
         let base = match family {

@@ -32,7 +32,7 @@ impl Recipe {
             None => {
                 let known: Vec<&str> = SHIPPED.iter().map(|(known, _)| *known).collect();
                 let known = known.join(", ");
-                Err(Failure::usage(format!("no recipe '{name}': neither a file nor one of those shipped ({known})")))
+                Err(Failure::usage(format!("no recipe '{name}': neither a file nor a shipped recipe ({known})")))
             }
         }
     }
@@ -172,7 +172,7 @@ fn unknown(key: &str, known: &[(String, String)]) -> Failure {
         closeness(a).total_cmp(&closeness(b))
     });
     let nearest = nearest.map_or(String::new(), |(section, key)| dotted(section, key));
-    Failure::usage(format!("unknown key {key}; the nearest known one is {nearest}"))
+    Failure::usage(format!("unknown key {key}; did you mean {nearest}?"))
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl Run {
             Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let shown = folder.display();
-                return Err(Failure::new(format!("{shown} holds no run: there is no {METRICS} in it")));
+                return Err(Failure::new(format!("{shown} holds no run: it has no {METRICS}")));
             }
             Err(error) => return Err(Failure::io(&file)(error)),
         };

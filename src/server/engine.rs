@@ -111,10 +111,10 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
                 self.write(generator)
             }
             AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
-                Err(Failure::usage("--cache-dtype is for models that write; this one is an encoder"))
+                Err(Failure::usage("--cache-dtype is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional if self.shared.options.chat_template.is_some() => {
-                Err(Failure::usage("--chat-template is for models that write; this one is an encoder"))
+                Err(Failure::usage("--chat-template is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional => self.encode::<B>(device),
         }
@@ -203,11 +203,11 @@ impl<R: FnOnce()> Engine<R> {
                     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                     match &predictor {
                         Some(predictor) => answer(reply, predictor.predict(&texts))?,
-                        None => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+                        None => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
                     }
                 }
                 Some(Job::Generate(job)) => {
-                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not write")));
+                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not generate text")));
                 }
                 // Nothing is preempted here.
                 Some(Job::Resume { .. }) => {}
@@ -347,10 +347,12 @@ impl<B: Backend> Texts<'_, B> {
                 }
             }
             Job::Embed { reply, .. } => {
-                drop(reply.send(Err(Failure::usage("this model writes; it has no embeddings"))));
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no embeddings"))));
             }
-            Job::Score { reply, .. } => drop(reply.send(Err(Failure::usage("this model writes; it has no scores")))),
-            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+            Job::Score { reply, .. } => {
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no scores"))))
+            }
+            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
         }
     }
 

@@ -51,7 +51,7 @@ impl Keys {
         let new = digests(keys)?;
         let mut held = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if new.is_empty() != held.is_empty() {
-            return Err(Failure::usage("a server with keys keeps having some, and one without has none"));
+            return Err(Failure::usage("a reload cannot add the first key or remove the last one"));
         }
         *held = new;
         Ok(())

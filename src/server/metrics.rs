@@ -51,7 +51,7 @@ impl Metrics {
                 metric
             }};
         }
-        let requests = metric!("requests", "Requests answered, by path and status", Family::default());
+        let requests = metric!("requests", "Requests by path and status", Family::default());
         let seconds =
             metric!("request_seconds", "Time until an answer was complete", Histogram::new(REQUEST.into_iter()));
         let prompt_tokens = metric!("prompt_tokens", "Tokens of prompts", Counter::default());
@@ -61,27 +61,26 @@ impl Metrics {
             "Time from a request to the first token of its answer",
             Histogram::new(FIRST_TOKEN.into_iter())
         );
-        let queued = metric!("queued", "Sequences that wait for the device", Gauge::default());
-        let reading =
-            metric!("reading", "Sequences in prefill, or behind it, which wait for their turn", Gauge::default());
-        let writing = metric!("writing", "Sequences that are decoded", Gauge::default());
+        let queued = metric!("queued", "Sequences waiting for a slot", Gauge::default());
+        let reading = metric!("reading", "Sequences in prefill, or past it and waiting for a slot", Gauge::default());
+        let writing = metric!("writing", "Sequences decoding", Gauge::default());
         let pages = metric!("cache_pages", "Pages of the KV cache", Gauge::default());
-        let pages_left = metric!("cache_pages_left", "Pages of the KV cache that no sequence has", Gauge::default());
-        let preemptions = metric!("preemptions", "Sequences that were preempted", Counter::default());
+        let pages_left = metric!("cache_pages_left", "Free pages of the KV cache", Gauge::default());
+        let preemptions = metric!("preemptions", "Preemptions", Counter::default());
         let cache_queries =
-            metric!("prefix_cache_queries", "Tokens of prompts looked for in the KV cache", Counter::default());
-        let cache_hits = metric!("prefix_cache_hits", "Tokens of prompts found in the KV cache", Counter::default());
+            metric!("prefix_cache_queries", "Prompt tokens looked up in the KV cache", Counter::default());
+        let cache_hits = metric!("prefix_cache_hits", "Prompt tokens found in the KV cache", Counter::default());
         let vllm = registry.sub_registry_with_label(("model_name".into(), model.to_string().into()));
         let (running, usage, finished) = (Gauge::default(), Gauge::default(), Family::default());
-        vllm.register("vllm:num_requests_running", "Sequences in prefill or decoded", running.clone());
+        vllm.register("vllm:num_requests_running", "Sequences in prefill or decoding", running.clone());
         vllm.register("vllm:num_requests_waiting", "Sequences that wait", queued.clone());
-        vllm.register("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all", usage.clone());
-        vllm.register("vllm:num_preemptions", "Sequences that were preempted", preemptions.clone());
-        vllm.register("vllm:prefix_cache_queries", "Tokens looked for in the KV cache", cache_queries.clone());
+        vllm.register("vllm:kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1", usage.clone());
+        vllm.register("vllm:num_preemptions", "Preemptions", preemptions.clone());
+        vllm.register("vllm:prefix_cache_queries", "Tokens looked up in the KV cache", cache_queries.clone());
         vllm.register("vllm:prefix_cache_hits", "Tokens found in the KV cache", cache_hits.clone());
         vllm.register("vllm:prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
         vllm.register("vllm:generation_tokens", "Tokens generated", tokens.clone());
-        vllm.register("vllm:request_success", "Sequences that are complete, by reason", finished.clone());
+        vllm.register("vllm:request_success", "Completed sequences, by reason", finished.clone());
         vllm.register("vllm:time_to_first_token_seconds", "Time to the first token", first_token.clone());
         vllm.register("vllm:e2e_request_latency_seconds", "Time of a request", seconds.clone());
         Self {

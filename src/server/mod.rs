@@ -212,7 +212,7 @@ impl ServerHandle {
 }
 
 impl Server {
-    /// Listens, and says that the model is being loaded.
+    /// Listens, and says that the model is loading.
     ///
     /// # Errors
     /// If the address is beyond this machine and there is neither a key nor leave to do without, it is taken, or a file of the
@@ -221,7 +221,7 @@ impl Server {
         let (host, port) = (options.host, options.port);
         if !host.is_loopback() && options.keys.is_empty() && !options.insecure {
             return Err(Failure::usage(format!(
-                "--host {host} is open to other machines: ask for a key by --api-key or --api-key-file, or say --insecure"
+                "--host {host} is reachable from other machines: set --api-key or --api-key-file, or --insecure"
             )));
         }
         let tls = options.tls.as_ref().map(|(cert, key)| http::tls(cert, key)).transpose()?;
@@ -233,7 +233,7 @@ impl Server {
             .thread_name("http")
             .enable_all()
             .build()
-            .map_err(|error| Failure::new(format!("no threads for the server: {error}")))?;
+            .map_err(|error| Failure::new(format!("cannot start the server's threads: {error}")))?;
         let taken = |error: std::io::Error| Failure::new(format!("{host} port {port}: {error}"));
         let listener = runtime.block_on(TcpListener::bind((host, port))).map_err(taken)?;
         let address = listener.local_addr().map_err(taken)?;
@@ -277,7 +277,7 @@ impl Server {
         let served = catch_unwind(AssertUnwindSafe(|| backend.run(engine)));
         let served = served.unwrap_or_else(|panic| {
             let reason = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(Failure::new(format!("the device's thread failed: {}", reason.unwrap_or("no reason is known"))))
+            Err(Failure::new(format!("the device thread failed: {}", reason.unwrap_or("no reason is known"))))
         });
         self.shared.phase.send_replace(Phase::Stopped);
         self.shared.queue.close();

@@ -65,7 +65,10 @@ impl IntentSlot {
         let utterances = utterances(recipe)?;
         let pieces = match (&recipe.init, recipe.data.tokenizer.as_str()) {
             (Some(model), _) if model.is_file() => {
-                return Err(Failure::usage(format!("{}: a GGUF file has no encoder to begin from", model.display())));
+                return Err(Failure::usage(format!(
+                    "{}: cannot initialize an encoder from a GGUF file",
+                    model.display()
+                )));
             }
             (Some(model), _) => PieceTokenizer::load(&model.join(TOKENIZER))?,
             // The default is for texts.
@@ -98,11 +101,11 @@ impl IntentSlot {
         let (intents, slots) = (self.labels.intents.len(), self.labels.slots.len());
         let cut = match self.cut_count() {
             0 => String::new(),
-            cut => format!(" (the ends of {cut} do not fit in {seq_length} pieces and are not learnt from)"),
+            cut => format!(" ({cut} are truncated to {seq_length} pieces)"),
         };
         let steps = training.steps;
         format!(
-            "{known} pieces known; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
+            "vocabulary of {known} pieces; {intents} intents, {slots} slots in {count} utterances{cut}; {steps} steps of {rows} \
              utterances"
         )
     }

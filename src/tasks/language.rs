@@ -117,7 +117,7 @@ impl Language {
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         let rows = training.batch_size * training.accumulation;
         let (known, steps, seq_length) = (config.vocab_size, training.steps, training.seq_length);
-        format!("{known} tokens known; {steps} steps of {rows} x {seq_length} tokens")
+        format!("vocabulary of {known} tokens; {steps} steps of {rows} x {seq_length} tokens")
     }
 
     /// Mean loss over about `tokens` of the held-out part, nats a token; one read from the device.
@@ -164,7 +164,7 @@ impl Language {
         let tokens = (0..self.tokenizer.vocab_size() as u32).filter_map(|token| self.tokenizer.decode(&[token]).ok());
         let known = |text: &String| self.tokenizer.encode(text).is_ok_and(|tokens| !tokens.is_empty());
         let beginning = end.into_iter().chain(common).chain(tokens).find(known);
-        beginning.ok_or_else(|| Failure::new("the vocabulary has no token that a sample could begin from"))
+        beginning.ok_or_else(|| Failure::new("the vocabulary has no token to start a sample from"))
     }
 
     /// How many tokens a sample may have behind `prompt`.
@@ -176,7 +176,7 @@ impl Language {
         let length = self.tokenizer.encode_prompt(prompt)?.len();
         match context_length.saturating_sub(length) {
             0 => Err(Failure::new(format!(
-                "the prompt has {length} tokens, and the model's context {context_length}: nothing could follow"
+                "the prompt has {length} tokens, and the model's context is {context_length}: no room to generate"
             ))),
             room => Ok(room),
         }

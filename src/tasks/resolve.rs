@@ -74,7 +74,7 @@ impl Recipe {
     pub fn init_model(&self) -> Result<Option<&Path>, Failure> {
         match &self.init {
             Some(_) if self.data.source == "stories" => Err(Failure::usage(
-                "the embedded stories are in words of their own, which no other model knows: give text with --data",
+                "the embedded stories have their own vocabulary, which no other model knows: give text with --data",
             )),
             init => Ok(init.as_deref()),
         }

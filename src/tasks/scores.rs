@@ -151,7 +151,7 @@ impl fmt::Display for ClassificationReport {
             writeln!(f, "{intent:<width$}  {count:>7}  {:>9.2}", percent(*right, *count))?;
         }
         if !self.confusions.is_empty() {
-            writeln!(f, "\nintents most often taken for others")?;
+            writeln!(f, "\nmost frequent intent confusions")?;
             for (expected, predicted, count) in self.confusions.iter().take(SHOWN_CONFUSIONS) {
                 writeln!(f, "{count:>4} x {expected} predicted as {predicted}")?;
             }

@@ -44,7 +44,7 @@ impl Batches {
                 }
             };
             let spawned = thread::Builder::new().name(format!("batches {at}")).spawn(work);
-            spawned.map_err(|error| Failure::new(format!("no thread for batches: {error}")))?;
+            spawned.map_err(|error| Failure::new(format!("cannot start the batch thread: {error}")))?;
             Ok(receiver)
         };
         let receivers = (0..THREADS).map(thread).collect::<Result<_, Failure>>()?;
@@ -58,7 +58,7 @@ impl Batches {
     pub(crate) fn take(&mut self) -> Result<Batch, Failure> {
         let begun = Instant::now();
         let receiver = &self.receivers[(self.next % THREADS) as usize];
-        let batch = receiver.recv().unwrap_or_else(|_| Err(Failure::new("the thread that makes batches is gone")))?;
+        let batch = receiver.recv().unwrap_or_else(|_| Err(Failure::new("the batch thread ended")))?;
         self.waited += begun.elapsed();
         self.next += 1;
         Ok(batch)

@@ -136,7 +136,7 @@ pub fn load<B: Backend>(
         let view = tensors.tensor(name).or_else(|_| tensors.tensor(older));
         let view = view.map_err(|_| damaged(&file, &format!("{name} is missing")))?;
         if view.shape() != [size] || view.dtype() != Dtype::F32 {
-            return Err(damaged(&file, &format!("{name} is not {size} values of f32")));
+            return Err(damaged(&file, &format!("{name} does not have {size} f32 values")));
         }
         let chunks = view.data().chunks_exact(4);
         let values: Vec<f32> = chunks.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
@@ -154,5 +154,5 @@ pub fn load<B: Backend>(
 
 fn damaged(file: &Path, reason: &str) -> Failure {
     let folder = file.parent().unwrap_or(file).display();
-    Failure::new(format!("{}: {reason}; remove {folder} to go on from the checkpoint before", file.display()))
+    Failure::new(format!("{}: {reason}; remove {folder} to resume from the checkpoint before it", file.display()))
 }

@@ -94,14 +94,14 @@ impl TrainingRun {
         state.recipe = change(state.recipe)?;
         let moved = |failure: Failure| {
             Failure::new(format!(
-                "{failure}; if it was moved, say so: --resume --set source=PATH or --set tokenizer=PATH"
+                "{failure}; if it was moved, give its new path: --resume --set source=PATH or --set tokenizer=PATH"
             ))
         };
         let origin = Origin::of(&state.recipe, state.origin.as_ref()).map_err(moved)?;
         let changes = state.origin.as_ref().map_or_else(Vec::new, |then| then.changes(&origin));
         if !changes.is_empty() && !allow_changed_data {
             let (shown, changes) = (out.display(), changes.join("; "));
-            return Err(Failure::new(format!("{shown}: {changes}; --allow-changed-data goes on all the same")));
+            return Err(Failure::new(format!("{shown}: {changes}; --allow-changed-data resumes anyway")));
         }
         Ok(Self::new(state.recipe.clone(), folder, Some(state), origin))
     }
@@ -201,7 +201,7 @@ impl OnBackend for TrainingRun {
             chart::draw_confusions(folder.path(), report)?;
         }
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
-            eprintln!("\non the test data, read once:\n\n{report}\n");
+            eprintln!("\ntest results:\n\n{report}\n");
         }
         let summary = session.summary();
         if finished {
@@ -234,7 +234,7 @@ fn prepare<B: Backend>(
     let figures_lack = state.step == recipe.training.steps && !folder.path().join(DONE).exists();
     if state.step >= recipe.training.steps && !figures_lack {
         let (shown, step) = (folder.path().display(), state.step);
-        return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
+        return Err(Failure::new(format!("{shown} is already at step {step}: raise --steps")));
     }
     let task = recipe.task_of(&folder.checkpoint(state.step), &mut watch)?;
     let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;

@@ -57,12 +57,12 @@ fn change(name: &str, then: Option<&Inputs>, now: Option<&Inputs>) -> Option<Str
         (Some(then), Some(now)) if then.sha256 == now.sha256 => None,
         (None, None) => None,
         (Some(then), Some(now)) if then.path == now.path => Some(format!(
-            "the {name} in {} is not what it was (sha256 {:.12}, now {:.12})",
+            "the {name} in {} changed (sha256 was {:.12}, is {:.12})",
             shown(Some(now)),
             then.sha256,
             now.sha256
         )),
-        _ => Some(format!("the {name} was {} and is now {}", shown(then), shown(now))),
+        _ => Some(format!("the {name} changed from {} to {}", shown(then), shown(now))),
     }
 }
 
@@ -84,7 +84,7 @@ mod tests {
         fs::write(&a, "two").expect("writable");
         let changes = then.changes(&of(&a));
         assert!(
-            changes.len() == 1 && changes[0].contains("a.txt") && changes[0].contains("is not what it was"),
+            changes.len() == 1 && changes[0].contains("a.txt") && changes[0].contains("changed (sha256 was"),
             "{changes:?}"
         );
         let changes = then.changes(&Origin::default());

@@ -128,7 +128,7 @@ impl<B: Backend> Session<B> {
                 let patience = self.training().patience;
                 let since = self.best.map_or(0, |best| best.without_improvement);
                 if patience > 0 && since >= patience && !last {
-                    let text = format!("no better validation in {patience}: training ends here, as patience asks");
+                    let text = format!("no improvement in {patience}: stopping early");
                     sink.tell(&Event::Warned { step, text })?;
                     self.stopped_early = true;
                     last = true;
@@ -185,9 +185,9 @@ impl<B: Backend> Session<B> {
         let (step, out) = (self.trainer.step(), self.folder.path().display());
         match step {
             0 => failure,
-            _ => {
-                Failure::new(format!("{failure}; saved at step {step}: go on with fireclay train --resume --out {out}"))
-            }
+            _ => Failure::new(format!(
+                "{failure}; saved at step {step}: resume with fireclay train --resume --out {out}"
+            )),
         }
     }
 
@@ -259,7 +259,7 @@ impl<B: Backend> Session<B> {
 
     fn diverged(&self, step: u64, loss: f64, gradient_norm: f64, learning_rate: f64) -> Failure {
         let kept = match self.folder.checkpoints().last() {
-            Some((_, path)) => format!("the last good checkpoint is {}", path.display()),
+            Some((_, path)) => format!("the last checkpoint before it is {}", path.display()),
             None => "there is no checkpoint yet".to_string(),
         };
         let cause = if loss.is_finite() {

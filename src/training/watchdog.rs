@@ -27,7 +27,9 @@ impl Watchdog {
         }
         self.warned = steps;
         let times = gradient_norm / usual;
-        Some(format!("the gradient norm is {gradient_norm:.2}, {times:.0} times the usual, at a loss of {loss:.4}"))
+        Some(format!(
+            "the gradient norm is {gradient_norm:.2}, {times:.0} times its recent level, at a loss of {loss:.4}"
+        ))
     }
 }
 

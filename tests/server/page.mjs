@@ -272,7 +272,7 @@ async function refusals() {
   await page.reload();
   await ready(page);
 
-  for (const [status, message] of [[429, "too many texts wait already"], [500, "the kiln broke"], [503, "still loading"]]) {
+  for (const [status, message] of [[429, "too many requests are waiting"], [500, "the kiln broke"], [503, "still loading"]]) {
     await refuse(page, status, { message });
     await say(page, "Two\nlines");
     await page.waitForSelector("#error:not([hidden])");

@@ -75,11 +75,11 @@ backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B
     let own = read(&model, row);
     assert_eq!(own.dims(), [1, 32]);
     read(&model.clone(), row);
-    refused("a cache of another model", || read(&other, row));
-    refused("of other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
+    refused("belongs to another model", || read(&other, row));
+    refused("or other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
     let mut copies = model.clone();
     copies.put_copies(Default::default());
-    refused("of other weights", || read(&copies, row));
+    refused("or other weights", || read(&copies, row));
     // Rows of another cache, whose numbers are others.
     let mut foreign = other.cache(64);
     let stranger = foreign.add_row();

@@ -364,7 +364,7 @@ fn metadata_becomes_the_config_of_the_hub() {
         (base().with("llama.attention.value_length", Key::U32(8)), ["llama.attention.value_length is 8", "16"]),
         (
             base().with("llama.attention.head_count", Key::I32s(vec![4, 2])),
-            ["llama.attention.head_count", "layer to layer"],
+            ["llama.attention.head_count", "differs between layers"],
         ),
         (scaled("su"), ["llama.rope.scaling.type is 'su'", "not supported"]),
         (scaled("longrope"), ["rope_factors_short.weight", "missing"]),
@@ -433,7 +433,7 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     // The last tensor's offset, upon the first, beside the grid and beyond the end.
     let name = b"blk.0.ffn_norm.weight";
     let at = whole.windows(name.len()).position(|window| window == name).expect("a tensor") + name.len() + 4 + 8 + 4;
-    assert!(edited(at, &0u64.to_le_bytes()).contains("lie upon each other"));
+    assert!(edited(at, &0u64.to_le_bytes()).contains("overlap"));
     assert!(edited(at, &8u64.to_le_bytes()).contains("no multiple of 32"));
     assert!(edited(at, &(1u64 << 40).to_le_bytes()).contains("truncated"));
     assert!(edited(at, &(u64::MAX - 31).to_le_bytes()).contains("damaged"));
@@ -541,7 +541,7 @@ fn every_command_takes_a_gguf_file_as_a_model() {
     let output = with_model("predict", &model, &["--text", "x"]);
     assert_refused(&output, 1, &["qwen2.gguf", "not trained on utterances"]);
     let output = with_model("generate", &folder("gguf"), &["--prompt", "x"]);
-    assert_refused(&output, 1, &["there is no config.json, but gpt2.gguf", "in place of its folder"]);
+    assert_refused(&output, 1, &["there is no config.json, but gpt2.gguf", "instead of its folder"]);
     let damaged = data.path().join("damaged.gguf");
     fs::write(&damaged, &fs::read(&model).expect("a file")[..5000]).expect("writable");
     assert_refused(&with_model("generate", &damaged, &["--prompt", "x"]), 1, &["damaged.gguf", "truncated"]);

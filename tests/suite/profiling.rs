@@ -72,7 +72,7 @@ backend_test!(a_profile_names_what_breaks_residency::<B>(device) {
     let of = |kind: VerdictKind| {
         found.iter().filter(|verdict| verdict.kind == kind).map(|verdict| verdict.text.clone()).collect::<Vec<_>>()
     };
-    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once a step: the references were asked for"]);
+    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once a step: kernels=reference is set"]);
     let copies = of(VerdictKind::Copies);
     assert!(
         copies.contains(&"512 B copied to the host once a step by feed_forward: peek".to_string()),

@@ -16,12 +16,12 @@ pub(super) fn document(mut record: Map<String, Value>, field: &str) -> Result<Op
     add_names(&record, "", &mut names);
     if let Some(kind) = kind {
         names.retain(|name| name != field);
-        return Err(format!("the field '{field}' is {kind}, no text; {}", others(names)));
+        return Err(format!("the field '{field}' is {kind}, not text; {}", others(names)));
     }
     let mut reason = lacks(field, names);
     let is_records = |value: &Value| value.as_array().is_some_and(|values| values.iter().any(Value::is_object));
     if let Some((name, _)) = record.iter().find(|(name, value)| is_plain(name) && is_records(value)) {
-        reason += &format!("; '{name}' holds objects, of which jq -c '.{name}[]' makes JSON lines");
+        reason += &format!("; '{name}' is an array of objects: make JSON lines with jq -c '.{name}[]'");
     }
     Err(reason)
 }
@@ -48,12 +48,12 @@ fn way<'a>(record: &Map<String, Value>, field: &'a str) -> Option<Vec<&'a str>> 
 
 /// That a field is not there, and which are.
 pub(super) fn lacks(field: &str, names: Vec<String>) -> String {
-    format!("has no text in the field '{field}' but {}: name one with --field NAME", list(names))
+    format!("has no field '{field}'; it has {}: name one with --field NAME", list(names))
 }
 
 /// The other fields of a record, one of which is no text.
 pub(super) fn others(names: Vec<String>) -> String {
-    format!("other fields: {}; name the text with --field NAME", list(names))
+    format!("other fields: {}; name the text field with --field NAME", list(names))
 }
 
 fn list(names: Vec<String>) -> String {

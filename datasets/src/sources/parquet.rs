@@ -38,7 +38,7 @@ pub(super) fn pieces(
         let ColumnReader::ByteArrayColumnReader(mut values) = group.get_column_reader(column).map_err(broken)? else {
             let kind = columns.column(column).physical_type();
             let others = (0..columns.num_columns()).map(name).filter(|other| other != field).collect();
-            let reason = format!("the column '{field}' is {kind}, no text; {}", field::others(others));
+            let reason = format!("the column '{field}' is {kind}, not text; {}", field::others(others));
             return Err(DataError::Refused { path: path.to_path_buf(), reason });
         };
         loop {

@@ -33,7 +33,7 @@ pub(super) struct NulByte(pub(super) usize);
 
 impl fmt::Display for NulByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "holds a NUL byte (byte {}), which no UTF-8 text does: is it UTF-16, or binary?", self.0)
+        write!(f, "holds a NUL byte (byte {}), so it is not UTF-8 text: is it UTF-16, or binary?", self.0)
     }
 }
 

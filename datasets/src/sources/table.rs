@@ -40,7 +40,7 @@ pub(super) fn pieces(
     while let Some(row) = rows.row()? {
         if row.len() != header.len() {
             let (found, wanted) = (row.len(), header.len());
-            return Err(rows.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+            return Err(rows.malformed(format!("has {found} fields, but the header names {wanted} columns")));
         }
         if row[column].is_empty() {
             continue;
@@ -90,7 +90,7 @@ impl<'a, R: Read> Rows<'a, R> {
         })?;
         match row.iter().next_back() {
             Some(last) if row.len() == 1 && *last == END[1..] => Ok(None),
-            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row does not end".into())),
+            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row is not closed".into())),
             _ => Ok(Some(row)),
         }
     }
@@ -146,5 +146,5 @@ impl<R: Read> Read for Kept<R> {
 
 /// That a row is too long.
 #[derive(Debug, thiserror::Error)]
-#[error("is longer than 64 MB: does a quoted field not end?")]
+#[error("is longer than 64 MB: is a quoted field not closed?")]
 struct TooLong;

@@ -262,7 +262,7 @@ fn what_is_malformed_is_named_with_its_place() {
             "d.csv",
             plain("id,text\n1,one\n2,\"two\n3,three\n"),
             "text",
-            &["d.csv, line 3: a quoted field of this row does not end"],
+            &["d.csv, line 3: a quoted field of this row is not closed"],
         ),
         ("e.csv", plain("text,text\na,b\n"), "text", &["e.csv, line 1: names two columns 'text'"]),
         ("f.csv", format!("id,text\n{row}\n1\n").into_bytes(), "text", &["f.csv, line 300003: has 1 fields"]),
@@ -371,5 +371,5 @@ fn a_record_that_does_not_end_is_refused_before_it_fills_the_memory() {
     let message = refused("[{\"text\": \"a\"},\n{\"text\": \"", Format::Json);
     assert_eq!(message, "x, line 2: element 2 of the array: is longer than 64 MB");
     let message = refused("text\na\n\"", Format::Table(b','));
-    assert_eq!(message, "x, line 3: is longer than 64 MB: does a quoted field not end?");
+    assert_eq!(message, "x, line 3: is longer than 64 MB: is a quoted field not closed?");
 }

@@ -55,7 +55,7 @@ pub(super) fn pieces(
             let cause = if may_cut {
                 "64 MB of it have no space or line break between words"
             } else {
-                "is longer than the 64 MB that this tokenizer can take in one piece: split it into files, or use JSON lines"
+                "has a word longer than 64 MB: split it into files, or use JSON lines"
             };
             return Err(DataError::Refused { path: path.to_path_buf(), reason: cause.to_string() });
         }

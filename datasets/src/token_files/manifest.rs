@@ -115,11 +115,11 @@ impl Manifest {
         let text = fs::read_to_string(&path).map_err(|error| DataError::Io { path: path.clone(), error })?;
         let refused = |reason: String| DataError::Refused { path: path.clone(), reason };
         let manifest: Self =
-            serde_json::from_str(&text).map_err(|error| refused(format!("says nothing of tokens: {error}")))?;
+            serde_json::from_str(&text).map_err(|error| refused(format!("not a manifest of tokens: {error}")))?;
         if manifest.version != VERSION || ![2, 4].contains(&manifest.width) {
             let (version, width) = (manifest.version, manifest.width);
             return Err(refused(format!(
-                "is of version {version}, {width} bytes a token: this program reads version {VERSION}"
+                "has version {version} and {width} bytes per token; this program reads version {VERSION}"
             )));
         }
         Ok(manifest)

@@ -47,7 +47,7 @@ impl TokenFiles {
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let manifest = Manifest::read(folder)?;
         if !manifest.complete {
-            let reason = "its tokens are not complete: `fireclay prepare` goes on with them".to_string();
+            let reason = "its tokens are incomplete: continue with `fireclay prepare`".to_string();
             return Err(DataError::Refused { path: folder.to_path_buf(), reason });
         }
         let open = |shards: &[manifest::ShardEntry]| {
@@ -76,7 +76,7 @@ impl TokenFiles {
         let path = self.folder.join(TOKENIZER);
         let tokenizer = Tokenizer::load(&path)?;
         if tokenizer.sha256()? != self.manifest.tokenizer_sha256 {
-            let reason = "is not the tokenizer that the tokens beside it were made with".to_string();
+            let reason = "is not the tokenizer that these tokens were made with".to_string();
             return Err(DataError::Refused { path, reason });
         }
         Ok(tokenizer)

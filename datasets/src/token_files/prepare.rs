@@ -68,7 +68,7 @@ pub fn prepare(
     fs::create_dir_all(folder).map_err(refused)?;
     let known = if TokenFiles::are_in(folder) { Some(Manifest::read(folder)?) } else { None };
     if known.is_none() && fs::read_dir(folder).map_err(refused)?.flatten().any(|entry| entry.file_name() != LOCK) {
-        let reason = "holds something else than tokens: choose another folder".to_string();
+        let reason = "holds something other than tokens: choose another folder".to_string();
         return Err(DataError::Refused { path: folder.to_path_buf(), reason });
     }
     let _lock = lock(folder)?;
@@ -246,7 +246,7 @@ fn lock(folder: &Path) -> Result<File, DataError> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
-            let reason = format!("another process writes {FILE} there: wait for it");
+            let reason = format!("another process is writing {FILE} there: wait for it");
             Err(DataError::Refused { path: folder.to_path_buf(), reason })
         }
         Err(TryLockError::Error(error)) => Err(DataError::Io { path, error }),

@@ -168,8 +168,8 @@ fn a_shard_that_is_damaged_cut_or_gone_is_named() {
     // Cut while it is read: what was opened before says so too.
     fs::File::options().write(true).open(&shard).expect("a shard").set_len(100).expect("shorter");
     let message = files.train.read(0, 1000).expect_err("cut").to_string();
-    assert!(message.contains("cut short while it was read"), "{message}");
-    assert!(refused().contains("bytes, and not"), "{}", refused());
+    assert!(message.contains("truncated while it was read"), "{message}");
+    assert!(refused().contains("bytes instead of"), "{}", refused());
     fs::remove_file(&shard).expect("there");
     assert!(refused().contains("train-00000.tokens: No such file"), "{}", refused());
 }
@@ -181,7 +181,7 @@ fn a_folder_of_something_else_is_left_alone() {
     fs::write(folder.path().join("text.txt"), texts.join("\n")).expect("writable");
     let source = TextSource::open(folder.path(), "text").expect("a folder");
     let message = prepare(&source, &tokenizer, folder.path(), SMALL, &mut go_on).expect_err("no").to_string();
-    assert!(message.contains("holds something else than tokens"), "{message}");
+    assert!(message.contains("holds something other than tokens"), "{message}");
     fs::write(folder.path().join("text.txt"), "").expect("writable");
     let message = prepare(&source, &tokenizer, &folder.path().join("new"), SMALL, &mut go_on).expect_err("no");
     assert!(message.to_string().contains("holds no text"), "{message}");

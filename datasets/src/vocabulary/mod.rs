@@ -266,7 +266,7 @@ mod tests {
         assert!(assumed.contains("'mars'") && assumed.contains("'default'"), "{assumed}");
         assert_eq!(tokenizer.encode("ab<end>a").expect("known text"), [2, 3, 0]);
         let (_, assumed) = Tokenizer::of_vocabulary(&vocabulary(None, &["a b"])).expect("a tokenizer");
-        assert!(assumed.expect("a warning").contains("names no pattern"));
+        assert!(assumed.expect("a warning").contains("names no pre-tokenizer pattern"));
         let (tokenizer, assumed) = Tokenizer::of_vocabulary(&vocabulary(Some("llama-bpe"), &["a b"])).expect("one");
         assert_eq!(assumed, None);
         assert_eq!(tokenizer.encode_prompt("ab").expect("known text"), [3, 2]);

@@ -76,11 +76,11 @@ impl Pattern {
         let (rules, assumed) = match (name, name.and_then(find)) {
             (_, Some(rules)) => (rules, None),
             (name, None) => {
-                let why = name.map_or("names no pattern that cuts text".into(), |name| {
-                    format!("cuts text by the pattern '{name}', which is not known")
+                let why = name.map_or("names no pre-tokenizer pattern".into(), |name| {
+                    format!("has the unknown pre-tokenizer pattern '{name}'")
                 });
                 let rules = find(DEFAULT).unwrap_or_default();
-                (rules, Some(format!("the tokenizer {why}: '{DEFAULT}' is assumed, and tokens may be others")))
+                (rules, Some(format!("the tokenizer {why}: assuming '{DEFAULT}', which may give other tokens")))
             }
         };
         let is = |names: &[&str]| name.is_some_and(|name| names.contains(&name));

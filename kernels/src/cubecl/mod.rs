@@ -61,7 +61,7 @@ pub(crate) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
 pub(crate) fn assert_reachable<R: CubeRuntime>(x: &CubeTensor<R>) {
     assert!(
         one_stream() || x.handle.stream == StreamId::current(),
-        "{}: a tensor of another thread, whose stream this one does not wait for: call `devices::configure` before any \
+        "{}: the tensor belongs to another thread's stream: call `devices::configure` before any \
          device is used",
         recorder::current()
     );
@@ -76,7 +76,7 @@ pub(crate) fn one_stream() -> bool {
 /// Panics, with the operation's name, unless 32 bits count as many elements.
 pub(crate) fn assert_addressable(length: usize) {
     let fits = u32::try_from(length).is_ok();
-    assert!(fits, "{}: a tensor of {length} elements is too large, kernels count 2^32 of them", recorder::current());
+    assert!(fits, "{}: a tensor of {length} elements is too large, kernels index up to 2^32", recorder::current());
 }
 
 /// A tensor as a kernel's argument, if it is there.

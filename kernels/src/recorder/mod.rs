@@ -85,7 +85,7 @@ pub enum RecorderError {
 impl Display for RecorderError {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Running => f.write_str("a recording runs already, and there is one at a time"),
+            Self::Running => f.write_str("a recording is already running"),
             Self::Device(reason) => write!(f, "the device cannot be recorded: {reason}"),
             Self::Cupti(reason) => write!(f, "CUPTI cannot record: {reason}"),
         }
@@ -469,7 +469,7 @@ where
 pub fn fell_back(op: &'static str, device: &str, reason: &str) {
     static WARNED: Mutex<Option<HashSet<[String; 3]>>> = Mutex::new(None);
     if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
-        eprintln!("warning: {op} has no kernel for this on {device}: {reason}");
+        eprintln!("warning: {op} has no kernel for this case on {device}: {reason}");
     }
     told(|calls| count_fallback(calls, op, device, reason));
 }
@@ -504,7 +504,7 @@ fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {
 /// Counts that the open operation runs its reference because that was asked for.
 pub(crate) fn asked_for_reference() {
     if ON.load(Ordering::Relaxed) {
-        told(|calls| count_fallback(calls, current(), "", "the references were asked for"));
+        told(|calls| count_fallback(calls, current(), "", "kernels=reference is set"));
     }
 }
 

@@ -442,7 +442,7 @@ impl Display for Report {
         )?;
         for (what, transfers) in [("uploads", &self.uploads), ("reads", &self.reads)] {
             for Transfers { part, op, count, bytes: moved } in transfers {
-                writeln!(f, "told of {what}: {count}, {} by {part} {op}", bytes(*moved))?;
+                writeln!(f, "{what}: {count}, {} by {part} {op}", bytes(*moved))?;
             }
         }
 

@@ -102,7 +102,7 @@ impl<B: Backend> Cache<B> {
     pub(crate) fn assert_of(&self, weights: Weights) {
         assert!(
             self.weights == weights,
-            "a cache of another model, or of other weights: make one with `Transformer::cache`"
+            "the cache belongs to another model or other weights: make one with `Transformer::cache`"
         );
     }
 

@@ -154,7 +154,7 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         if let Some(quantization) = fields.get("quantization_config") {
             let method = quantization["quant_method"].as_str().unwrap_or("unknown");
             return Err(ConfigError(format!(
-                "config.json: quantization_config: weights that are quantized as '{method}' are not supported"
+                "config.json: quantization_config: quantization method '{method}' is not supported"
             )));
         }
         fields.refuse(&[("is_encoder_decoder", json!(false)), ("use_mrope", json!(false))])?;
@@ -351,7 +351,7 @@ impl Fields<'_> {
         }
         // Among the windows of layers it would stand for none.
         if window == Some(0) {
-            return Err(ConfigError("config.json: sliding_window is 0, and a window has one key at least".into()));
+            return Err(ConfigError("config.json: sliding_window is 0; it must be at least 1".into()));
         }
         // As many as a config may have, which is checked later.
         let n_layers = n_layers.min(1 << 14);
@@ -388,7 +388,7 @@ impl Fields<'_> {
             let same =
                 |value: &Value| value == allowed || value.as_f64().is_some_and(|value| allowed.as_f64() == Some(value));
             if let Some(value) = self.get(name).filter(|value| !same(value)) {
-                return Err(ConfigError(format!("config.json: {name} is {value}, and only {allowed} is supported")));
+                return Err(ConfigError(format!("config.json: {name} is {value}; only {allowed} is supported")));
             }
         }
         Ok(())

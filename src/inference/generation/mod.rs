@@ -83,15 +83,13 @@ impl GenerationOptions {
     pub fn validate(&self) -> Result<(), Failure> {
         if !(self.temperature as f32).is_finite() || self.temperature < 0.0 {
             let asked = self.temperature;
-            return Err(Failure::usage(format!(
-                "--temperature {asked:e} must be 0 or above, and a number that f32 holds"
-            )));
+            return Err(Failure::usage(format!("--temperature {asked:e} must be 0 or above, and finite in f32")));
         }
         if self.top_k == Some(0) {
-            return Err(Failure::usage("--top-k 0 leaves nothing to draw from"));
+            return Err(Failure::usage("--top-k must be 1 or more"));
         }
         if let Some(top_p) = self.top_p.filter(|top_p| !(*top_p > 0.0 && *top_p <= 1.0)) {
-            return Err(Failure::usage(format!("--top-p {top_p} must be above 0, and 1 at the most")));
+            return Err(Failure::usage(format!("--top-p {top_p} must be above 0 and at most 1")));
         }
         if let Some(min_p) = self.min_p.filter(|min_p| !(0.0..=1.0).contains(min_p)) {
             return Err(Failure::usage(format!("--min-p {min_p} must be 0 to 1")));
@@ -99,14 +97,14 @@ impl GenerationOptions {
         let Penalties { repetition, presence, frequency } = self.penalties;
         if !((repetition as f32).is_finite() && repetition as f32 > 0.0) {
             return Err(Failure::usage(format!(
-                "--repetition-penalty {repetition:e} must be above 0; 1 takes nothing"
+                "--repetition-penalty {repetition:e} must be above 0; 1 is no penalty"
             )));
         }
         if [presence, frequency].iter().any(|penalty| !(*penalty as f32).is_finite()) {
-            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be numbers that f32 holds"));
+            return Err(Failure::usage("--presence-penalty and --frequency-penalty must be finite in f32"));
         }
         if self.max_tokens == Some(0) {
-            return Err(Failure::usage("--max-tokens 0 asks for nothing"));
+            return Err(Failure::usage("--max-tokens must be 1 or more"));
         }
         Ok(())
     }
@@ -197,7 +195,7 @@ impl<B: Backend> Generator<B> {
             CachePrecision::Int8 if head_dim.is_multiple_of(columns) => self.model = self.model.with_int8_cache(),
             CachePrecision::Int8 => {
                 return Err(Failure::new(format!(
-                    "a cache of INT8 is for heads of a multiple of {columns} elements; this model's have {head_dim}: leave out \
+                    "an INT8 cache needs head_dim to be a multiple of {columns}; this model's is {head_dim}: leave out \
                      --cache-dtype"
                 )));
             }
@@ -248,7 +246,7 @@ impl<B: Backend> Generator<B> {
         options.validate()?;
         let tokens = self.tokenizer.encode_prompt(prompt)?;
         if tokens.is_empty() {
-            return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
+            return Err(Failure::usage("the prompt is empty: the model needs at least one token"));
         }
         assert_known(&tokens, self.model.config().vocab_size, &self.tokenizer)?;
         let context = self.model.config().context_length;
@@ -262,7 +260,7 @@ impl<B: Backend> Generator<B> {
         }
         if max_tokens > room && kept_tokens(self.model.config()).is_none() {
             return Err(Failure::new(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {context}: \
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the model's context is {context}: \
                  shorten the prompt, or set --max-tokens to {room} at the most"
             )));
         }
@@ -643,7 +641,7 @@ impl<S: FnMut(GenerationEvent<'_>)> OnBackend for GenerationRun<S> {
         }
         match refused {
             0 => Ok(()),
-            _ => Err(Failure::new(format!("{refused} of {} prompts could not be gone on from", self.prompts.len()))),
+            _ => Err(Failure::new(format!("{refused} of {} prompts failed", self.prompts.len()))),
         }
     }
 }

@@ -86,7 +86,7 @@ impl Counts {
         within(parts, GRAMMAR_PARTS, "definitions and brackets")?;
         let complement = |rest: &str| rest.trim_start().starts_with(|next: char| !next.is_ascii_digit());
         if grammar.split('~').skip(1).any(complement) {
-            within(repeats(grammar), REPEATS, "repeats beside a complement")?;
+            within(repeats(grammar), REPEATS, "repeats next to a complement")?;
         }
         for (at, mark) in grammar.match_indices("%json") {
             let mut values = serde_json::Deserializer::from_str(&grammar[at + mark.len()..]).into_iter::<Value>();
@@ -119,7 +119,7 @@ impl Counts {
 fn within(count: usize, most: usize, what: &str) -> Result<(), Failure> {
     match count <= most {
         true => Ok(()),
-        false => Err(Failure::usage(format!("it is too large: {most} {what} are allowed"))),
+        false => Err(Failure::usage(format!("it is too large: at most {most} {what} are allowed"))),
     }
 }
 
@@ -194,7 +194,7 @@ impl<'a> SchemaWalk<'a, '_> {
         match depth <= DEPTH {
             true => Ok(()),
             false => Err(Failure::usage(format!(
-                "it is too deep: {DEPTH} schemas within each other are allowed, those behind references included"
+                "it is nested too deeply: at most {DEPTH} levels of schemas are allowed, references included"
             ))),
         }
     }
@@ -213,7 +213,7 @@ fn repeats(text: &str) -> usize {
 
 fn not_too_low(number: &Value) -> Result<(), Failure> {
     match number.as_f64().is_some_and(|number| number < LEAST) {
-        true => Err(Failure::usage(format!("{number} is too low: numbers from {LEAST} are followed"))),
+        true => Err(Failure::usage(format!("{number} is too low: the minimum is {LEAST}"))),
         false => Ok(()),
     }
 }

@@ -112,7 +112,7 @@ impl Grammar {
                 let choices: Vec<String> = choices.iter().map(quoted).collect();
                 Ok(format!("{name}: CHOICE\nCHOICE: {}\n", choices.join(" | ")))
             }
-            Self::Lark(_) | Self::Calls { .. } => Err(Failure::usage("it cannot stand beside calls of tools")),
+            Self::Lark(_) | Self::Calls { .. } => Err(Failure::usage("it cannot be combined with tool calls")),
         }
     }
 }
@@ -231,10 +231,10 @@ fn told(reason: &str) -> Failure {
     const LIMIT: [&str; 7] = ["too big", "too large", "too many", "fuel", "limit", "level exceeded", "too complex"];
     let reason = reason.split("\n<").next().unwrap_or_default().trim();
     if reason.starts_with("panic") || reason.is_empty() {
-        return Failure::usage("no grammar can be made of it");
+        return Failure::usage("it cannot be compiled to a grammar");
     }
     if LIMIT.iter().any(|mark| reason.contains(mark)) {
-        return Failure::usage("it is too large: its grammar grows beyond what is computed for a request");
+        return Failure::usage("it is too large: its grammar exceeds the limit of a request");
     }
     let end = (0..=REASON_BYTES.min(reason.len())).rev().find(|end| reason.is_char_boundary(*end)).unwrap_or(0);
     Failure::usage(format!("{}{}", &reason[..end], if end < reason.len() { ".." } else { "" }))
@@ -629,7 +629,7 @@ mod tests {
             ("at 3(1): no rule\n<non-verbose/>", "at 3(1): no rule"),
             (
                 "panic: index out of bounds\n<backtrace>\n 0: rust_begin_unwind\n</backtrace>",
-                "no grammar can be made of it",
+                "it cannot be compiled to a grammar",
             ),
             ("initial lexer configuration (grammar) too big (limit for this grammar: 3)", "it is too large"),
         ] {

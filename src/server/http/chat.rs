@@ -71,7 +71,7 @@ pub(super) async fn task(
         let taken = Taken { stop: settings.stop.clone(), calls, parallel_calls, prompts: Vec::new(), nothing: false };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         if !fields.flag("add_generation_prompt", true)? {
-            return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
+            return Err(fields.wrong("add_generation_prompt", "true: the model always answers"));
         }
         if fields.strings("modalities", 4)?.iter().any(|kind| kind != "text") {
             return Err(fields.wrong("modalities", "[\"text\"]"));
@@ -93,16 +93,15 @@ pub(super) async fn task(
 pub(super) fn conversation(served: &ServedGenerator, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
     // What is wrong with the template comes before what it lacks.
     if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
-        return Err(ApiError::request(format!("this model cannot converse: {failure}")));
+        return Err(ApiError::request(format!("this model cannot chat: {failure}")));
     }
     let tools = Tools::read(served, fields)?;
     let dialogue = dialogue(fields, &tools)?;
     bounded("messages", &read_texts(&dialogue), served.context, served.longest_token)?;
-    let template = served.template.as_ref().ok_or_else(|| {
-        ApiError::request(
-            "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
-        )
-    })?;
+    let template = served
+        .template
+        .as_ref()
+        .ok_or_else(|| ApiError::request("this model has no chat template: use /v1/completions"))?;
     let tokens = template.tokens(&dialogue, &served.tokenizer);
     Ok((tokens.map_err(|failure| ApiError::param("messages", failure.to_string()))?, dialogue, tools))
 }
@@ -167,12 +166,12 @@ impl Tools {
             }
         };
         if required && offered.is_empty() {
-            return Err(ApiError::param("tool_choice", "tool_choice asks for a call, and there are no tools"));
+            return Err(ApiError::param("tool_choice", "tool_choice requires a call, but there are no tools"));
         }
         if !offered.is_empty() && served.tool_style.is_none() {
             return Err(ApiError::param(
                 "tools",
-                "this model's chat template knows no tools, or spells calls in a way that is not known here",
+                "this model's chat template has no tools, or an unsupported format of calls",
             ));
         }
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
@@ -196,11 +195,11 @@ impl Tools {
                 ("tools".to_string(), false, None)
             }
             Some(Constraint { field, .. }) if self.required => {
-                let message = format!("an answer that is a call has no {field}");
+                let message = format!("{field} cannot be combined with a required tool call");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar: Grammar::Lark(_) }) => {
-                let message = format!("{field} cannot stand beside tools: it needs tool_choice \"none\"");
+                let message = format!("{field} cannot be combined with tools: it needs tool_choice \"none\"");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar }) => (field, several, Some(Box::new(grammar))),
@@ -252,7 +251,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
                 let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
                 match part.string("type")? {
                     Some("text") => Ok(part.string("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
-                    _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
+                    _ => Err(part.wrong("type", "\"text\": this model accepts text only")),
                 }
             };
             parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>()?.concat()

@@ -45,7 +45,7 @@ impl Constraint {
         let first = found.next();
         match (&first, found.next()) {
             (Some(Self { field: one, .. }), Some(Self { field: two, .. })) => {
-                let message = format!("{one} and {two} each keep the text to something: ask for one of them");
+                let message = format!("{one} and {two} cannot be combined: use one of them");
                 Err(ApiError::param(two, message))
             }
             _ => Ok(first),
@@ -67,7 +67,7 @@ impl Constraint {
             }
         };
         compiled.map_err(|_| ApiError::stopping())?.map_err(|failure| match failure.exit_code() {
-            2 => ApiError::param(&field, format!("{field} cannot be followed: {failure}")),
+            2 => ApiError::param(&field, format!("{field} is not supported: {failure}")),
             _ => ApiError::server(failure.to_string()),
         })
     }
@@ -106,7 +106,7 @@ fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Resu
     if let Some(text) = filled(grammar)? {
         if is_gbnf(&text) {
             let name = given.name(grammar);
-            let message = format!("{name} looks like GBNF (`root ::= ..`); it has to be in Lark's form (`start: ..`)");
+            let message = format!("{name} looks like GBNF (`root ::= ..`); it must be a Lark grammar (`start: ..`)");
             return Err(ApiError::param(&name, message));
         }
         found.push((given.name(grammar), Grammar::Lark(text)));

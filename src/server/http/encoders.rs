@@ -78,7 +78,7 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     named(&shared, &fields)?;
     if !encoder(&shared)?.predicts {
         return Err(ApiError::request(
-            "this model was not trained on utterances: it says nothing of intents and slots",
+            "this model was not trained on utterances: it does not predict intents and slots",
         ));
     }
     let texts = fields.strings("input", TEXTS)?;
@@ -101,8 +101,8 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
 pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
-        Some(Served::Generator(_)) => Err(ApiError::request("this model writes: it is no encoder")),
-        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        Some(Served::Generator(_)) => Err(ApiError::request("this model generates text: it is not an encoder")),
+        None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
@@ -146,7 +146,7 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
     };
     match texts.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
         Some(text) => {
-            let message = format!("a text has {} tokens; the model reads 1 to {}", text.len(), encoder.context);
+            let message = format!("an input has {} tokens; the model accepts 1 to {}", text.len(), encoder.context);
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
         None => Ok(texts),

@@ -49,7 +49,7 @@ impl ApiError {
 
     /// There is no room in the queue.
     pub(super) fn busy(retry_after: u64) -> Self {
-        let message = "too many texts wait already: try again later";
+        let message = "too many requests are waiting: try again later";
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         Self { retry_after: Some(retry_after), ..error }.with_code("queue_full")
     }
@@ -65,7 +65,7 @@ impl ApiError {
     }
 
     pub(in crate::server) fn too_slow() -> Self {
-        let message = "the answer took longer than the server allows";
+        let message = "the answer exceeded the server's time limit";
         Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", message).with_code("timeout")
     }
 

@@ -40,7 +40,7 @@ impl Fields {
             .map_err(|error| ApiError::request(format!("the body is not valid JSON: {error}")))?;
         match value {
             Value::Object(values) => Ok(Self { values, asked: RefCell::default(), path: String::new() }),
-            other => Err(ApiError::request(format!("the body has to be a JSON object, not {}", kind(&other)))),
+            other => Err(ApiError::request(format!("the body must be a JSON object, not {}", kind(&other)))),
         }
     }
 
@@ -55,7 +55,7 @@ impl Fields {
             Value::Object(values) => {
                 Ok(Self { values: values.clone(), asked: RefCell::default(), path: format!("{path}.") })
             }
-            other => Err(ApiError::param(path, format!("{path} has to be an object, not {}", kind(other)))),
+            other => Err(ApiError::param(path, format!("{path} must be an object, not {}", kind(other)))),
         }
     }
 
@@ -107,7 +107,7 @@ impl Fields {
             None => "is missing".to_string(),
             Some(value) => format!("is {}", kind(value)),
         };
-        ApiError::param(name.clone(), format!("{name} has to be {wanted}, and {found}"))
+        ApiError::param(name.clone(), format!("{name} must be {wanted}, but {found}"))
     }
 
     /// A number.

@@ -36,7 +36,7 @@ pub(super) fn tokens(
     suffix: &str,
 ) -> Result<Vec<u32>, ApiError> {
     let Some([before, behind, middle]) = marks(&served.tokenizer) else {
-        let message = "suffix is for models that fill in the middle, and this one's tokenizer has no tokens for it";
+        let message = "suffix is for fill-in-the-middle models, but this model's tokenizer has no tokens for it";
         return Err(ApiError::param("suffix", message));
     };
     let (spelling, begins) = spelling.of_part();

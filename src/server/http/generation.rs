@@ -47,8 +47,8 @@ pub(super) struct Streams;
 pub(super) fn writer(shared: &Shared) -> Result<&ServedGenerator, ApiError> {
     match shared.served.get() {
         Some(Served::Generator(writer)) => Ok(writer),
-        Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not write")),
-        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not generate text")),
+        None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
 
 pub(super) fn unknown_model(shared: &Shared, name: &str) -> ApiError {
     let served = &shared.options.name;
-    let error = ApiError::param("model", format!("there is no model {name:?} here; there is {served:?}"));
+    let error = ApiError::param("model", format!("model {name:?} is not served here; {served:?} is"));
     error.with_status(StatusCode::NOT_FOUND).with_code("model_not_found")
 }
 
@@ -89,7 +89,7 @@ impl Settings {
     pub(super) fn read(shared: &Shared, fields: &Fields, vocabulary: usize) -> Result<Self, ApiError> {
         fields.refuse(&UNSUPPORTED)?;
         if !fields.flag("skip_special_tokens", true)? {
-            return Err(fields.wrong("skip_special_tokens", "true: answers have no special tokens"));
+            return Err(fields.wrong("skip_special_tokens", "true: answers never contain special tokens"));
         }
         let most = shared.options.limits.request;
         let time = fields.number("timeout", 0.001..=most.as_secs_f64())?.map_or(most, Duration::from_secs_f64);
@@ -98,7 +98,7 @@ impl Settings {
         let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
         let top_p = fields.number("top_p", 0.0..=1.0)?;
         if top_p == Some(0.0) {
-            return Err(fields.wrong("top_p", "above 0, and 1 at the most"));
+            return Err(fields.wrong("top_p", "above 0 and at most 1"));
         }
         // Other servers take 0 and -1 for all.
         let top_k = match fields.integer("top_k")? {
@@ -126,7 +126,7 @@ impl Settings {
         let stream = fields.flag("stream", false)?;
         let stream_options = fields.object("stream_options")?;
         if stream_options.is_some() && !stream {
-            return Err(ApiError::param("stream_options", "stream_options are for answers with stream: true"));
+            return Err(ApiError::param("stream_options", "stream_options needs stream: true"));
         }
         Ok(Self {
             options,
@@ -149,7 +149,10 @@ fn biases(fields: &Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, ApiErro
     let biases = biases.into_values();
     let name = fields.name("logit_bias");
     if biases.len() > BIASES {
-        return Err(ApiError::param(name, format!("logit_bias has {} tokens; {BIASES} are allowed", biases.len())));
+        return Err(ApiError::param(
+            name,
+            format!("logit_bias has {} tokens; at most {BIASES} are allowed", biases.len()),
+        ));
     }
     let bias = |(token, by): (String, Value)| {
         let id = token.parse::<u32>().ok().filter(|id| (*id as usize) < vocabulary);
@@ -158,7 +161,7 @@ fn biases(fields: &Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>, ApiErro
         let by = by.map(|by| if by == -100.0 { FORBIDDEN } else { by as f32 });
         id.zip(by).ok_or_else(|| {
             let wanted = format!("tokens from 0 to {} and numbers from -100 to 100", vocabulary - 1);
-            ApiError::param(&name, format!("logit_bias has to hold {wanted}, and token {token:?} is none of them"))
+            ApiError::param(&name, format!("logit_bias must hold {wanted}, but token {token:?} is not"))
         })
     };
     biases.into_iter().map(bias).collect()
@@ -191,17 +194,19 @@ impl Prompts {
         for length in self.prompts.iter().map(Vec::len) {
             let room = served.context.saturating_sub(length);
             if length == 0 {
-                return Err(ApiError::param(self.field, "the prompt is empty: the model needs a token to begin from"));
+                return Err(ApiError::param(self.field, "the prompt is empty: the model needs at least one token"));
             }
             if room == 0 || self.max_tokens.is_some_and(|more| more > room) {
-                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and {more} are to follow"));
-                let message =
-                    format!("the prompt has {length} tokens{asked}, but there is room for {} in all", served.context);
+                let asked = self.max_tokens.map_or(String::new(), |more| format!(" and max_tokens is {more}"));
+                let message = format!(
+                    "the prompt has {length} tokens{asked}, but prompt and answer together may have {}",
+                    served.context
+                );
                 return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
             }
         }
         if count > TEXTS {
-            let message = format!("{count} sequences are asked for; {TEXTS} are allowed in a request");
+            let message = format!("the request asks for {count} sequences; at most {TEXTS} are allowed");
             return Err(ApiError::param("n", message));
         }
         Ok(())
@@ -536,7 +541,7 @@ pub(super) fn warn_unknown_fields(shared: &Shared, caller: &Record, fields: &Fie
     if shared.options.strict
         && let Some(field) = unknown.first()
     {
-        return Err(ApiError::param(field.clone(), format!("{field:?} is unknown here")));
+        return Err(ApiError::param(field.clone(), format!("{field:?} is unknown")));
     }
     if !unknown.is_empty() {
         caller.unknown(unknown);
@@ -588,8 +593,7 @@ pub(super) async fn run_blocking<T: Send + 'static>(
 pub(super) fn bounded(field: &str, text: &str, context: usize, longest_token: usize) -> Result<(), ApiError> {
     let most = context.saturating_mul(longest_token.max(1));
     if text.len() > most {
-        let message =
-            format!("{field} has {} bytes, and more tokens than the {context} that there is room for", text.len());
+        let message = format!("{field} has {} bytes, which is more than {context} tokens", text.len());
         return Err(ApiError::param(field, message).with_code("context_length_exceeded"));
     }
     Ok(())

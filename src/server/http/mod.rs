@@ -115,7 +115,7 @@ async fn nothing_there(request: Request) -> ApiError {
 
 async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
-    let error = ApiError::request(format!("{path} does not answer {method}"));
+    let error = ApiError::request(format!("{path} does not support {method}"));
     error.with_status(StatusCode::METHOD_NOT_ALLOWED).with_code("method_not_allowed")
 }
 
@@ -168,7 +168,7 @@ fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) ->
     let options = &shared.options;
     // A page from elsewhere whose name was made to point here: its requests have that name.
     if shared.keys.is_empty() && options.host.is_loopback() && !options.insecure && !is_local(headers) {
-        let error = ApiError::request("this server answers requests to this machine only; --insecure lets others in");
+        let error = ApiError::request("this server answers requests to this machine only; --insecure allows others");
         return Err(error.with_status(StatusCode::FORBIDDEN).with_code("wrong_host"));
     }
     let mut key = None;
@@ -179,12 +179,12 @@ fn allowed(shared: &Shared, method: &Method, path: &str, headers: &HeaderMap) ->
         let refused = |message: &str| {
             ApiError::request(message).with_status(StatusCode::UNAUTHORIZED).with_code("invalid_api_key")
         };
-        let given = bearer.ok_or_else(|| refused("an API key is needed: `Authorization: Bearer KEY`"))?;
-        key = Some(shared.keys.find(given).ok_or_else(|| refused("the API key is not right"))?);
+        let given = bearer.ok_or_else(|| refused("missing API key: send `Authorization: Bearer KEY`"))?;
+        key = Some(shared.keys.find(given).ok_or_else(|| refused("invalid API key"))?);
     }
     if method == Method::POST && path.starts_with("/v1/") {
         match shared.phase() {
-            Phase::Loading => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+            Phase::Loading => return Err(ApiError::unavailable("the model is loading").with_code("loading")),
             Phase::Draining(_) | Phase::Stopped => return Err(ApiError::stopping()),
             Phase::Ready => {}
         }
@@ -213,19 +213,19 @@ async fn body(shared: &Shared, request: Request) -> Result<Fields, ApiError> {
     let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     // A page from elsewhere cannot send this one without asking.
     if !kind.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json")) {
-        let error = ApiError::request("the body has to be JSON: `Content-Type: application/json`");
+        let error = ApiError::request("the body must be JSON: `Content-Type: application/json`");
         return Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
     }
     let most = shared.options.limits.body_bytes;
     let read = tokio::time::timeout(BODY_TIME, whole(body, most)).await;
-    let late = ApiError::request("the body took too long to come").with_status(StatusCode::REQUEST_TIMEOUT);
+    let late = ApiError::request("the body took too long to arrive").with_status(StatusCode::REQUEST_TIMEOUT);
     let bytes = read.map_err(|_| late)??;
     let coding = parts.headers.get(header::CONTENT_ENCODING).map_or("", |value| value.to_str().unwrap_or("?"));
     match coding.trim().to_ascii_lowercase().as_str() {
         "" | "identity" => Fields::parse(&bytes),
         "gzip" | "x-gzip" => Fields::parse(&unzipped(&bytes, most)?),
         other => {
-            let error = ApiError::request(format!("a body is sent as it is, or as gzip, and not as {other}"));
+            let error = ApiError::request(format!("the body's encoding must be identity or gzip, not {other}"));
             Err(error.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE))
         }
     }

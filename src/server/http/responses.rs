@@ -76,17 +76,17 @@ fn own_name(error: ApiError) -> ApiError {
 fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Value>), ApiError> {
     fields.refuse(&UNSUPPORTED)?;
     if let Some(field) = KEPT.into_iter().find(|field| fields.get(field).is_some()) {
-        let message = format!("{field} is not supported: nothing is kept here; send in input what was said before");
+        let message = format!("{field} is not supported: responses are not stored; send the conversation in input");
         return Err(ApiError::param(field, message));
     }
     if let Some((field, own)) = RENAMED.into_iter().find(|(field, _)| fields.get(field).is_some()) {
-        return Err(ApiError::param(field, format!("{field} is a field of chats: responses have {own}")));
+        return Err(ApiError::param(field, format!("{field} is a field of chat completions: responses have {own}")));
     }
     fields.flag("store", true)?;
     // Of tools of the server's own, of which there are none.
     fields.count("max_tool_calls", 1..=usize::MAX)?;
     if fields.string("truncation")?.is_some_and(|truncation| truncation != "disabled") {
-        return Err(fields.wrong("truncation", "\"disabled\": nothing that was said is left out here"));
+        return Err(fields.wrong("truncation", "\"disabled\": the conversation is never truncated"));
     }
     let metadata = fields.object("metadata")?.map_or_else(Map::new, Fields::into_values);
     if metadata.len() > METADATA || !metadata.values().all(Value::is_string) {
@@ -143,7 +143,7 @@ fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Va
 fn format(fields: &Fields) -> Result<Option<Value>, ApiError> {
     let Some(text) = fields.object("text")? else { return Ok(None) };
     if text.string("verbosity")?.is_some_and(|verbosity| verbosity != "medium") {
-        return Err(text.wrong("verbosity", "\"medium\": this model knows no other"));
+        return Err(text.wrong("verbosity", "\"medium\": this model supports no other"));
     }
     Ok(text.object("format")?.map(|format| Value::Object(format.into_values())))
 }
@@ -173,7 +173,7 @@ fn variables(
     for summary in ["summary", "generate_summary"] {
         // As much as there is, which is none.
         if reasoning.string(summary)?.is_some_and(|kind| kind != "auto") {
-            return Err(reasoning.wrong(summary, "\"auto\" or left out: what a model thinks is not summed up"));
+            return Err(reasoning.wrong(summary, "\"auto\" or left out: reasoning summaries are not supported"));
         }
     }
     let Some(effort) = reasoning.string("effort")? else { return Ok(variables) };
@@ -186,7 +186,7 @@ fn variables(
     } else if knows("enable_thinking") {
         variables.entry("enable_thinking").or_insert((effort != "none").into());
     } else if effort != "none" {
-        return Err(reasoning.wrong("effort", "\"none\" or left out: this model's chat template has no word for it"));
+        return Err(reasoning.wrong("effort", "\"none\" or left out: this model's chat template does not support it"));
     }
     Ok(variables)
 }
@@ -286,7 +286,7 @@ impl Said {
                 self.thought = thought.filter(|thought| !thought.is_empty());
             }
             Some("item_reference") => {
-                let message = "an item cannot be referred to: nothing is kept here; send the item itself";
+                let message = "item references are not supported: responses are not stored; send the item itself";
                 return Err(ApiError::param(item.name("type"), message));
             }
             Some(_) => {
@@ -341,7 +341,7 @@ fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
                     Some("refusal") => "refusal",
                     _ => {
                         return Err(
-                            part.wrong("type", "\"input_text\" or \"output_text\": this model reads nothing else")
+                            part.wrong("type", "\"input_text\" or \"output_text\": this model accepts text only")
                         );
                     }
                 };

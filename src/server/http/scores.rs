@@ -140,6 +140,6 @@ fn fits(encoder: &ServedEncoder, tokens: usize) -> Result<(), ApiError> {
     if (1..=encoder.context).contains(&tokens) {
         return Ok(());
     }
-    let message = format!("the texts have {tokens} tokens; the model reads 1 to {}", encoder.context);
+    let message = format!("the inputs have {tokens} tokens; the model accepts 1 to {}", encoder.context);
     Err(ApiError::request(message).with_code("context_length_exceeded"))
 }

@@ -66,7 +66,7 @@ pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response,
         let tokens = match fields.string("prompt")? {
             Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
             None if fields.get("messages").is_some() => conversation(served, &fields)?.0,
-            None => return Err(fields.wrong("prompt", "a string, or messages have to be there")),
+            None => return Err(fields.wrong("prompt", "a string, or give messages")),
         };
         warn_unknown_fields(&work, &record, &fields)?;
         let spelled: Value = match strings {
@@ -108,7 +108,7 @@ pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response
             (&served.tokenizer, template, served.stop_tokens.clone(), served.context)
         }
         Some(Served::Encoder(served)) => (&served.tokenizer, None, Vec::new(), served.context),
-        None => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        None => return Err(ApiError::unavailable("the model is loading").with_code("loading")),
     };
     let name = |token: Option<u32>| token.and_then(|token| tokenizer.token(token));
     let begin = begins(tokenizer);

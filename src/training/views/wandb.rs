@@ -30,7 +30,7 @@ impl Wandb {
         let mut command = Command::new(&python);
         command.args(["-c", CLIENT]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut client = command.spawn().map_err(|error| {
-            Failure::new(format!("--wandb: {python}: {error}; its client needs Python, or PYTHON=PATH that says where"))
+            Failure::new(format!("--wandb: {python}: {error}; its client needs Python: install it, or set PYTHON=PATH"))
         })?;
         let (events, answers, errors) = (client.stdin.take(), client.stdout.take(), client.stderr.take());
         let mut run = Self { client, events, told: false };
@@ -46,7 +46,7 @@ impl Wandb {
         if asked.is_err() || answer.trim() != "ready" {
             let lines = errors.map(BufReader::new).into_iter().flat_map(|errors| errors.lines().map_while(Result::ok));
             let reason = lines.filter(|line| !line.trim().is_empty()).last().unwrap_or_else(|| "it ended".into());
-            return Err(Failure::new(format!("--wandb: the client of Weights & Biases did not begin: {reason}")));
+            return Err(Failure::new(format!("--wandb: the Weights & Biases client did not start: {reason}")));
         }
         // Read to the end, or a client that says much would wait for a reader.
         if let Some(errors) = errors {
@@ -69,7 +69,7 @@ impl Sink for Wandb {
             // Training goes on: its own files have everything.
             self.told = true;
             self.events = None;
-            eprintln!("the client of Weights & Biases has ended; the run goes on without it");
+            eprintln!("the Weights & Biases client ended; the run continues without it");
         }
         Ok(())
     }

@@ -63,7 +63,7 @@ impl<B: Backend> LayerCache<B> {
     /// Room for `pages` pages of `page_tokens` tokens each.
     ///
     /// # Panics
-    /// If `page_tokens` is no power of two, any of the sizes is zero, all of them together are beyond 32 bits, or heads are no
+    /// If `page_tokens` is not a power of two, any of the sizes is zero, all of them together are beyond 32 bits, or heads are no
     /// multiple of [`INT8_COLUMNS`](CacheDType::INT8_COLUMNS) where bytes are asked for.
     pub fn new(pages: usize, page_tokens: usize, heads: PackedHeads, dtype: CacheDType, device: &B::Device) -> Self {
         let op = "cached_attention";
@@ -71,7 +71,7 @@ impl<B: Backend> LayerCache<B> {
         let size = shape.iter().try_fold(1usize, |size, count| size.checked_mul(*count)).unwrap_or(0);
         let countable = size > 0 && u32::try_from(size).is_ok();
         assert!(countable, "{op}: no room for a cache of {shape:?}, of 1 to 2^32 elements");
-        assert!(page_tokens.is_power_of_two(), "{op}: pages of {page_tokens} tokens, no power of two");
+        assert!(page_tokens.is_power_of_two(), "{op}: pages of {page_tokens} tokens, not a power of two");
         let [keys, values] = [(); 2].map(|()| match dtype {
             CacheDType::Float(dtype) => {
                 assert_float(op, dtype);

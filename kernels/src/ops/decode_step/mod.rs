@@ -144,7 +144,7 @@ impl<B: DecodeStepOps> DecodePlan<B> {
     /// If there is not one cache for each block, or their sizes do not fit the model's.
     pub fn new(model: DecodeModel<B>, caches: &[LayerCache<B>]) -> Result<Self, Declined> {
         if reference_only() {
-            return Err(Declined::new("the references are asked for"));
+            return Err(Declined::new("kernels=reference is set"));
         }
         let planned = Checked::new(DecodePlanned { model: &model, caches });
         let cache_dims = caches.first().ok_or_else(|| Declined::new("there are no blocks"))?.dims();

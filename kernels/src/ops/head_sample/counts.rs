@@ -48,7 +48,7 @@ impl<B: Backend> TokenCounts<B> {
     /// If a token lies outside of the vocabulary, or there is no such line.
     pub fn begin(&mut self, line: usize, prompt: &[u32], written: &[u32], biases: &[(u32, f32)]) {
         let [lines, vocabulary] = self.prompt.dims();
-        assert!(line < lines, "head_sample: line {line} of {lines} texts");
+        assert!(line < lines, "head_sample: line {line} of {lines}");
         for (all, tokens) in [(&mut self.prompt, prompt), (&mut self.written, written)] {
             let mut counts = vec![0u32; vocabulary];
             for token in tokens {
@@ -68,7 +68,7 @@ impl<B: Backend> TokenCounts<B> {
     /// If a biased token lies outside of the vocabulary, there is no such line, or there are fewer bits than tokens.
     pub fn allow(&mut self, line: usize, allowed: &[u32], biases: &[(u32, f32)]) {
         let [lines, vocabulary] = self.bias.dims();
-        assert!(line < lines, "head_sample: line {line} of {lines} texts");
+        assert!(line < lines, "head_sample: line {line} of {lines}");
         let words = vocabulary.div_ceil(32);
         assert!(allowed.len() >= words, "head_sample: {} words of bits for {vocabulary} tokens", allowed.len());
         let device = self.bias.device();
@@ -258,12 +258,12 @@ impl<B: Backend> SampledRows<B> {
             Some(TokenCounts { prompt, written, bias }) => {
                 let texts = prompt.dims()[0];
                 let shape = [texts, vocabulary];
-                assert!(lines <= texts, "{op}: line {} of {texts} texts", lines.saturating_sub(1));
+                assert!(lines <= texts, "{op}: line {} of {texts}", lines.saturating_sub(1));
                 part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, beside);
-                part(op, "counts of written tokens", written).of(DType::F32).shaped(&shape, beside);
+                part(op, "counts of generated tokens", written).of(DType::F32).shaped(&shape, beside);
                 part(op, "biases", bias).of(DType::F32).shaped(&shape, beside);
             }
-            None => assert!(lines == 0, "{op}: line {} of no texts", lines.saturating_sub(1)),
+            None => assert!(lines == 0, "{op}: line {} without counts", lines.saturating_sub(1)),
         }
     }
 }

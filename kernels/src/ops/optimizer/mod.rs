@@ -83,17 +83,17 @@ impl<B: Backend> Operands for OptimizerStep<'_, B> {
                 assert!(dims == own, "{op}: {name} {dims:?} does not fit value {own:?}");
                 assert!(
                     Some(tensor.device()) == device,
-                    "{op}: {name} lies on {:?}, others on {device:?}",
+                    "{op}: {name} is on {:?}, others on {device:?}",
                     tensor.device()
                 );
                 match name {
                     "copy" => assert!(*copies.get_or_insert(dtype) == dtype, "{op}: all copies have one dtype"),
-                    name => assert!(dtype == DType::F32, "{op}: {name} is {dtype:?}, and has to be f32"),
+                    name => assert!(dtype == DType::F32, "{op}: {name} is {dtype:?} but must be f32"),
                 }
             }
         }
         let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-        assert!(copies.is_none_or(float), "{op}: copies are {copies:?}, and have to be f32, f16 or bf16");
+        assert!(copies.is_none_or(float), "{op}: copies are {copies:?} but must be f32, f16 or bf16");
     }
 }
 

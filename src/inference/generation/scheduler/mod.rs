@@ -316,7 +316,7 @@ impl<B: Backend> Scheduler<B> {
     /// If the model looks ahead, as encoders do, or an option is zero.
     pub fn new(model: &Transformer<B>, options: SchedulerOptions, device: B::Device) -> Self {
         let SchedulerOptions { rows, step_tokens, cache_tokens } = options;
-        assert!(rows > 0 && step_tokens > 0 && cache_tokens > 0, "a scheduler of nothing: {options:?}");
+        assert!(rows > 0 && step_tokens > 0 && cache_tokens > 0, "scheduler options must be positive: {options:?}");
         let config = model.config();
         let context = config.context_length;
         Self {
@@ -375,12 +375,12 @@ impl<B: Backend> Scheduler<B> {
         sampling.validate().map_err(|reason| Failure::usage(format!("a request with {reason}")))?;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
-            return Err(Failure::usage("a request needs a prompt of one token at least, and asks for one at least"));
+            return Err(Failure::usage("a request needs a prompt of at least one token and max_tokens of at least 1"));
         }
         let tokens = prompt.iter().chain(biases.iter().map(|(token, _)| token));
         if let Some(token) = tokens.max().filter(|token| **token as usize >= self.vocabulary) {
             let last = self.vocabulary - 1;
-            return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {last}")));
+            return Err(Failure::usage(format!("token {token} is outside the model's vocabulary, 0 to {last}")));
         }
         if top_logprobs.max(prompt_top_logprobs).is_some_and(|count| count > MAX_TOP_LOGPROBS) {
             return Err(Failure::usage(format!(
@@ -389,7 +389,7 @@ impl<B: Backend> Scheduler<B> {
         }
         if room == 0 || (*max_tokens > room && self.kept.is_none()) {
             return Err(Failure::usage(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the model's context is {}",
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the model's context is {}",
                 self.context
             )));
         }
@@ -398,7 +398,7 @@ impl<B: Backend> Scheduler<B> {
         if most.div_ceil(self.cache.page_tokens()) > pages {
             let held = pages * self.cache.page_tokens();
             return Err(Failure::usage(format!(
-                "the prompt has {length} tokens and {max_tokens} are to follow, but the cache holds {held}"
+                "the prompt has {length} tokens and max_tokens is {max_tokens}, but the cache holds {held}"
             )));
         }
         self.requests += 1;

@@ -78,7 +78,7 @@ fn step_of(state: &State) -> String {
 fn times(state: &State) -> String {
     let elapsed = duration(state.elapsed().as_secs_f64());
     match state.left() {
-        Some(left) => format!("{elapsed} gone, {} left", duration(left)),
+        Some(left) => format!("{elapsed} elapsed, {} left", duration(left)),
         None => format!("{elapsed} gone"),
     }
 }
@@ -106,7 +106,7 @@ fn draw_curves(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Some((values().reduce(f64::min)?, values().reduce(f64::max)?))
     };
     let (Some((left, right)), Some((low, high))) = (range(|point| point.0), range(|point| point.1)) else {
-        let text = Paragraph::new("the first step takes the longest: kernels are compiled").style(DIM);
+        let text = Paragraph::new("the first step compiles kernels and takes longest").style(DIM);
         frame.render_widget(text.block(block), area);
         return;
     };
@@ -164,7 +164,7 @@ fn draw_writing(frame: &mut Frame<'_>, area: Rect, state: &State) {
                 format!("{count:>4} x {expected} predicted as {predicted}")
             };
             let lines: Vec<String> = confusions.iter().map(line).collect();
-            (" intents most often taken for others ".to_string(), lines.join("\n"))
+            (" most frequent intent confusions ".to_string(), lines.join("\n"))
         }
     };
     // What a terminal would take for a command is no text.
@@ -178,9 +178,10 @@ fn draw_foot(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let warning = |text: &String| Line::styled(text.clone(), Style::new().fg(Color::Red));
     let mut lines: Vec<Line<'_>> = state.warnings.iter().map(warning).collect();
     lines.push(match state.stopping {
-        true => {
-            Line::styled("stopping after this step, and saving; once more to stop without", Style::new().fg(Color::Red))
-        }
+        true => Line::styled(
+            "stopping and saving after this step; press again to stop without saving",
+            Style::new().fg(Color::Red),
+        ),
         false => Line::styled("q stop and save   l log scale", DIM),
     });
     frame.render_widget(Paragraph::new(lines), area);

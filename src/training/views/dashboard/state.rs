@@ -29,7 +29,7 @@ impl About {
         let training = &record.recipe.training;
         let device = if record.device.is_empty() { String::new() } else { format!(" on {}", record.device) };
         let what = format!(
-            "{:.1}M parameters, {} x {} tokens a step, {}{device}",
+            "{:.1}M parameters, {} x {} tokens per step, {}{device}",
             record.parameters as f64 / 1e6,
             training.batch_size * training.accumulation,
             training.seq_length,

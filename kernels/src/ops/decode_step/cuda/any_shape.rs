@@ -309,7 +309,7 @@ fn with_pitch<R: CubeRuntime>(
     }
     let aligned = (own * x.dtype.size()).is_multiple_of(LOAD) || rows == 1;
     if strides[1] != 1 || !aligned || (*pitch != 0 && *pitch != own * in_element) {
-        return Err(Declined::new(format!("the rows of {name} lie in another way than the kernel reads them")));
+        return Err(Declined::new(format!("the rows of {name} have a layout that the kernel does not read")));
     }
     *pitch = own * in_element;
     Ok(x)

@@ -166,7 +166,7 @@ where
     let planned = planned.into_inner();
     let on_device = primitive(planned.model.final_norm.gamma.clone());
     if !cuda::takes(&on_device, Arch::Sm90) {
-        return Err(Declined::new("the device is none of compute capability 9.0"));
+        return Err(Declined::new("the device's compute capability is not 9.0"));
     }
     let made = cuda::in_context(&on_device, || {
         if let Ok((body, most_rows)) = width_1024::plan(&planned) {
@@ -179,7 +179,7 @@ where
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| eprintln!("note: decoding runs operation by operation, not in one launch a step: {reason}"));
+        TOLD.call_once(|| eprintln!("note: decoding runs one kernel per operation instead of one per step: {reason}"));
     }
     made
 }
@@ -263,11 +263,11 @@ fn launch_tried<R: CubeRuntime>(
             Err(error) => return Some(error.to_string()),
         };
         let error = words.get(AT_ERROR..AT_ERROR + 4)?;
-        error.iter().any(|byte| *byte != 0).then(|| "its blocks waited too long for each other".to_string())
+        error.iter().any(|byte| *byte != 0).then(|| "its blocks timed out waiting for each other".to_string())
     };
-    let works = cuda::works_without(state, kernel, "decoding runs operation by operation", probe, fault);
+    let works = cuda::works_without(state, kernel, "decoding runs one kernel per operation", probe, fault);
     if !works {
-        return Err(Declined::new("the kernel does not run here"));
+        return Err(Declined::new("the kernel failed its trial run"));
     }
     if !first {
         launch();
