@@ -1,8 +1,8 @@
-//! Tokens of the texts that runs learn from, kept in the user's cache folder: made once for a text and a tokenizer.
+//! Cache of tokenized data in the user's cache folder, one entry per data and tokenizer.
 //!
 //! ```text
-//! <cache>/fireclay/tokens/TEXT-HASH/      a folder of token files for each text and tokenizer
-//! <cache>/fireclay/inputs/HASH.json       how the files of a text looked, and their sha256
+//! <cache>/fireclay/tokens/TEXT-HASH/      token files of each data and tokenizer
+//! <cache>/fireclay/inputs/HASH.json       sizes, times and sha256 of the data's files
 //! ```
 
 use std::fs;
@@ -16,12 +16,12 @@ use crate::progress::Watch;
 use crate::recipe::schema::DataRecipe;
 use crate::run_folder::write_atomic;
 
-/// The tokens of the text in `path`, by `tokenizer`: those that were prepared, if it is a folder of them, else those in the cache,
-/// which are made where they are not there.
+/// The tokens of the data in `path` by `tokenizer`: prepared ones if it is a folder of them, else
+/// from the cache, which is filled if need be.
 ///
 /// # Errors
-/// If the text cannot be read, tokens that were prepared are by another tokenizer or hold out other documents, the cache cannot be
-/// written, or `watch` stops it.
+/// If the data cannot be read, prepared tokens have another tokenizer or holdout, the cache cannot
+/// be written, or `watch` stops it.
 pub(crate) fn tokens(
     path: &Path,
     tokenizer: &Tokenizer,
@@ -59,7 +59,7 @@ pub(crate) fn tokens(
     })
 }
 
-/// Where the tokens of a text are kept.
+/// The cache folder of some data.
 fn place(path: &Path, tokenizer: &Tokenizer, data: &DataRecipe) -> Result<PathBuf, Failure> {
     let full = fs::canonicalize(path).map_err(Failure::io(path))?;
     let name = full.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
@@ -79,7 +79,7 @@ fn cache() -> Result<PathBuf, Failure> {
     folder.ok_or_else(|| Failure::new("no cache folder for tokens: set XDG_CACHE_HOME"))
 }
 
-/// What is in `path`: files that look as they did when they were last read are not read again.
+/// The inputs of `path`. Files with unchanged size and time are not hashed again.
 ///
 /// # Errors
 /// If something cannot be read.
@@ -96,7 +96,7 @@ pub(crate) fn inputs(path: &Path, known: Option<&Inputs>) -> Result<Inputs, Fail
     let known = known.cloned().or_else(remembered);
     let inputs = Inputs::of(path, known.as_ref())?;
     if let Some(file) = file.filter(|_| known.as_ref() != Some(&inputs)) {
-        // What cannot be remembered is read again the next time.
+        // Without this record, it is read again next time.
         let _ = file.parent().map_or(Ok(()), fs::create_dir_all);
         let _ = write_atomic(&file, serde_json::to_string(&inputs).unwrap_or_default().as_bytes());
     }

@@ -1,4 +1,4 @@
-//! From a recipe to its data and its model.
+//! Resolves a recipe's data and model.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -14,14 +14,14 @@ use crate::progress::Watch;
 use crate::recipe::{ModelSizes, Recipe};
 
 impl Recipe {
-    /// Refuses a model that the task's data does not fit.
+    /// Checks that a model fits the task's data.
     pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
         self.suits_rows(config)?;
         task.sizes().fit(config)
     }
 
-    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
-    /// labels, else fresh ones.
+    /// The model in `folder`, with the task's heads: the folder's if they have the same labels,
+    /// else new ones.
     pub(crate) fn model_from<B: Backend>(
         &self,
         folder: &Path,
@@ -51,7 +51,7 @@ impl Recipe {
         })
     }
 
-    /// Reads the data, and makes its tokenizer.
+    /// Reads the data, and trains its tokenizer.
     ///
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
@@ -59,7 +59,7 @@ impl Recipe {
         self.task_watched(&mut |_, _| ControlFlow::Continue(()))
     }
 
-    /// As [`task`](Self::task), told of how far the making of tokens is.
+    /// [`task`](Self::task), reporting the progress of tokenization.
     ///
     /// # Errors
     /// As [`task`](Self::task), and if `watch` stops it.
@@ -67,10 +67,10 @@ impl Recipe {
         Task::begin(self, self.init_model()?, watch)
     }
 
-    /// The model to begin from.
+    /// The model to initialize from.
     ///
     /// # Errors
-    /// If there is one that cannot know the data's words.
+    /// If it cannot have the data's vocabulary.
     pub fn init_model(&self) -> Result<Option<&Path>, Failure> {
         match &self.init {
             Some(_) if self.data.source == "stories" => Err(Failure::usage(
@@ -80,15 +80,15 @@ impl Recipe {
         }
     }
 
-    /// Reads the data as the tokenizer and the labels in a model's folder have it.
+    /// Reads the data with the tokenizer and labels of a model folder.
     ///
     /// # Errors
-    /// As [`task_watched`](Self::task_watched), and if the tokenizer lacks something in the text.
+    /// As [`task_watched`](Self::task_watched), and if the tokenizer lacks a part of the text.
     pub fn task_of(&self, folder: &Path, watch: Watch<'_>) -> Result<Task, Failure> {
         Task::resume(self, folder, watch)
     }
 
-    /// With a model that has room for what the task's data holds.
+    /// With the sizes that the task's data needs.
     pub fn sized_for(mut self, task: &Task) -> Self {
         self.sizes = task.sizes();
         self

@@ -1,13 +1,13 @@
-//! What somebody should look at while a run goes on.
+//! Warns of anomalies during a run.
 
-/// Steps over which the usual gradient norm is taken.
+/// Steps over which the gradient norm is averaged.
 const USUAL: f64 = 50.0;
 /// Steps before the first warning, and between two.
 const PAUSE: u64 = 100;
-/// Times the usual from which on a gradient norm is no longer noise.
+/// Factor above the average from which a gradient norm counts as an anomaly.
 const SPIKE: f64 = 10.0;
 
-/// Looks at each step's figures.
+/// Checks each step's figures.
 #[derive(Default)]
 pub(crate) struct Watchdog {
     /// Running mean of the gradient norm.
@@ -17,7 +17,7 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// A warning, if these figures deserve one.
+    /// A warning, if these figures call for one.
     pub(crate) fn look(&mut self, loss: f64, gradient_norm: f64) -> Option<String> {
         let (usual, steps) = (self.usual, self.steps);
         self.steps += 1;

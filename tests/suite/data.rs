@@ -173,7 +173,7 @@ fn text_that_is_none_is_refused_with_its_place() {
     assert_refused(
         &run("c.jsonl", b"{\"title\": \"a\"}"),
         1,
-        &["c.jsonl, line 1", "field 'text' but title", "--field NAME"],
+        &["c.jsonl, line 1", "no field 'text'; it has title", "--field NAME"],
     );
     assert_refused(&run("d.parquet", b"PAR1"), 1, &["d.parquet", "is not Parquet"]);
     assert_refused(&run("e.gz", b"no"), 1, &["e.gz"]);
@@ -213,7 +213,7 @@ fn every_command_that_asks_for_a_field_takes_it() {
             }
             command.output().expect("the program starts")
         };
-        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "but meta.body", "--field NAME"]);
+        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "it has meta.body", "--field NAME"]);
         let output = command(&["--field", "meta.body"]);
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     }

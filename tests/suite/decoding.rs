@@ -163,7 +163,7 @@ backend_test!(a_cache_of_int8_is_refused_where_heads_do_not_fit_it::<B>(device) 
     let tokenizer = Tokenizer::train(TokenizerKind::Char, "a potter")?;
     let refused = Generator::new(model, tokenizer, device).with_cache(CachePrecision::Int8).err().expect("heads of 6");
     let message = refused.to_string();
-    assert!(message.contains("this model's have 6") && message.contains("--cache-dtype"), "{message}");
+    assert!(message.contains("this model's is 6") && message.contains("--cache-dtype"), "{message}");
 });
 
 backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {

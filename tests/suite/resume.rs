@@ -199,7 +199,7 @@ fn one_process_at_a_time_trains_in_a_folder() {
     child.wait().expect("it ends");
     let told = String::from_utf8_lossy(&second.stderr).into_owned();
     assert_eq!(second.status.code(), Some(1), "{told}");
-    assert!(told.contains("another process trains in") && told.lines().count() == 1, "{told}");
+    assert!(told.contains("another process is training in") && told.lines().count() == 1, "{told}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! One file of tokens.
+//! A file of tokens.
 //!
 //! ```text
 //!   0 ..   8   FCTOKENS
@@ -33,7 +33,7 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// Opens a shard, and checks that it is what the manifest says.
+    /// Opens a shard and checks it against the manifest.
     pub(super) fn open(folder: &Path, entry: &ShardEntry, manifest: &Manifest) -> Result<Self, DataError> {
         let path = folder.join(&entry.file);
         let refused = |error| DataError::Io { path: path.clone(), error };
@@ -131,7 +131,7 @@ fn written_header(manifest: &Manifest, tokens: u64, crc32: u32) -> Result<[u8; H
     Ok(header)
 }
 
-/// A shard being written, beside its place until it is whole.
+/// A shard being written, under a temporary name.
 pub(super) struct ShardWriter {
     name: String,
     beside: PathBuf,
@@ -143,7 +143,7 @@ pub(super) struct ShardWriter {
 }
 
 impl ShardWriter {
-    /// Begins the shard `name` of a folder.
+    /// Starts the shard `name` of a folder.
     pub(super) fn new(folder: &Path, name: String, width: usize) -> Result<Self, DataError> {
         let (place, beside) = (folder.join(&name), folder.join(format!("{name}.partial")));
         let file = File::create(&beside).and_then(|mut file| {
@@ -170,7 +170,7 @@ impl ShardWriter {
         self.file.write_all(&bytes).map_err(|error| DataError::Io { path: self.beside.clone(), error })
     }
 
-    /// Puts the whole shard in its place.
+    /// Renames the complete shard to its name.
     pub(super) fn finish(self, manifest: &Manifest) -> Result<ShardEntry, DataError> {
         let Self { name, beside, place, mut file, hash, tokens, .. } = self;
         let crc32 = hash.finalize();

@@ -1,4 +1,4 @@
-//! `/v1/embeddings` and `/v1/utterances`: what an encoder makes of texts.
+//! `/v1/embeddings` and `/v1/utterances`, for encoders.
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
-/// Texts of a request, as OpenAI has it.
+/// Maximum inputs of a request, as at OpenAI.
 pub(super) const TEXTS: usize = 2048;
 
 pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -61,8 +61,8 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// The first numbers of an embedding, at length one again: for models that were trained so that
-/// these say most (Kusupati et al., 2022, "Matryoshka Representation Learning").
+/// The first elements of an embedding, normalized: for models trained for it (Kusupati et al.,
+/// 2022, "Matryoshka Representation Learning").
 fn shortened(mut embedding: Vec<f32>, dimensions: usize) -> Vec<f32> {
     if dimensions < embedding.len() {
         embedding.truncate(dimensions);
@@ -106,7 +106,7 @@ pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     }
 }
 
-/// Has the device do a job.
+/// Runs a job on the device.
 pub(super) async fn ask<T>(
     shared: &Shared,
     caller: &Caller,
@@ -120,7 +120,7 @@ pub(super) async fn ask<T>(
     Ok(answer.map_err(|_| ApiError::stopping())??)
 }
 
-/// The texts of `input`, each a string or tokens.
+/// The inputs, each a string or tokens.
 fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
     let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", encoder.vocabulary);
     let wrong = || fields.wrong("input", &wanted);
