@@ -7,7 +7,7 @@ use fireclay_kernels::recorder::read_back;
 use crate::failure::Failure;
 
 /// Tells a recording what was read.
-pub(crate) fn told<E>(data: Result<TensorData, E>) -> Result<TensorData, E> {
+pub(crate) fn recorded<E>(data: Result<TensorData, E>) -> Result<TensorData, E> {
     data.inspect(|data| read_back(data.bytes.len()))
 }
 
@@ -17,6 +17,6 @@ pub(crate) fn read_scalars<B: Backend>(scalars: Vec<Tensor<B, 1>>) -> Result<Vec
         return Ok(Vec::new());
     }
     let data = Tensor::cat(scalars, 0).cast(DType::F32).try_into_data();
-    let data = told(data).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
+    let data = recorded(data).map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
     Ok(data.iter::<f64>().collect())
 }

@@ -166,12 +166,12 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
             .build();
-        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(told)?;
+        tokenizer.train(&mut TrainerWrapper::from(trainer), lines).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
     pub(crate) fn from_json(json: &Value) -> Result<Self, DataError> {
-        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(told)
+        tokenizers::Tokenizer::from_bytes(json.to_string()).map(Self).map_err(tokenizer_error)
     }
 
     /// A tokenizer as `settings`, a `tokenizer.json`, say but for its model and the tokens that are
@@ -179,7 +179,7 @@ impl Tokenizer {
     pub(crate) fn from_parts(settings: &Value, model: BPE, added: Vec<AddedToken>) -> Result<Self, DataError> {
         let Self(mut tokenizer) = Self::from_json(settings)?;
         tokenizer.with_model(model);
-        tokenizer.add_tokens(added).map_err(told)?;
+        tokenizer.add_tokens(added).map_err(tokenizer_error)?;
         Ok(Self(tokenizer))
     }
 
@@ -201,7 +201,7 @@ impl Tokenizer {
     /// # Errors
     /// If the file system refuses.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
-        let text = self.0.to_string(true).map_err(told)?;
+        let text = self.0.to_string(true).map_err(tokenizer_error)?;
         let beside = path.with_extension("partial");
         let written = fs::write(&beside, text)
             .and_then(|()| File::open(&beside)?.sync_all())
@@ -281,7 +281,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot be written.
     pub fn sha256(&self) -> Result<String, DataError> {
-        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(told)?)))
+        Ok(hex(&Sha256::digest(self.0.to_string(false).map_err(tokenizer_error)?)))
     }
 
     /// The tokens of a text that a model is to go on from: with those before and behind it that the tokenizer's own
@@ -372,7 +372,7 @@ impl Tokenizer {
                 return Err(DataError::Tokenizer(reason.into()));
             }
             let mut marked = self.0.clone();
-            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+            marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
             let marked = Self(marked);
             let id = marked.token_id(&mark.to_string());
             let (ids, types) = marked.encode_pair(&one, &other)?;
@@ -396,7 +396,7 @@ impl Tokenizer {
 
     fn encode_marked(&self, text: &str, mark: char, as_prompt: bool) -> Result<Vec<u32>, DataError> {
         let mut marked = self.0.clone();
-        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(told)?;
+        marked.add_special_tokens([AddedToken::from(mark.to_string(), true)]).map_err(tokenizer_error)?;
         let marked = Self(marked);
         let id = marked.token_id(&mark.to_string());
         let tokens = if as_prompt { marked.encode_prompt(text)? } else { marked.encode(text)? };
@@ -462,7 +462,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer's decoder refuses them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        self.0.decode(tokens, true).map_err(told)
+        self.0.decode(tokens, true).map_err(tokenizer_error)
     }
 }
 
@@ -475,7 +475,7 @@ const TRAINED_ON: u64 = 1 << 30;
 /// Bytes of a text from which on all cores encode it.
 const LONG: usize = 64 << 10;
 
-fn told(error: tokenizers::Error) -> DataError {
+fn tokenizer_error(error: tokenizers::Error) -> DataError {
     DataError::Tokenizer(error.to_string())
 }
 

@@ -59,7 +59,7 @@ pub use ops::attention::{
 pub use ops::cached_attention::{CacheDType, CachedRow, CachedTokens, LayerCache, Placement, cached_attention};
 pub use ops::collective::{Rank, all_reduce};
 pub use ops::decode_step::{
-    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Predicted, StepDraw, StepsAhead, decode_step,
+    Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, MultiStep, Predicted, StepDraw, decode_step,
 };
 pub use ops::download::{Download, download_float, download_int};
 pub use ops::dropout::{Dropout, dropout};

@@ -56,5 +56,5 @@ pub use linear::{Adapter, Linear};
 pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
-pub use transformer::{Hidden, NextTokens, Tokens, TokensAhead, Transformer};
+pub use transformer::{Hidden, MultiStepTokens, NextTokens, Tokens, Transformer};
 pub use weights::{MatrixDtype, ModelFolder, StoredValues, f32_chunks};

@@ -9,8 +9,8 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    F32Products, Format, HeadLossOptions, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows, Sampling,
-    StepDraw, StepsAhead, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
+    F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows,
+    Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
     head_sample_logits, linear, norm, reshape,
 };
 
@@ -97,9 +97,9 @@ pub struct NextTokens<B: Backend> {
     pub prompt_states: Option<Tensor<B, 2>>,
 }
 
-/// Tokens that follow each other in each row: see [`tokens_ahead`](Transformer::tokens_ahead).
+/// Tokens that follow each other in each row: see [`decode_multi_step`](Transformer::decode_multi_step).
 #[derive(Clone, Debug)]
-pub struct TokensAhead<B: Backend> {
+pub struct MultiStepTokens<B: Backend> {
     /// `[steps, rows]`.
     pub tokens: Tensor<B, 2, Int>,
     /// Those of the last step, `[rows]`, which were not read yet.
@@ -367,7 +367,7 @@ impl<B: Backend> Transformer<B> {
         prefill: &[(RowId, &[u32])],
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
-        self.step_drawing(decode, prefill, (None, StepsAhead::one()), false, cache)
+        self.step_drawing(decode, prefill, (None, MultiStep::one()), false, cache)
     }
 
     /// [`step`](Self::step), and a token for each row as [`sample`](Self::sample) draws it: in one launch where the backend has one for
@@ -413,7 +413,7 @@ impl<B: Backend> Transformer<B> {
     ) -> NextTokens<B> {
         let greedy = rows.are_greedy();
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
-        let mut hidden = self.step_drawing(decode, prefill, (draw, StepsAhead::one()), prompt_states, cache);
+        let mut hidden = self.step_drawing(decode, prefill, (draw, MultiStep::one()), prompt_states, cache);
         let prompt_states = hidden.of_prompts.take();
         let (tokens, logits) = match hidden.predicted {
             Some(Predicted { logits, next, drawn, .. }) if drawn || greedy => {
@@ -431,29 +431,29 @@ impl<B: Backend> Transformer<B> {
     ///
     /// # Panics
     /// As [`next_tokens`](Self::next_tokens) does.
-    pub fn tokens_ahead(
+    pub fn decode_multi_step(
         &self,
         tokens: Tensor<B, 1, Int>,
         decoding: &[RowId],
-        most: StepsAhead<'_, B>,
+        most: MultiStep<'_, B>,
         rows: &SampledRows<B>,
         mut counts: Option<&mut TokenCounts<B>>,
         cache: &mut Cache<B>,
-    ) -> TokensAhead<B> {
+    ) -> MultiStepTokens<B> {
         let greedy = rows.are_greedy();
         // A launch that leaves at once has no logits to draw from.
-        let ends = most.ends.filter(|_| cache.goes_ahead(decoding.len(), !greedy));
-        let ahead = StepsAhead { steps: cache.whole_steps(decoding, !greedy, most.steps), ends };
+        let stop_tokens = most.stop_tokens.filter(|_| cache.supports_multi_step(decoding.len(), !greedy));
+        let ahead = MultiStep { steps: cache.whole_steps(decoding, !greedy, most.steps), stop_tokens };
         let draw = (!greedy).then_some(StepDraw { rows, counts: counts.as_deref_mut() });
         let hidden = self.step_drawing(Some((tokens, decoding)), &[], (draw, ahead), false, cache);
         match hidden.predicted {
             Some(Predicted { tokens, next, drawn, .. }) if drawn || greedy => {
                 assert_rows(rows, &next);
-                TokensAhead { tokens, last: next }
+                MultiStepTokens { tokens, last: next }
             }
             predicted => {
                 let last = self.sample(Hidden { predicted, ..hidden }, rows, counts, cache);
-                TokensAhead { tokens: last.clone().reshape([1, decoding.len()]), last }
+                MultiStepTokens { tokens: last.clone().reshape([1, decoding.len()]), last }
             }
         }
     }
@@ -463,7 +463,7 @@ impl<B: Backend> Transformer<B> {
         &self,
         decode: Option<(Tensor<B, 1, Int>, &[RowId])>,
         prefill: &[(RowId, &[u32])],
-        (draw, ahead): (Option<StepDraw<'_, B>>, StepsAhead<'_, B>),
+        (draw, ahead): (Option<StepDraw<'_, B>>, MultiStep<'_, B>),
         prompt_states: bool,
         cache: &mut Cache<B>,
     ) -> Hidden<B> {
@@ -509,12 +509,12 @@ impl<B: Backend> Transformer<B> {
         if count == rows.len() {
             return Hidden { of_prompts, ..self.normalised(x).into() };
         }
-        let ends = rows.iter().scan(0, |end, (_, tokens)| {
+        let stop_tokens = rows.iter().scan(0, |end, (_, tokens)| {
             *end += tokens;
             Some(*end as i32 - 1)
         });
         // In one axis first: what is uploaded as a matrix may have gaps behind a row.
-        let last = TensorData::new(ends.collect::<Vec<i32>>(), [rows.len()]);
+        let last = TensorData::new(stop_tokens.collect::<Vec<i32>>(), [rows.len()]);
         let last = Tensor::<B, 1, Int>::from_data(last, &device).reshape([1, rows.len()]);
         let last = embed(x, last, self.activations);
         Hidden { of_prompts, ..self.normalised(reshape(last, [rows.len(), self.config.d_model])).into() }
@@ -531,8 +531,8 @@ impl<B: Backend> Transformer<B> {
     ) -> Hidden<B> {
         let rows: Vec<RowId> = decoding.iter().chain(prefill.iter().map(|(row, _)| row)).copied().collect();
         let first = self.decode(tokens, decoding, cache);
-        let second = self.step_drawing(None, prefill, (None, StepsAhead::one()), prompt_states, cache);
-        cache.pass_was_of(rows);
+        let second = self.step_drawing(None, prefill, (None, MultiStep::one()), prompt_states, cache);
+        cache.join_passes(rows);
         Hidden { of_prompts: second.of_prompts, ..Tensor::cat(vec![first.states, second.states], 0).into() }
     }
 

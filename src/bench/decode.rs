@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
-use fireclay_kernels::{Backend, Download, Format, SampledRow, SampledRows, Sampling, StepsAhead, download_int};
+use fireclay_kernels::{Backend, Download, Format, MultiStep, SampledRow, SampledRows, Sampling, download_int};
 use fireclay_model::{PAGE_TOKENS, RowId, Transformer};
 
 use super::sizes::decoder;
@@ -207,8 +207,8 @@ pub(super) fn decode<B: Backend>(
                 begun = Instant::now();
             }
             let most = if step < BEFORE { BEFORE - step } else { BEFORE + TIMED - step };
-            let most = StepsAhead { steps: most, ends: None };
-            let ahead = model.tokens_ahead(next, &rows, most, &sampled, None, &mut cache);
+            let most = MultiStep { steps: most, stop_tokens: None };
+            let ahead = model.decode_multi_step(next, &rows, most, &sampled, None, &mut cache);
             step += ahead.tokens.dims()[0];
             next = ahead.last;
             on_the_way.push_back(download_int(ahead.tokens));

@@ -195,9 +195,9 @@ fn serve<B: Backend>(
         scheduler.step(model)?;
         let now = Instant::now();
         let load = scheduler.load();
-        let running = load.reading + load.writing;
-        if load.waiting > 0 && load.pages_left == 0 && running < options.rows {
-            let held = (load.pages - load.pages_left).saturating_sub(running) * PAGE_TOKENS;
+        let running = load.prefilling + load.decoding;
+        if load.waiting > 0 && load.free_pages == 0 && running < options.rows {
+            let held = (load.pages - load.free_pages).saturating_sub(running) * PAGE_TOKENS;
             memory = memory.max(held as f64 / load.tokens as f64);
         }
         for written in scheduler.take() {

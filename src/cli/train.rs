@@ -369,7 +369,7 @@ fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
     }
     // A run that goes on has its weights.
     if !args.resume
-        && let Some(init) = recipe.begins_with()?
+        && let Some(init) = recipe.init_model()?
     {
         recipe.init = Some(fetched(init, args.run.backend())?);
     }

@@ -201,8 +201,8 @@ impl<B: Backend> Predictor<B> {
     }
 }
 
-/// Texts to be prediction, a few at a time.
-pub struct Texts {
+/// PredictionInput to be prediction, a few at a time.
+pub struct PredictionInput {
     /// What they are called in errors.
     name: String,
     reader: BufReader<Box<dyn Read + Send>>,
@@ -214,7 +214,7 @@ pub struct Texts {
 /// Lines that are prediction together at the most.
 const AT_ONCE: usize = 1024;
 
-impl Texts {
+impl PredictionInput {
     /// A single text.
     pub fn one(text: String) -> Self {
         Self { one: Some(text), ..Self::lines("text", std::io::empty()) }
@@ -254,12 +254,12 @@ impl Texts {
     }
 }
 
-/// Texts for a model folder, as work for any backend.
+/// PredictionInput for a model folder, as work for any backend.
 pub struct PredictionRun<S> {
     /// The model folder.
     pub model: PathBuf,
     /// The texts.
-    pub texts: Texts,
+    pub texts: PredictionInput,
     /// Dtype of activations.
     pub precision: Precision,
     /// Told of each text, in their order.

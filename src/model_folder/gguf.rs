@@ -52,11 +52,11 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
     let missing = |key: &str| Failure::new(format!("no tokenizer: {key} is missing"));
     let list = |name: &str| metadata.numbers(&format!("tokenizer.ggml.{name}"));
     let key = "tokenizer.ggml.model";
-    let model = match metadata.text(key)?.ok_or_else(|| missing(key))? {
+    let model = match metadata.string(key)?.ok_or_else(|| missing(key))? {
         "gpt2" => {
             let key = "tokenizer.ggml.merges";
-            let merges = metadata.texts(key)?.ok_or_else(|| missing(key))?.to_vec();
-            VocabularyModel::BytePairs { merges, pattern: metadata.text("tokenizer.ggml.pre")?.map(String::from) }
+            let merges = metadata.strings(key)?.ok_or_else(|| missing(key))?.to_vec();
+            VocabularyModel::BytePairs { merges, pattern: metadata.string("tokenizer.ggml.pre")?.map(String::from) }
         }
         "llama" => {
             let scores = list("scores")?.ok_or_else(|| missing("tokenizer.ggml.scores"))?.to_vec();
@@ -75,7 +75,7 @@ fn vocabulary(metadata: &GgufMetadata) -> Result<Vocabulary, Failure> {
         }
     };
     let key = "tokenizer.ggml.tokens";
-    let tokens = metadata.texts(key)?.ok_or_else(|| missing(key))?.to_vec();
+    let tokens = metadata.strings(key)?.ok_or_else(|| missing(key))?.to_vec();
     let kinds = match list("token_type")? {
         Some(kinds) => kinds.iter().map(|kind| TokenKind::of(*kind)).collect(),
         None => vec![TokenKind::Normal; tokens.len()],
@@ -112,13 +112,13 @@ pub(super) fn ends(metadata: &GgufMetadata) -> Result<Vec<u32>, Failure> {
 /// If one of them is no text.
 pub(super) fn templates(metadata: &GgufMetadata) -> Result<Templates, Failure> {
     let mut templates = Vec::new();
-    let alone = metadata.text(TEMPLATE)?.map(|text| ("default".to_string(), text.to_string()));
+    let alone = metadata.string(TEMPLATE)?.map(|text| ("default".to_string(), text.to_string()));
     templates.extend(alone);
-    for name in metadata.texts("tokenizer.chat_templates")?.unwrap_or_default() {
-        let further = metadata.text(&format!("{TEMPLATE}.{name}"))?;
+    for name in metadata.strings("tokenizer.chat_templates")?.unwrap_or_default() {
+        let further = metadata.string(&format!("{TEMPLATE}.{name}"))?;
         templates.extend(further.map(|text| (name.clone(), text.to_string())));
     }
-    let tokens = metadata.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
+    let tokens = metadata.strings("tokenizer.ggml.tokens")?.unwrap_or_default();
     let mut special = Map::new();
     for (name, key) in SPECIAL {
         let token = id(metadata, key)?.and_then(|id| tokens.get(id as usize));

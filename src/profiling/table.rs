@@ -123,7 +123,7 @@ impl Profile {
         if on_device {
             let (launches, waits) = (known(total.launches), known(total.synchronisations));
             write!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
-            match report.waits_beside {
+            match report.waits_while_busy {
                 beside if beside == 0 || total.synchronisations.is_none() => writeln!(f)?,
                 beside => writeln!(f, ", {} of which while it had more to do", number(beside as f64 / count))?,
             }

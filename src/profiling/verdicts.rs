@@ -169,7 +169,7 @@ struct Copying {
 
 /// Waits for the device that left it without work, as far as that is known.
 fn waits(report: &Report) -> Option<u64> {
-    report.total.synchronisations.map(|waits| waits.saturating_sub(report.waits_beside))
+    report.total.synchronisations.map(|waits| waits.saturating_sub(report.waits_while_busy))
 }
 
 /// Copies to the host that cost the device something: those within operations, and others that are waited for in each
@@ -180,7 +180,7 @@ fn to_host(profile: &Profile) -> Vec<Copying> {
         Some(_) => waits(report).unwrap_or(0),
         // The recording itself waited behind each operation, so that nothing could be read late.
         None if report.source == Source::Waits => 0,
-        None => report.reads.iter().map(|read| read.count).sum::<u64>().saturating_sub(report.waits_beside),
+        None => report.reads.iter().map(|read| read.count).sum::<u64>().saturating_sub(report.waits_while_busy),
     };
     let late = |times: u64, bytes: u64| times > 0 && waits < count && bytes < LATE * count;
     let found = match &report.timeline {

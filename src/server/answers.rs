@@ -7,13 +7,13 @@ use std::task::Poll;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, timeout_at};
 
-use super::engine::{NewTokens, TextEvent};
+use super::engine::{NewTokens, SequenceEvent};
 use super::http::error::ApiError;
 use super::log::Record;
-use super::served::ServedWriter;
+use super::served::ServedGenerator;
 use super::tools::{Calls, ToolCall, ToolCalls};
 use crate::inference::generation::Writer;
-use crate::inference::generation::scheduler::{Finish, WrittenToken};
+use crate::inference::generation::scheduler::{Finish, OutputToken};
 
 /// Why a text ended, in OpenAI's words.
 pub(super) type FinishReason = &'static str;
@@ -27,9 +27,9 @@ pub(super) struct Piece {
     pub(super) calls: Vec<ToolCall>,
     /// Tokens of the prompt, where their log-probabilities are asked for; they come before all
     /// others.
-    pub(super) prompt: Vec<WrittenToken>,
+    pub(super) prompt: Vec<OutputToken>,
     /// The tokens that came; those of `text`, but for what is held back or was.
-    pub(super) tokens: Vec<WrittenToken>,
+    pub(super) tokens: Vec<OutputToken>,
     pub(super) finish: Option<FinishReason>,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct Answers<'a> {
 }
 
 struct Choice<'a> {
-    events: UnboundedReceiver<TextEvent>,
+    events: UnboundedReceiver<SequenceEvent>,
     writer: Writer<'a>,
     calls: Option<ToolCalls>,
     called: usize,
@@ -70,9 +70,9 @@ struct Choice<'a> {
 
 impl<'a> Answers<'a> {
     pub(super) fn new(
-        served: &'a ServedWriter,
+        served: &'a ServedGenerator,
         taken: &'a Taken,
-        events: Vec<UnboundedReceiver<TextEvent>>,
+        events: Vec<UnboundedReceiver<SequenceEvent>>,
         deadline: Instant,
         record: Arc<Record>,
     ) -> Self {
@@ -137,7 +137,7 @@ impl<'a> Answers<'a> {
         }
     }
 
-    fn take(&mut self, at: usize, event: TextEvent) -> Result<Piece, ApiError> {
+    fn take(&mut self, at: usize, event: SequenceEvent) -> Result<Piece, ApiError> {
         let Some(mut choice) = self.choices[at].take() else { return Err(ApiError::stopping()) };
         let mut piece = Piece {
             choice: at,
@@ -149,7 +149,7 @@ impl<'a> Answers<'a> {
         };
         let mut stopped = None;
         match event {
-            TextEvent::Tokens(NewTokens { prompt, tokens, cached }) => {
+            SequenceEvent::Tokens(NewTokens { prompt, tokens, cached }) => {
                 self.cached += cached;
                 piece.prompt = prompt;
                 let mut count = 0;
@@ -171,7 +171,7 @@ impl<'a> Answers<'a> {
                 self.tokens += count;
                 self.record.written(count, &piece.text);
             }
-            TextEvent::Finished(finish) => {
+            SequenceEvent::Finished(finish) => {
                 stopped = Some(match finish {
                     Finish::End | Finish::Complete => "stop",
                     Finish::Length => "length",
@@ -183,8 +183,8 @@ impl<'a> Answers<'a> {
                     Finish::Filter => return Err(ApiError::grammar()),
                 });
             }
-            TextEvent::Failed(failure) => return Err(failure.into()),
-            TextEvent::Stopping => return Err(ApiError::stopping()),
+            SequenceEvent::Failed(failure) => return Err(failure.into()),
+            SequenceEvent::Stopping => return Err(ApiError::stopping()),
         }
         let Choice { events, writer, mut calls, mut called, most_calls } = choice;
         if let Some(taken) = &mut calls {

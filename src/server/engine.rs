@@ -11,14 +11,14 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
 use super::keys::Client;
-use super::served::{Served, ServedEncoder, ServedWriter};
+use super::served::{Served, ServedEncoder, ServedGenerator};
 use super::{Phase, Shared};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::embedding::Embedder;
 use crate::inference::generation::Generator;
 use crate::inference::generation::scheduler::{
-    Finish, Request, RequestId, Scheduler, TokenFilter, Written, WrittenToken,
+    Finish, OutputToken, Request, RequestId, RequestOutput, Scheduler, TokenFilter,
 };
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::inference::scoring::{Pair, ScoreHead};
@@ -37,7 +37,7 @@ const WARM_ROWS: usize = 128;
 /// What is asked of the device.
 pub(super) enum Job {
     /// A text.
-    Write(Box<WriteJob>),
+    Generate(Box<GenerateJob>),
     /// The embeddings of texts, as tokens.
     Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
     /// How well pairs of texts fit, by a model that has a head for it.
@@ -45,31 +45,31 @@ pub(super) enum Job {
     /// What texts ask for.
     Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
     /// A text that was preempted, and whoever waits for it.
-    Resume { id: RequestId, events: UnboundedSender<TextEvent> },
+    Resume { id: RequestId, events: UnboundedSender<SequenceEvent> },
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
 /// A text to be written.
-pub(super) struct WriteJob {
+pub(super) struct GenerateJob {
     pub(super) request: Request,
     pub(super) filter: Option<Box<dyn TokenFilter>>,
     /// Bounded by the tokens that are asked for.
-    pub(super) events: UnboundedSender<TextEvent>,
+    pub(super) events: UnboundedSender<SequenceEvent>,
 }
 
 /// More of a text.
 #[derive(Debug, Default)]
 pub(super) struct NewTokens {
     /// Those of its prompt, where their log-probabilities are asked for.
-    pub(super) prompt: Vec<WrittenToken>,
-    pub(super) tokens: Vec<WrittenToken>,
+    pub(super) prompt: Vec<OutputToken>,
+    pub(super) tokens: Vec<OutputToken>,
     /// Tokens of its prompt that the cache had.
     pub(super) cached: usize,
 }
 
 /// What becomes of a text.
-pub(super) enum TextEvent {
+pub(super) enum SequenceEvent {
     Tokens(NewTokens),
     Finished(Finish),
     /// It cannot be written: by the asker's fault, or not.
@@ -82,7 +82,7 @@ impl Job {
     /// Whether nobody waits for it.
     pub(super) fn is_abandoned(&self) -> bool {
         match self {
-            Self::Write(job) => job.events.is_closed(),
+            Self::Generate(job) => job.events.is_closed(),
             Self::Embed { reply, .. } => reply.is_closed(),
             Self::Score { reply, .. } => reply.is_closed(),
             Self::Predict { reply, .. } => reply.is_closed(),
@@ -154,21 +154,21 @@ impl<R: FnOnce()> Engine<R> {
             return Ok(());
         }
         let template = self.shared.options.chat_template.as_deref();
-        let served = ServedWriter::new(&generator, &self.model, template, context)?;
-        self.begin(Served::Writer(Box::new(served)));
+        let served = ServedGenerator::new(&generator, &self.model, template, context)?;
+        self.begin(Served::Generator(Box::new(served)));
         let Self { shared, ready, .. } = self;
         ready();
         let mut texts =
             Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
         let served = texts.serve(&generator);
-        let end = || served.clone().map_or_else(TextEvent::Failed, |()| TextEvent::Stopping);
+        let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
         // Whoever has gone needs no reason.
         for mut waiting in texts.jobs.into_values().chain(texts.preempted.into_values()) {
             waiting.send();
             drop(waiting.events.send(end()));
         }
         while let Some((_, job)) = shared.queue.pop() {
-            if let Job::Write(job) = job {
+            if let Job::Generate(job) = job {
                 drop(job.events.send(end()));
             }
         }
@@ -206,8 +206,8 @@ impl<R: FnOnce()> Engine<R> {
                         None => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
                     }
                 }
-                Some(Job::Write(job)) => {
-                    let _ = job.events.send(TextEvent::Failed(Failure::usage("an encoder does not write")));
+                Some(Job::Generate(job)) => {
+                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not write")));
                 }
                 // Nothing is preempted here.
                 Some(Job::Resume { .. }) => {}
@@ -247,7 +247,7 @@ struct Waiting {
     client: Client,
     /// Tokens of its prompt.
     prompt: usize,
-    events: UnboundedSender<TextEvent>,
+    events: UnboundedSender<SequenceEvent>,
     new: NewTokens,
     sent: Option<Instant>,
 }
@@ -256,7 +256,7 @@ impl Waiting {
     /// Sends what was written. Those that are closed end at the next step.
     fn send(&mut self) {
         if !self.new.tokens.is_empty() {
-            let _ = self.events.send(TextEvent::Tokens(std::mem::take(&mut self.new)));
+            let _ = self.events.send(SequenceEvent::Tokens(std::mem::take(&mut self.new)));
             self.sent = Some(Instant::now());
         }
     }
@@ -268,7 +268,7 @@ impl<B: Backend> Texts<'_, B> {
         loop {
             self.cancel_abandoned();
             self.share()?;
-            while self.jobs.len() < self.scheduler.texts_at_once()
+            while self.jobs.len() < self.scheduler.max_active()
                 && let Some((client, job)) = self.shared.queue.pop()
             {
                 self.begin(client, job);
@@ -329,15 +329,15 @@ impl<B: Backend> Texts<'_, B> {
 
     fn begin(&mut self, client: Client, job: Job) {
         match job {
-            Job::Write(job) => {
-                let WriteJob { request, filter, events } = *job;
+            Job::Generate(job) => {
+                let GenerateJob { request, filter, events } = *job;
                 let request = Request { client: client.number(), ..request };
                 let prompt = request.prompt.len();
                 match self.scheduler.add_filtered(request, filter) {
                     Ok(id) => drop(
                         self.jobs.insert(id, Waiting { client, prompt, events, new: NewTokens::default(), sent: None }),
                     ),
-                    Err(failure) => drop(events.send(TextEvent::Failed(failure))),
+                    Err(failure) => drop(events.send(SequenceEvent::Failed(failure))),
                 }
             }
             Job::Resume { id, .. } => {
@@ -369,8 +369,8 @@ impl<B: Backend> Texts<'_, B> {
     }
 
     /// What was written goes to whoever waits for it: at once where a text is finished, and every so often otherwise.
-    fn send(&mut self, written: Vec<Written>) {
-        for Written { id, prompt, tokens, cached, finish } in written {
+    fn send(&mut self, written: Vec<RequestOutput>) {
+        for RequestOutput { id, prompt, tokens, cached, finish } in written {
             let Some(waiting) = self.jobs.get_mut(&id).or_else(|| self.preempted.get_mut(&id)) else { continue };
             if let Some(cached) = cached {
                 waiting.new.cached = cached;
@@ -380,7 +380,7 @@ impl<B: Backend> Texts<'_, B> {
             waiting.new.tokens.extend(tokens);
             if let Some(finish) = finish {
                 waiting.send();
-                let _ = waiting.events.send(TextEvent::Finished(finish));
+                let _ = waiting.events.send(SequenceEvent::Finished(finish));
                 self.jobs.remove(&id);
             }
         }

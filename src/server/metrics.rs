@@ -108,12 +108,12 @@ impl Metrics {
     /// What the device has to do.
     pub(super) fn load(&self, load: Load, queued: usize) {
         self.queued.set((queued + load.waiting) as i64);
-        self.reading.set(load.reading as i64);
-        self.writing.set(load.writing as i64);
-        self.running.set((load.reading + load.writing) as i64);
+        self.reading.set(load.prefilling as i64);
+        self.writing.set(load.decoding as i64);
+        self.running.set((load.prefilling + load.decoding) as i64);
         self.pages.set(load.pages as i64);
-        self.pages_left.set(load.pages_left as i64);
-        self.usage.set((load.pages - load.pages_left) as f64 / load.pages.max(1) as f64);
+        self.pages_left.set(load.free_pages as i64);
+        self.usage.set((load.pages - load.free_pages) as f64 / load.pages.max(1) as f64);
         self.preemptions.inc_by((load.preemptions as u64).saturating_sub(self.preemptions.get()));
     }
 
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn figures_have_vllms_names_too() {
         let metrics = Metrics::new("pots");
-        metrics.load(Load { pages: 4, pages_left: 1, reading: 1, writing: 2, ..Load::default() }, 5);
+        metrics.load(Load { pages: 4, free_pages: 1, prefilling: 1, decoding: 2, ..Load::default() }, 5);
         metrics.cached(100, 64);
         metrics.written(7, Some(0.2));
         metrics.finished("stop");

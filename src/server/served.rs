@@ -16,13 +16,13 @@ use crate::inference::generation::Generator;
 /// A model that is served.
 pub(super) enum Served {
     /// One that writes.
-    Writer(Box<ServedWriter>),
+    Generator(Box<ServedGenerator>),
     /// One that reads.
     Encoder(Box<ServedEncoder>),
 }
 
 /// A model that writes.
-pub(super) struct ServedWriter {
+pub(super) struct ServedGenerator {
     pub(super) tokenizer: Tokenizer,
     /// The bytes of each token.
     pub(super) token_bytes: Vec<Vec<u8>>,
@@ -33,7 +33,7 @@ pub(super) struct ServedWriter {
     /// How it spells calls of tools, if it knows any.
     pub(super) tool_style: Option<ToolStyle>,
     /// Tokens that end a text.
-    pub(super) ends: Vec<u32>,
+    pub(super) stop_tokens: Vec<u32>,
     /// Tokens of a text, with its prompt.
     pub(super) context: usize,
     pub(super) vocabulary: usize,
@@ -42,7 +42,7 @@ pub(super) struct ServedWriter {
     pub(super) grammars: Arc<Grammars>,
 }
 
-impl ServedWriter {
+impl ServedGenerator {
     /// The model of a folder, which reads a conversation by a template: that of a file, or its own.
     pub(super) fn new<B: Backend>(
         generator: &Generator<B>,
@@ -57,23 +57,23 @@ impl ServedWriter {
             Some(file) => Some(ChatTemplate::of_file(file, folder)?),
             None => ChatTemplate::find(folder),
         };
-        let ends = generator.ends().to_vec();
+        let stop_tokens = generator.stop_tokens().to_vec();
         Ok(Self {
             longest_token: token_bytes.iter().map(Vec::len).max().unwrap_or(1),
             tool_style: template.as_ref().and_then(ToolStyle::of),
-            grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &ends)),
+            grammars: Arc::new(Grammars::new(&token_bytes, vocabulary, &stop_tokens)),
             begins: begins(&tokenizer),
             token_bytes,
             tokenizer,
             template,
-            ends,
+            stop_tokens,
             context,
             vocabulary,
         })
     }
 }
 
-impl ServedWriter {
+impl ServedGenerator {
     /// The bytes of a token's text; of a special token those of its name.
     pub(super) fn bytes_of(&self, token: u32) -> Vec<u8> {
         match self.token_bytes.get(token as usize) {

@@ -14,7 +14,7 @@ use fireclay_model::{Tokens, Transformer, TransformerConfig, UtteranceTargets};
 
 use super::counts::TargetCounts;
 use super::scores::{ClassificationReport, Prediction};
-use super::validation::{Judged, Validation};
+use super::validation::{Validation, ValidationOutput};
 use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::inference::tagging::{Predictions, heads, read_labels};
@@ -148,7 +148,7 @@ impl IntentSlot {
         model: &Transformer<B>,
         training: &TrainingRecipe,
         device: &B::Device,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         let heads = heads(model)?;
         let batches = self.valid.encoded.batches(BATCH_SIZE);
         let total = batches.iter().map(|(_, batch)| counts(batch)).fold(TargetCounts::default(), |a, b| a + b);
@@ -163,7 +163,7 @@ impl IntentSlot {
         }
         let report = ClassificationReport::new(&self.valid.utterances, &predicted.finish(&self.valid.utterances));
         let validation = Validation { loss: read_scalars(vec![sum])?[0], scores: Some(report.scores) };
-        Ok(Judged { validation, confusions: report.confusions })
+        Ok(ValidationOutput { validation, confusions: report.confusions })
     }
 
     /// How `model` does on the test part.

@@ -19,7 +19,7 @@ pub use batch::Batch;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use scores::{ClassificationReport, Scores};
-pub use validation::{Judged, Validation};
+pub use validation::{Validation, ValidationOutput};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
@@ -68,11 +68,11 @@ impl Task {
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device)?;
-                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
@@ -113,7 +113,7 @@ impl Task {
 
     /// For each token of the task the one of the model that a run begins from whose embedding it takes, where the run has another
     /// tokenizer than that model.
-    pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+    pub(crate) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
             Self::IntentSlot(_) => None,

@@ -38,7 +38,7 @@ impl Recipe {
         let ModelSizes { intents, tags, .. } = task.sizes();
         let config = config.with_intents(intents).with_tags(tags);
         let shown = folder.display().to_string();
-        let rows = task.rows_to_begin_from();
+        let rows = task.initial_rows();
         let known = rows.map_or(config.vocab_size, <[_]>::len);
         self.suits(&TransformerConfig { vocab_size: known, ..config.clone() }, task)
             .map_err(|failure| failure.about(&shown))?;
@@ -64,14 +64,14 @@ impl Recipe {
     /// # Errors
     /// As [`task`](Self::task), and if `watch` stops it.
     pub fn task_watched(&self, watch: Watch<'_>) -> Result<Task, Failure> {
-        Task::begin(self, self.begins_with()?, watch)
+        Task::begin(self, self.init_model()?, watch)
     }
 
     /// The model to begin from.
     ///
     /// # Errors
     /// If there is one that cannot know the data's words.
-    pub fn begins_with(&self) -> Result<Option<&Path>, Failure> {
+    pub fn init_model(&self) -> Result<Option<&Path>, Failure> {
         match &self.init {
             Some(_) if self.data.source == "stories" => Err(Failure::usage(
                 "the embedded stories are in words of their own, which no other model knows: give text with --data",

@@ -28,7 +28,7 @@ impl Validation {
 
 /// A validation, and what it was about.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Judged {
+pub struct ValidationOutput {
     /// The figures.
     pub validation: Validation,
     /// Intents taken for others, `(expected, predicted, how often)`, the most frequent first.

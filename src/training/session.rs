@@ -15,7 +15,7 @@ use crate::process_memory::process_memory;
 use crate::recipe::schema::TrainingRecipe;
 use crate::run_folder::{METRICS, RunFolder};
 use crate::tasks::scores::ClassificationReport;
-use crate::tasks::validation::{Judged, Validation};
+use crate::tasks::validation::{Validation, ValidationOutput};
 use crate::training::checkpoint::{self, Best, RunState};
 use crate::training::events::{Event, MemoryUse, Sink, add_scores};
 use crate::training::origin::Origin;
@@ -280,7 +280,7 @@ impl<B: Backend> Session<B> {
     /// Validates, and says whether this is the best so far.
     fn validate(&mut self, step: u64, sink: &mut impl Sink) -> Result<bool, Failure> {
         let tokens = self.training().valid_tokens;
-        let Judged { validation, confusions } = self.trainer.judge(tokens)?;
+        let ValidationOutput { validation, confusions } = self.trainer.evaluate(tokens)?;
         let Validation { loss, scores } = validation;
         if !loss.is_finite() {
             return Err(self.diverged(

@@ -16,7 +16,7 @@ use crate::device_read::read_scalars;
 use crate::failure::Failure;
 use crate::recipe::schema::Recipe;
 use crate::tasks::counts::TargetCounts;
-use crate::tasks::{Batch, ClassificationReport, Judged, Task, Validation};
+use crate::tasks::{Batch, ClassificationReport, Task, Validation, ValidationOutput};
 use crate::training::batches::Batches;
 use crate::training::optim::{Optimizer, ParameterGradients, Settings};
 
@@ -207,9 +207,9 @@ impl<B: Backend> Trainer<B> {
             self.model.set_dropout(Some(key.fold(part as u64)));
             if !std::mem::replace(&mut self.compiled, true) {
                 let device = self.device.clone();
-                compile_ahead::<B>(&device, || drop(self.learn_from(&batch, whole, None)));
+                compile_ahead::<B>(&device, || drop(self.forward_backward(&batch, whole, None)));
             }
-            let (part_loss, of_parts) = self.learn_from(&batch, whole, gradients);
+            let (part_loss, of_parts) = self.forward_backward(&batch, whole, gradients);
             gradients = Some(of_parts);
             loss = Some(match loss {
                 Some(sum) => sum + part_loss,
@@ -245,7 +245,7 @@ impl<B: Backend> Trainer<B> {
 
     /// The loss of a part of a batch whose targets are `whole`, by which it counts, so that those of all parts add up to the mean over the batch; and
     /// its gradients, added to those of `earlier` parts.
-    fn learn_from(
+    fn forward_backward(
         &mut self,
         part: &Batch,
         whole: TargetCounts,
@@ -289,11 +289,11 @@ impl<B: Backend> Trainer<B> {
     /// # Errors
     /// If the device failed.
     pub fn validate(&self, tokens: usize) -> Result<Validation, Failure> {
-        Ok(self.judge(tokens)?.validation)
+        Ok(self.evaluate(tokens)?.validation)
     }
 
     /// As [`validate`](Self::validate), with what it was about.
-    pub(crate) fn judge(&self, tokens: usize) -> Result<Judged, Failure> {
+    pub(crate) fn evaluate(&self, tokens: usize) -> Result<ValidationOutput, Failure> {
         self.task.validate(&self.inference_model(), &self.recipe.training, tokens, &self.device)
     }
 

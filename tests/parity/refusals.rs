@@ -8,8 +8,8 @@ use fireclay_kernels::operands::{Checked, LinearBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
-    Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows,
-    Sampling, StepDraw, StepsAhead, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
+    MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow,
+    SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
     decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
     norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
@@ -317,7 +317,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         let row = |page: u32| CachedRow { pages: [page].into(), tokens: 1, keys: 4 };
         let at = |pages: &[u32]| CachedTokens::<B>::new(pages.iter().copied().map(row).collect(), None, &make.0);
         let mut step = |at: &CachedTokens<B>, draw: Option<StepDraw<'_, B>>, steps: usize| {
-            let ahead = StepsAhead { steps, ends: None };
+            let ahead = MultiStep { steps, stop_tokens: None };
             decode_step(&plan, make.ints([at.rows().len()]), at, &mut own, draw, ahead)
         };
         refused(op, &["page 3", "cache of 3"], || step(&at(&[3]), None, 1));
@@ -339,7 +339,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         // The kernel has the addresses of the plan's caches, and others of their sizes would stay as they are.
         for mut others in [caches(3, heads), caches(4, heads)] {
             refused(op, &["other caches than those that the plan was made with"], || {
-                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, StepsAhead::one())
+                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, MultiStep::one())
             });
         }
     } else {

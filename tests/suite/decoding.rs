@@ -30,7 +30,7 @@ fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> 
 }
 
 /// So many rows that take their likeliest tokens.
-pub(crate) fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
+pub(crate) fn greedy_rows<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
     SampledRows::new(&vec![Sampling::greedy().into(); rows], device)
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn greedy<B: Backend>(
 ) -> Vec<Vec<u32>> {
     let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
     let (mut cache, rows, hidden) = read(model, prompts, longest + steps);
-    let sampled = likeliest(rows.len(), device);
+    let sampled = greedy_rows(rows.len(), device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut written = vec![Vec::new(); prompts.len()];
     for step in 0..steps {
@@ -315,7 +315,7 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
     let config = TransformerConfig::llama(50, steps + 40, 32, 2, 4).with_init_deviation(0.3);
     let model: Transformer<B> = config.init(3, &device)?;
     let (mut cache, rows, hidden) = read(&model, &[&[1, 2, 3]], steps + 20);
-    let sampled = likeliest(1, &device);
+    let sampled = greedy_rows(1, &device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut decode = |count: usize| {
         for step in 0..count {

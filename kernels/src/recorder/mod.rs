@@ -167,7 +167,7 @@ struct Calls {
     fallbacks: Vec<Fallback>,
     uploads: Vec<Transfers>,
     reads: Vec<Transfers>,
-    waits_beside: u64,
+    waits_while_busy: u64,
     spans: Vec<Span>,
     probe: Option<Arc<dyn Probe>>,
     /// Waits for the device behind each operation that no other one called, where that is wanted.
@@ -327,7 +327,7 @@ impl Recording {
             fallbacks: calls.fallbacks,
             uploads: calls.uploads,
             reads: calls.reads,
-            waits_beside: calls.waits_beside,
+            waits_while_busy: calls.waits_while_busy,
             spans: calls.spans,
             timeline: trace.timeline,
         })
@@ -485,8 +485,8 @@ pub fn read_back(bytes: usize) {
 }
 
 /// Tells that the caller waited for the device, which had other work behind what was waited for: it did not run dry by that.
-pub fn waited_beside() {
-    told(|calls| calls.waits_beside += 1);
+pub fn waited_while_busy() {
+    told(|calls| calls.waits_while_busy += 1);
 }
 
 fn count_transfer(transfers: &mut Vec<Transfers>, bytes: usize) {

@@ -189,8 +189,8 @@ pub struct Report {
     pub uploads: Vec<Transfers>,
     /// What callers of [`read_back`](super::read_back) told; whatever was read elsewhere is not in it.
     pub reads: Vec<Transfers>,
-    /// What callers of [`waited_beside`](super::waited_beside) told: so many of the waits for the device did not leave it without work.
-    pub waits_beside: u64,
+    /// What callers of [`waited_while_busy`](super::waited_while_busy) told: so many of the waits for the device did not leave it without work.
+    pub waits_while_busy: u64,
     /// Calls of operations by the host's clock, in the order in which they were over.
     pub spans: Vec<Span>,
     /// What the device did when, where that is known.
@@ -304,7 +304,7 @@ impl Report {
             list(&self.fallbacks, fallback),
             list(&self.uploads, transfers),
             list(&self.reads, transfers),
-            self.waits_beside,
+            self.waits_while_busy,
         )
     }
 }
@@ -519,7 +519,7 @@ mod tests {
             fallbacks: vec![Fallback { op: "rotary", device: "d".into(), reason: "a\nb".into(), count: 2 }],
             uploads: Vec::new(),
             reads: vec![Transfers { part: "head", op: "", count: 1, bytes: 4 }],
-            waits_beside: 3,
+            waits_while_busy: 3,
             spans: Vec::new(),
             timeline: None,
         }

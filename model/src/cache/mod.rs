@@ -10,8 +10,8 @@ use burn::tensor::{Int, Tensor};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, PackedHeads, StepDraw,
-    StepsAhead, decode_step,
+    Backend, CacheDType, CachedRow, CachedTokens, Declined, DecodePlan, Decoded, LayerCache, MultiStep, PackedHeads,
+    StepDraw, decode_step,
 };
 
 use self::pages::Pages;
@@ -113,7 +113,7 @@ impl<B: Backend> Cache<B> {
 
     /// All pages, and those that no row has.
     pub fn pages(&self) -> (usize, usize) {
-        (self.pages.count(), self.pages.left())
+        (self.pages.count(), self.pages.available())
     }
 
     /// A new row without tokens.
@@ -123,7 +123,7 @@ impl<B: Backend> Cache<B> {
 
     /// A new row that begins with those of `tokens` that the cache has, up to a page's end and all but one at the most: see
     /// [`length`](Self::length).
-    pub fn add_row_of(&mut self, tokens: &[u32]) -> RowId {
+    pub fn add_row_with_prefix(&mut self, tokens: &[u32]) -> RowId {
         let pages = self.pages.shared(tokens);
         let length = pages.len() * self.page_tokens;
         self.add(Row { pages: pages.into(), length })
@@ -140,7 +140,7 @@ impl<B: Backend> Cache<B> {
     /// Gives up a row, if it is there; its pages are free for others.
     pub fn remove_row(&mut self, row: RowId) {
         if let Some(row) = self.rows.remove(&row) {
-            self.pages.let_go(&row.pages);
+            self.pages.free_pages(&row.pages);
         }
     }
 
@@ -167,7 +167,7 @@ impl<B: Backend> Cache<B> {
         if wanted == 0 {
             return Ok(());
         }
-        let left = self.pages.left();
+        let left = self.pages.available();
         if wanted > left {
             return Err(CacheFull { wanted, left });
         }
@@ -180,17 +180,17 @@ impl<B: Backend> Cache<B> {
         if let Some(row) = self.rows.get_mut(&row) {
             let used = row.length.saturating_add(tokens).div_ceil(self.page_tokens);
             let (used, behind) = row.pages.split_at(used.min(row.pages.len()));
-            self.pages.let_go(behind);
+            self.pages.free_pages(behind);
             row.pages = used.into();
         }
     }
 
     /// Makes it known that a row begins with `tokens`, so that others may share the pages that these fill. Tokens that it does
-    /// not have are left out. A token that ended the text in [`tokens_ahead`](crate::Transformer::tokens_ahead) is not to be
+    /// not have are left out. A token that ended the text in [`decode_multi_step`](crate::Transformer::decode_multi_step) is not to be
     /// among them: its keys need not be there.
-    pub fn make_known(&mut self, row: RowId, tokens: &[u32]) {
+    pub fn share_prefix(&mut self, row: RowId, tokens: &[u32]) {
         if let Some(row) = self.rows.get(&row) {
-            self.pages.make_known(&row.pages, &tokens[..tokens.len().min(row.length)]);
+            self.pages.share_prefix(&row.pages, &tokens[..tokens.len().min(row.length)]);
         }
     }
 
@@ -232,9 +232,9 @@ impl<B: Backend> Cache<B> {
         self
     }
 
-    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`tokens_ahead`](crate::Transformer::tokens_ahead).
-    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
-        self.plan.as_ref().is_some_and(|plan| plan.goes_ahead(rows, draws))
+    /// Whether so many rows, which draw or not, may be given several tokens at once: see [`decode_multi_step`](crate::Transformer::decode_multi_step).
+    pub fn supports_multi_step(&self, rows: usize, draws: bool) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.supports_multi_step(rows, draws))
     }
 
     /// Whether one operation reads a token more of each of so many rows.
@@ -263,7 +263,7 @@ impl<B: Backend> Cache<B> {
         tokens: &Tensor<B, 1, Int>,
         at: &CachedTokens<B>,
         draw: Option<StepDraw<'_, B>>,
-        ahead: StepsAhead<'_, B>,
+        ahead: MultiStep<'_, B>,
     ) -> Option<Decoded<B>> {
         if !self.takes_whole_step(at.rows().len()) {
             return None;
@@ -291,7 +291,7 @@ impl<B: Backend> Cache<B> {
     ///
     /// # Panics
     /// If a row is not there, or twice, or has no tokens.
-    pub(crate) fn pass_was_of(&mut self, rows: Vec<RowId>) {
+    pub(crate) fn join_passes(&mut self, rows: Vec<RowId>) {
         assert_once(&rows);
         let last = |id: &RowId| CachedRow { pages: self.rows[id].pages.clone(), tokens: 1, keys: self.rows[id].length };
         let at = CachedTokens::new(rows.iter().map(last).collect(), self.window, &self.device);

@@ -17,7 +17,7 @@ struct Page {
     /// The number that its prefix was given, and that prefix, once its tokens are known.
     known: Option<(u64, Prefix)>,
     /// When it was last let go.
-    let_go: u64,
+    freed_at: u64,
 }
 
 /// The pages of a cache. A page that no row has any more keeps its tokens, if they are known, until it is needed: those that
@@ -50,7 +50,7 @@ impl Pages {
     }
 
     /// Pages that are there for the taking.
-    pub(super) fn left(&self) -> usize {
+    pub(super) fn available(&self) -> usize {
         self.free.len() + self.idle.len()
     }
 
@@ -73,19 +73,19 @@ impl Pages {
     fn share(&mut self, page: u32) {
         let held = &mut self.pages[page as usize];
         if held.rows == 0 {
-            self.idle.remove(&held.let_go);
+            self.idle.remove(&held.freed_at);
         }
         held.rows += 1;
     }
 
     /// A row has no use for its pages any more; the last ones go first.
-    pub(super) fn let_go(&mut self, pages: &[u32]) {
+    pub(super) fn free_pages(&mut self, pages: &[u32]) {
         for page in pages.iter().rev() {
             let held = &mut self.pages[*page as usize];
             held.rows -= 1;
             if held.rows == 0 {
                 self.moments += 1;
-                held.let_go = self.moments;
+                held.freed_at = self.moments;
                 match held.known {
                     Some(_) => drop(self.idle.insert(self.moments, *page)),
                     None => self.free.push(*page),
@@ -109,7 +109,7 @@ impl Pages {
     }
 
     /// Makes it known that a row's pages hold `tokens`, so that others may share those that are full.
-    pub(super) fn make_known(&mut self, pages: &[u32], tokens: &[u32]) {
+    pub(super) fn share_prefix(&mut self, pages: &[u32], tokens: &[u32]) {
         let mut before = None;
         for (page, tokens) in pages.iter().zip(tokens.chunks_exact(self.page_tokens)) {
             let prefix = Prefix { before, tokens: tokens.into() };
@@ -145,7 +145,7 @@ mod tests {
         let mut pages = Pages::new(8, 4);
         let tokens: Vec<u32> = (0..11).collect();
         let first: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
-        pages.make_known(&first, &tokens);
+        pages.share_prefix(&first, &tokens);
         assert_eq!(pages.shared(&tokens), first[..2]);
         // One token at least is read again: it is what the row goes on from.
         assert_eq!(pages.shared(&tokens[..8]), first[..1]);
@@ -153,21 +153,21 @@ mod tests {
         // The second page follows from the first.
         let other: Vec<u32> = [9, 9, 9, 9].iter().chain(&tokens[4..]).copied().collect();
         assert!(pages.shared(&other).is_empty());
-        assert_eq!(pages.left(), 5);
+        assert_eq!(pages.available(), 5);
     }
 
     #[test]
     fn known_pages_stay_until_they_are_needed_the_end_of_a_text_first() {
         let mut pages = Pages::new(3, 2);
         let row: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
-        pages.make_known(&row, &[1, 2, 3, 4, 5, 6]);
+        pages.share_prefix(&row, &[1, 2, 3, 4, 5, 6]);
         assert_eq!(pages.take(), None);
-        pages.let_go(&row);
-        assert_eq!(pages.left(), 3);
+        pages.free_pages(&row);
+        assert_eq!(pages.available(), 3);
         assert_eq!(pages.take(), Some(row[2]));
         assert_eq!(pages.shared(&[1, 2, 3, 4, 5, 6, 7]), row[..2]);
-        assert_eq!(pages.left(), 0);
-        pages.let_go(&row[..2]);
+        assert_eq!(pages.available(), 0);
+        pages.free_pages(&row[..2]);
         assert_eq!(pages.take(), Some(row[1]));
         assert_eq!(pages.shared(&[1, 2, 3, 4, 5]), row[..1]);
     }
@@ -179,18 +179,18 @@ mod tests {
             |pages: &mut Pages, count: usize| (0..count).map(|_| pages.take().expect("a page")).collect::<Vec<u32>>();
         // Two rows read the same tokens at the same time; the page of the first one is known.
         let (first, second) = (take(&mut pages, 1), take(&mut pages, 2));
-        pages.make_known(&first, &[1]);
-        pages.make_known(&second, &[1, 2]);
-        pages.let_go(&first);
+        pages.share_prefix(&first, &[1]);
+        pages.share_prefix(&second, &[1, 2]);
+        pages.free_pages(&first);
         // The pages that are left are needed, and the first row's is forgotten.
         let others = take(&mut pages, 2);
-        pages.make_known(&second, &[1, 2]);
-        pages.let_go(&second);
+        pages.share_prefix(&second, &[1, 2]);
+        pages.free_pages(&second);
         assert_eq!(take(&mut pages, 2).len(), 2);
         assert!(pages.shared(&[1, 2, 3]).is_empty(), "pages that were taken hold other tokens");
-        assert_eq!(pages.left(), 0);
-        pages.let_go(&others);
-        assert_eq!(pages.left(), 2);
+        assert_eq!(pages.available(), 0);
+        pages.free_pages(&others);
+        assert_eq!(pages.available(), 2);
     }
 
     #[test]
@@ -212,13 +212,13 @@ mod tests {
                 }
             }
             // What a row has is known in part, and later, when others have come and gone, the whole of it.
-            pages.make_known(&row, &tokens[..tokens.len().min(next(40) as usize)]);
+            pages.share_prefix(&row, &tokens[..tokens.len().min(next(40) as usize)]);
             rows.push((row, tokens));
             if rows.len() > 6 {
                 let at = next(7) as usize;
                 let (row, tokens) = rows.swap_remove(at);
-                pages.make_known(&row, &tokens);
-                pages.let_go(&row);
+                pages.share_prefix(&row, &tokens);
+                pages.free_pages(&row);
             }
             let owned = rows.iter().flat_map(|(row, _)| row);
             assert!(owned.clone().all(|page| !pages.free.contains(page)), "a page that a row has is not free");
@@ -227,8 +227,8 @@ mod tests {
                 assert_eq!(owners, held.rows as usize, "page {page} counts the rows that have it");
             }
         }
-        rows.iter().for_each(|(row, _)| pages.let_go(row));
-        assert_eq!(pages.left(), 64);
+        rows.iter().for_each(|(row, _)| pages.free_pages(row));
+        assert_eq!(pages.available(), 64);
         assert_eq!(pages.idle.len(), pages.by_prefix.len());
         assert!(pages.pages.iter().all(|page| page.rows == 0));
     }

@@ -147,7 +147,7 @@ impl Keys<'_> {
 
     /// Refuses what nothing here computes.
     fn check(&self) -> Result<(), ConfigError> {
-        if let Some(kind) = self.metadata.text("general.type")?.filter(|kind| *kind != "model") {
+        if let Some(kind) = self.metadata.string("general.type")?.filter(|kind| *kind != "model") {
             return Err(ConfigError(format!("general.type is '{kind}': the file is no model by itself")));
         }
         for (name, harmless) in REFUSED {
@@ -250,7 +250,7 @@ impl Keys<'_> {
     /// `rope_scaling`, of the keys and of tensors with a factor for each frequency: of all, then
     /// short ones and long ones.
     fn rotary(&self, context: u32, head_dim: u32, factors: &[Option<Vec<f64>>]) -> Result<Value, ConfigError> {
-        let kind = self.metadata.text(&self.key("rope.scaling.type"))?;
+        let kind = self.metadata.string(&self.key("rope.scaling.type"))?;
         let linear = self.number("rope.scale_linear")?;
         let factor = self.number("rope.scaling.factor")?.or(linear).filter(|factor| *factor != 0.0).unwrap_or(1.0);
         let original = self.size("rope.scaling.original_context_length")?.unwrap_or(context);

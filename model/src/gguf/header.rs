@@ -231,7 +231,7 @@ impl Input<'_> {
         }
         if kind == 8 {
             let texts = (0..count).map(|_| self.text(key)).collect::<Result<_, _>>()?;
-            return Ok(Entry::Texts(texts));
+            return Ok(Entry::Strings(texts));
         }
         let mut numbers = Vec::with_capacity(count as usize);
         for _ in 0..count {

@@ -62,7 +62,7 @@ impl Architecture {
 
     fn of(metadata: &Metadata) -> Result<Self, ConfigError> {
         let missing = || ConfigError("general.architecture is missing".into());
-        let name = metadata.text("general.architecture")?.ok_or_else(missing)?;
+        let name = metadata.string("general.architecture")?.ok_or_else(missing)?;
         let known = ARCHITECTURES.iter().find(|(_, known)| *known == name).map(|(architecture, _)| *architecture);
         known.ok_or_else(|| {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(_, name)| *name).collect();

@@ -12,7 +12,7 @@ use fireclay_datasets::Tokenizer;
 use fireclay_kernels::{Backend, CacheDType, Penalties, Sampling};
 use fireclay_model::{PAGE_TOKENS, Transformer};
 
-use self::scheduler::{Finish, Request, Scheduler, SchedulerOptions, Written, WrittenToken, kept_tokens};
+use self::scheduler::{Finish, OutputToken, Request, RequestOutput, Scheduler, SchedulerOptions, kept_tokens};
 use crate::backend::{OnBackend, RunContext};
 use crate::failure::Failure;
 use crate::inference::language_model::LanguageModel;
@@ -169,7 +169,7 @@ pub struct Generator<B: Backend> {
     model: Transformer<B>,
     tokenizer: Tokenizer,
     /// Tokens that end a text.
-    ends: Vec<u32>,
+    stop_tokens: Vec<u32>,
     interrupt: Interrupt,
     device: B::Device,
 }
@@ -182,8 +182,8 @@ impl<B: Backend> Generator<B> {
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         let LanguageModel { model, tokenizer } = LanguageModel::open(folder, precision, &device)?;
         let named = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end));
-        let ends = named.chain(configured_ends(folder)?).collect();
-        Ok(Self { model, tokenizer, ends, interrupt: Interrupt::default(), device })
+        let stop_tokens = named.chain(configured_ends(folder)?).collect();
+        Ok(Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device })
     }
 
     /// With a cache of this precision.
@@ -207,13 +207,13 @@ impl<B: Backend> Generator<B> {
 
     /// A generator of a model that is there already.
     pub fn new(model: Transformer<B>, tokenizer: Tokenizer, device: B::Device) -> Self {
-        let ends = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
-        Self { model, tokenizer, ends, interrupt: Interrupt::default(), device }
+        let stop_tokens = END_TOKENS.iter().filter_map(|end| tokenizer.token_id(end)).collect();
+        Self { model, tokenizer, stop_tokens, interrupt: Interrupt::default(), device }
     }
 
     /// That writes all the tokens that are asked for, past any that would end a text.
     pub(crate) fn without_ends(mut self) -> Self {
-        self.ends.clear();
+        self.stop_tokens.clear();
         self
     }
 
@@ -229,8 +229,8 @@ impl<B: Backend> Generator<B> {
     }
 
     /// Tokens that end a text.
-    pub fn ends(&self) -> &[u32] {
-        &self.ends
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
     }
 
     /// Its tokenizer.
@@ -309,7 +309,11 @@ impl<B: Backend> Generator<B> {
     /// The request that a prompt makes; its draws are those of a number.
     pub fn request(&self, prompt: &Prepared, options: &GenerationOptions, number: u64) -> Request {
         let sampling = options.sampling(number);
-        Request { sampling, ends: self.ends.clone(), ..Request::new(prompt.tokens.clone(), prompt.max_tokens) }
+        Request {
+            sampling,
+            stop_tokens: self.stop_tokens.clone(),
+            ..Request::new(prompt.tokens.clone(), prompt.max_tokens)
+        }
     }
 
     /// Writes after a prompt, handing each whole piece of text to `show` as it comes.
@@ -417,7 +421,7 @@ impl<B: Backend> Generator<B> {
                 Ok(())
             });
             let load = scheduler.load();
-            let read = load.waiting + load.reading == 0;
+            let read = load.waiting + load.prefilling == 0;
             let begin = decoding.take_if(|_| read && written.is_ok());
             if let Err(failure) = written.and_then(|()| begin.map_or(Ok(()), |decoding| decoding())) {
                 texts.iter().for_each(|(id, _)| scheduler.cancel(*id));
@@ -458,8 +462,8 @@ impl<'a> Text<'a> {
     }
 
     /// More tokens, until the text is complete.
-    fn take(&mut self, written: &Written, begun: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
-        for WrittenToken { token, .. } in &written.tokens {
+    fn take(&mut self, written: &RequestOutput, begun: Instant, mut show: impl FnMut(&str)) -> Result<(), Failure> {
+        for OutputToken { token, .. } in &written.tokens {
             if self.complete {
                 return Ok(());
             }

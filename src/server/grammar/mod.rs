@@ -139,7 +139,7 @@ fn one_line(mut schema: Value) -> Value {
 /// Makes grammars for a model's tokens.
 pub(super) struct Grammars {
     token_bytes: Vec<Vec<u8>>,
-    ends: Vec<u32>,
+    stop_tokens: Vec<u32>,
     /// Words of a bit for each token of the model.
     words: usize,
     /// Made at the first grammar: a large vocabulary takes a while.
@@ -155,25 +155,26 @@ pub(super) struct Full;
 pub(super) type Compiled = Result<GrammarFilter, Failure>;
 
 impl Grammars {
-    pub(super) fn new(token_bytes: &[Vec<u8>], vocabulary: usize, ends: &[u32]) -> Self {
+    pub(super) fn new(token_bytes: &[Vec<u8>], vocabulary: usize, stop_tokens: &[u32]) -> Self {
         // Tokens that the model has no row for are never written.
         let mut token_bytes = token_bytes.to_vec();
         token_bytes.resize(vocabulary, Vec::new());
-        let mut ends: Vec<u32> = ends.iter().copied().filter(|end| (*end as usize) < vocabulary).collect();
-        if ends.is_empty() {
+        let mut stop_tokens: Vec<u32> =
+            stop_tokens.iter().copied().filter(|end| (*end as usize) < vocabulary).collect();
+        if stop_tokens.is_empty() {
             // One that the model does not have: texts end when they are complete.
-            ends.push(token_bytes.len() as u32);
+            stop_tokens.push(token_bytes.len() as u32);
             token_bytes.push(Vec::new());
         }
         // Tokens that end a text are none of its words.
-        for end in &ends {
+        for end in &stop_tokens {
             if let Some(bytes) = token_bytes.get_mut(*end as usize) {
                 *bytes = [&[TokTrie::SPECIAL_TOKEN_MARKER][..], format!("<end {end}>").as_bytes()].concat();
             }
         }
         Self {
             token_bytes,
-            ends,
+            stop_tokens,
             words: vocabulary.div_ceil(32),
             factory: OnceLock::new(),
             compilers: Compilers::new(),
@@ -182,8 +183,8 @@ impl Grammars {
 
     fn factory(&self) -> Result<&ParserFactory, Failure> {
         let made = self.factory.get_or_init(|| {
-            let info = TokRxInfo::new(self.token_bytes.len() as u32, self.ends[0]);
-            let trie = TokTrie::from(&info, &self.token_bytes).with_eos_tokens(&self.ends);
+            let info = TokRxInfo::new(self.token_bytes.len() as u32, self.stop_tokens[0]);
+            let trie = TokTrie::from(&info, &self.token_bytes).with_eos_tokens(&self.stop_tokens);
             let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
             let mut factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &[])
                 .map_err(|error| error.to_string())?;

@@ -10,15 +10,16 @@ use serde_json::{Map, Value, json};
 use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{
-    Choices, Prompts, Settings, Whole, answer, apart, bounded, named, prompt_logprobs, random, spelled, told_unknown,
+use super::generation::{
+    Choices, Prompts, Settings, Whole, answer, bounded, named, prompt_logprobs, random, run_blocking, spelled,
+    warn_unknown_fields,
 };
 use super::{Asked, Caller, Shared, body};
 use crate::inference::chat::{ChatTemplate, Dialogue};
-use crate::inference::generation::scheduler::{MOST_LIKELIEST, WrittenToken};
+use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::grammar::Grammar;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 use crate::server::tools::{Calls, ToolCall, ToolStyle};
 
 /// Messages of a conversation.
@@ -33,8 +34,8 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
     let fields = body(&shared, request).await?;
     let (prompts, settings, taken) = task(&shared, &caller, fields).await?;
     let form = ChatForm {
-        logprobs: settings.likeliest.is_some(),
-        prompt_logprobs: settings.prompt_likeliest.is_some(),
+        logprobs: settings.top_logprobs.is_some(),
+        prompt_logprobs: settings.prompt_top_logprobs.is_some(),
         calls: Vec::new(),
     };
     answer(shared, caller, (prompts, settings, taken), form).await
@@ -48,11 +49,11 @@ pub(super) async fn task(
 ) -> Result<(Prompts, Settings, Taken), ApiError> {
     named(shared, &fields)?;
     let record = Arc::clone(&caller.record);
-    let (prompts, settings, taken, dialogue) = apart(shared, move |shared, served| {
+    let (prompts, settings, taken, dialogue) = run_blocking(shared, move |shared, served| {
         let mut settings = Settings::read(shared, &fields, served.vocabulary)?;
-        let top = fields.count("top_logprobs", 0..=MOST_LIKELIEST)?;
+        let top = fields.count("top_logprobs", 0..=MAX_TOP_LOGPROBS)?;
         match fields.flag("logprobs", false)? {
-            true => settings.likeliest = Some(top.unwrap_or(0)),
+            true => settings.top_logprobs = Some(top.unwrap_or(0)),
             false if top.is_some() => {
                 return Err(ApiError::param("top_logprobs", "top_logprobs needs logprobs: true"));
             }
@@ -72,14 +73,14 @@ pub(super) async fn task(
         if !fields.flag("add_generation_prompt", true)? {
             return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
         }
-        if fields.texts("modalities", 4)?.iter().any(|kind| kind != "text") {
+        if fields.strings("modalities", 4)?.iter().any(|kind| kind != "text") {
             return Err(fields.wrong("modalities", "[\"text\"]"));
         }
         let max_tokens = match fields.count("max_completion_tokens", 1..=usize::MAX)? {
             Some(most) => Some(most),
             None => fields.count("max_tokens", 1..=usize::MAX)?,
         };
-        told_unknown(shared, &record, &fields)?;
+        warn_unknown_fields(shared, &record, &fields)?;
         let prompts = Prompts { prompts: vec![tokens], max_tokens, constraint, field: "messages" };
         Ok((prompts, settings, taken, dialogue))
     })
@@ -89,7 +90,7 @@ pub(super) async fn task(
 }
 
 /// The tokens of a request's conversation, and what it may call.
-pub(super) fn conversation(served: &ServedWriter, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
+pub(super) fn conversation(served: &ServedGenerator, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
     // What is wrong with the template comes before what it lacks.
     if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
         return Err(ApiError::request(format!("this model cannot converse: {failure}")));
@@ -124,7 +125,7 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    fn read(served: &ServedWriter, fields: &Fields) -> Result<Self, ApiError> {
+    fn read(served: &ServedGenerator, fields: &Fields) -> Result<Self, ApiError> {
         let given = fields.array("tools")?.unwrap_or_default();
         if given.len() > TOOLS {
             return Err(fields.wrong("tools", &format!("an array of up to {TOOLS}")));
@@ -132,16 +133,16 @@ impl Tools {
         let mut offered = Vec::new();
         for (at, tool) in given.iter().enumerate() {
             let tool = Fields::of(&format!("tools[{at}]"), tool)?;
-            if tool.text("type")?.is_some_and(|kind| kind != "function") {
+            if tool.string("type")?.is_some_and(|kind| kind != "function") {
                 return Err(tool.wrong("type", "\"function\""));
             }
             let function = tool.object("function")?.ok_or_else(|| tool.wrong("function", "an object"))?;
-            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
             let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
             if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
                 return Err(function.wrong("name", "1 to 64 letters, digits, _ and -"));
             }
-            function.text("description")?;
+            function.string("description")?;
             let schema = match function.object("parameters")? {
                 Some(parameters) => Value::Object(parameters.into_values()),
                 None => json!({ "type": "object", "properties": {} }),
@@ -158,7 +159,7 @@ impl Tools {
             Some(Value::Object(_)) => {
                 let choice = fields.object("tool_choice")?.ok_or_else(|| fields.wrong("tool_choice", "an object"))?;
                 let function = choice.object("function")?.ok_or_else(|| choice.wrong("function", "an object"))?;
-                let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+                let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
                 (vec![chosen(name).ok_or_else(|| function.wrong("name", "one of the tools"))?], true)
             }
             Some(_) => {
@@ -229,14 +230,14 @@ fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
         }
     };
     // A template knows how to ask for it, or passes it over.
-    if let Some(effort) = fields.text("reasoning_effort")? {
+    if let Some(effort) = fields.string("reasoning_effort")? {
         variables.entry("reasoning_effort").or_insert_with(|| effort.into());
     }
     Ok(Dialogue { messages: messages.collect::<Result<_, _>>()?, tools: tools.given.clone(), variables })
 }
 
 fn said(message: &Fields) -> Result<Value, ApiError> {
-    let role = message.text("role")?;
+    let role = message.string("role")?;
     let role = match role {
         Some("developer") => "system",
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
@@ -249,8 +250,8 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         Some(Value::Array(parts)) => {
             let part = |(at, part): (usize, &Value)| {
                 let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
-                match part.text("type")? {
-                    Some("text") => Ok(part.text("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
+                match part.string("type")? {
+                    Some("text") => Ok(part.string("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
                     _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
                 }
             };
@@ -263,14 +264,14 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         let call = |(at, call): (usize, &Value)| {
             let call = Fields::of(&message.name(&format!("tool_calls[{at}]")), call)?;
             let function = call.object("function")?.ok_or_else(|| call.wrong("function", "an object"))?;
-            let name = function.text("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
+            let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
             // Templates write arguments as JSON themselves. Of a call without any that is `{}`.
-            let arguments = match function.text("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
+            let arguments = match function.string("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
                 None => json!({}),
                 Some(arguments) => serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments)),
             };
             let mut told = json!({ "type": "function", "function": { "name": name, "arguments": arguments } });
-            if let Some(id) = call.text("id")? {
+            if let Some(id) = call.string("id")? {
                 told["id"] = id.into();
             }
             Ok(told)
@@ -278,7 +279,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
         said["tool_calls"] = calls.iter().enumerate().map(call).collect::<Result<Vec<Value>, ApiError>>()?.into();
     }
     for field in ["name", "reasoning_content", "tool_call_id"] {
-        if let Some(text) = message.text(field)? {
+        if let Some(text) = message.string(field)? {
             said[field] = text.into();
         }
     }
@@ -295,7 +296,7 @@ struct ChatForm {
 }
 
 impl ChatForm {
-    fn logprobs(&self, served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
+    fn logprobs(&self, served: &ServedGenerator, tokens: &[OutputToken]) -> Value {
         if !self.logprobs {
             return Value::Null;
         }
@@ -319,14 +320,14 @@ impl ChatForm {
 }
 
 /// The log-probabilities of tokens, and the likeliest in their places.
-pub(super) fn logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Vec<Value> {
+pub(super) fn logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Vec<Value> {
     let token = |token: u32, logprob: f32| {
         let bytes = served.token_bytes.get(token as usize);
         json!({ "token": spelled(served, token), "logprob": number(logprob), "bytes": bytes })
     };
     let told = tokens.iter().filter_map(|written| {
         let mut told = token(written.token, written.log_probability?);
-        let others: Vec<Value> = written.likeliest.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+        let others: Vec<Value> = written.top_logprobs.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
         told["top_logprobs"] = others.into();
         Some(told)
     });
@@ -353,7 +354,7 @@ impl Choices for ChatForm {
         Some(json!({ "index": choice, "delta": delta, "logprobs": null, "finish_reason": null }))
     }
 
-    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value {
+    fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value {
         let mut delta = json!({});
         if !piece.text.is_empty() {
             delta["content"] = piece.text.into();
@@ -372,7 +373,7 @@ impl Choices for ChatForm {
         told
     }
 
-    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value {
+    fn whole(&mut self, served: &ServedGenerator, choice: usize, text: Whole) -> Value {
         let logprobs = self.logprobs(served, &text.tokens);
         let mut message = json!({ "role": "assistant", "content": text.text, "refusal": null });
         if !text.calls.is_empty() {

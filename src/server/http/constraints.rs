@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 use super::error::ApiError;
 use super::fields::Fields;
 use crate::server::grammar::{Grammar, GrammarFilter};
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 
 /// How often whoever waits for a grammar looks whether one takes too long.
 const LOOK: Duration = Duration::from_secs(1);
@@ -56,7 +56,7 @@ impl Constraint {
     ///
     /// # Errors
     /// If it cannot be followed, or that takes too long.
-    pub(super) async fn compile(self, served: &ServedWriter, deadline: Instant) -> Result<GrammarFilter, ApiError> {
+    pub(super) async fn compile(self, served: &ServedGenerator, deadline: Instant) -> Result<GrammarFilter, ApiError> {
         let Self { field, grammar } = self;
         let mut compiled = served.grammars.ask(grammar).map_err(|_| ApiError::busy(1))?;
         let compiled = loop {
@@ -76,7 +76,7 @@ impl Constraint {
 /// Constraints by the names of their kinds: JSON, a regular expression, choices and a grammar.
 fn one_of(given: &Fields, [schema, pattern, choice, grammar]: [&str; 4]) -> Result<Vec<(String, Grammar)>, ApiError> {
     let mut found = Vec::new();
-    let filled = |field: &str| match given.text(field)? {
+    let filled = |field: &str| match given.string(field)? {
         Some("") => Err(given.wrong(field, "a string that is not empty")),
         text => Ok(text.map(str::to_string)),
     };
@@ -124,7 +124,7 @@ fn is_gbnf(grammar: &str) -> bool {
 }
 
 fn response_schema(format: &Fields) -> Result<Option<Value>, ApiError> {
-    match format.text("type")? {
+    match format.string("type")? {
         Some("text") => Ok(None),
         // Some servers take a schema with it.
         Some("json_object") => match format.object("schema")? {

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{named, told_unknown};
+use super::generation::{named, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::failure::Failure;
 use crate::server::engine::Job;
@@ -26,7 +26,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     let encoder = encoder(&shared)?;
-    let base64 = match fields.text("encoding_format")? {
+    let base64 = match fields.string("encoding_format")? {
         None | Some("float") => false,
         Some("base64") => true,
         Some(_) => return Err(fields.wrong("encoding_format", "\"float\" or \"base64\"")),
@@ -38,7 +38,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
         let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
         let given = fields.get("input").cloned().unwrap_or(Value::Null);
         let tokens = tokens(&fields, encoder)?;
-        told_unknown(&work, &record, &fields)?;
+        warn_unknown_fields(&work, &record, &fields)?;
         Ok((tokens, given))
     })
     .await
@@ -81,11 +81,11 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
             "this model was not trained on utterances: it says nothing of intents and slots",
         ));
     }
-    let texts = fields.texts("input", TEXTS)?;
+    let texts = fields.strings("input", TEXTS)?;
     if texts.is_empty() {
         return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
     }
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     caller.record.prompt(0, || texts.clone().into());
     let asked = texts.clone();
     let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
@@ -101,7 +101,7 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
 pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
-        Some(Served::Writer(_)) => Err(ApiError::request("this model writes: it is no encoder")),
+        Some(Served::Generator(_)) => Err(ApiError::request("this model writes: it is no encoder")),
         None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
     }
 }

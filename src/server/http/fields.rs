@@ -145,13 +145,13 @@ impl Fields {
         value.as_bool().ok_or_else(|| self.wrong(field, "true or false"))
     }
 
-    pub(super) fn text(&self, field: &str) -> Result<Option<&str>, ApiError> {
+    pub(super) fn string(&self, field: &str) -> Result<Option<&str>, ApiError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.wrong(field, "a string"))
     }
 
     /// A string or several.
-    pub(super) fn texts(&self, field: &str, most: usize) -> Result<Vec<String>, ApiError> {
+    pub(super) fn strings(&self, field: &str, most: usize) -> Result<Vec<String>, ApiError> {
         let wrong = || self.wrong(field, &format!("a string or up to {most} of them"));
         match self.get(field) {
             None => Ok(Vec::new()),

@@ -5,7 +5,7 @@ use fireclay_datasets::Tokenizer;
 
 use super::error::ApiError;
 use super::tokens::Spelling;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 
 /// The tokens before what stands before, before what stands behind, and before what is to be
 /// written, as families call them.
@@ -30,7 +30,7 @@ pub(super) fn marks(tokenizer: &Tokenizer) -> Option<[u32; 3]> {
 
 /// The tokens of a prompt and of the text behind what is to be generated.
 pub(super) fn tokens(
-    served: &ServedWriter,
+    served: &ServedGenerator,
     spelling: Spelling,
     prompt: &str,
     suffix: &str,

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::error::ApiError;
-use super::texts::unknown_model;
+use super::generation::unknown_model;
 use super::{Asked, Shared, json_response};
 use crate::server::Phase;
 use crate::server::served::Served;
@@ -74,7 +74,7 @@ pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<S
 /// The model, once it is there.
 fn served(shared: &Shared) -> Option<Value> {
     let (paths, context) = match shared.served.get()? {
-        Served::Writer(writer) => {
+        Served::Generator(writer) => {
             let converses = writer.template.as_ref().is_some_and(|template| template.check().is_ok());
             let chat = if converses { &["/v1/chat/completions", "/v1/responses"][..] } else { &[] };
             (chat.iter().copied().chain(["/v1/completions"]).collect::<Vec<&str>>(), writer.context)
@@ -111,7 +111,7 @@ mod tests {
             // Not the words of an error.
             names.filter(|name| !name.contains(' ')).collect()
         };
-        let shared = concat!(include_str!("texts.rs"), include_str!("constraints.rs"));
+        let shared = concat!(include_str!("generation.rs"), include_str!("constraints.rs"));
         for (schema, sources) in [
             ("ChatRequest", vec![include_str!("chat.rs"), shared]),
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),

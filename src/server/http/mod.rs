@@ -9,10 +9,10 @@ mod encoders;
 pub(super) mod error;
 mod fields;
 mod fill;
+mod generation;
 mod info;
 mod responses;
 mod scores;
-mod texts;
 mod tokens;
 
 use std::io::Read;
@@ -123,7 +123,7 @@ async fn wrong_method(request: Request) -> ApiError {
 fn request_id(headers: &HeaderMap) -> String {
     let given = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let fits = |id: &&str| (1..=128).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
-    given.filter(fits).map_or_else(|| format!("req-{:016x}", texts::random()), str::to_string)
+    given.filter(fits).map_or_else(|| format!("req-{:016x}", generation::random()), str::to_string)
 }
 
 /// Who may ask, and a record of what was.
@@ -147,7 +147,7 @@ async fn guard(State(shared): State<Arc<Shared>>, mut request: Request, next: Ne
         record.error(&reason);
     }
     record.status(response.status().as_u16());
-    if response.extensions().get::<texts::Streams>().is_some() {
+    if response.extensions().get::<generation::Streams>().is_some() {
         record.streams();
     }
     let unknown = record.unknown_fields();

@@ -9,11 +9,11 @@ use serde_json::{Map, Value, json};
 use super::chat::{call_id, logprobs, task};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{Form, Head, Usage, answer, now, random, writer};
+use super::generation::{Form, Head, Usage, answer, now, random, writer};
 use super::{Asked, Shared, body};
 use crate::inference::chat::ChatTemplate;
 use crate::server::answers::Piece;
-use crate::server::served::ServedWriter;
+use crate::server::served::ServedGenerator;
 use crate::server::tools::{ToolCall, ToolStyle};
 
 /// Fields of OpenAI's that nothing here follows.
@@ -59,7 +59,7 @@ pub(super) async fn responses(asked: Asked, request: Request) -> Result<Response
     let fields = body(&shared, request).await?;
     let (chat, told) = translated(&shared, fields)?;
     let (prompts, settings, taken) = task(&shared, &caller, chat).await.map_err(own_name)?;
-    let form = ResponseForm { told, logprobs: settings.likeliest.is_some(), ..ResponseForm::default() };
+    let form = ResponseForm { told, logprobs: settings.top_logprobs.is_some(), ..ResponseForm::default() };
     answer(shared, caller, (prompts, settings, taken), form).await.map_err(own_name)
 }
 
@@ -85,7 +85,7 @@ fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Va
     fields.flag("store", true)?;
     // Of tools of the server's own, of which there are none.
     fields.count("max_tool_calls", 1..=usize::MAX)?;
-    if fields.text("truncation")?.is_some_and(|truncation| truncation != "disabled") {
+    if fields.string("truncation")?.is_some_and(|truncation| truncation != "disabled") {
         return Err(fields.wrong("truncation", "\"disabled\": nothing that was said is left out here"));
     }
     let metadata = fields.object("metadata")?.map_or_else(Map::new, Fields::into_values);
@@ -142,7 +142,7 @@ fn translated(shared: &Shared, fields: Fields) -> Result<(Fields, Map<String, Va
 /// The form that the text has to have.
 fn format(fields: &Fields) -> Result<Option<Value>, ApiError> {
     let Some(text) = fields.object("text")? else { return Ok(None) };
-    if text.text("verbosity")?.is_some_and(|verbosity| verbosity != "medium") {
+    if text.string("verbosity")?.is_some_and(|verbosity| verbosity != "medium") {
         return Err(text.wrong("verbosity", "\"medium\": this model knows no other"));
     }
     Ok(text.object("format")?.map(|format| Value::Object(format.into_values())))
@@ -164,7 +164,7 @@ fn chat_format(mut format: Value) -> Value {
 /// What the template is told: what the request says, and how much the model is to think, in the
 /// template's own words.
 fn variables(
-    served: &ServedWriter,
+    served: &ServedGenerator,
     fields: &Fields,
     reasoning: Option<&Fields>,
 ) -> Result<Map<String, Value>, ApiError> {
@@ -172,11 +172,11 @@ fn variables(
     let Some(reasoning) = reasoning else { return Ok(variables) };
     for summary in ["summary", "generate_summary"] {
         // As much as there is, which is none.
-        if reasoning.text(summary)?.is_some_and(|kind| kind != "auto") {
+        if reasoning.string(summary)?.is_some_and(|kind| kind != "auto") {
             return Err(reasoning.wrong(summary, "\"auto\" or left out: what a model thinks is not summed up"));
         }
     }
-    let Some(effort) = reasoning.text("effort")? else { return Ok(variables) };
+    let Some(effort) = reasoning.string("effort")? else { return Ok(variables) };
     if !EFFORTS.contains(&effort) {
         return Err(reasoning.wrong("effort", &format!("one of {}", EFFORTS.join(", "))));
     }
@@ -209,7 +209,7 @@ fn tools(fields: &Fields) -> Result<Option<Vec<Value>>, ApiError> {
     let Some(tools) = fields.array("tools")? else { return Ok(None) };
     let tool = |(at, tool): (usize, &Value)| {
         let tool = Fields::of(&format!("tools[{at}]"), tool)?;
-        if tool.text("type")? != Some("function") {
+        if tool.string("type")? != Some("function") {
             return Err(tool.wrong("type", "\"function\": this server has no tools of its own"));
         }
         let mut function = tool.into_values();
@@ -224,17 +224,17 @@ fn tool_choice(fields: &Fields) -> Result<Option<Value>, ApiError> {
         return Ok(fields.get("tool_choice").cloned());
     };
     let choice = Fields::of("tool_choice", choice)?;
-    if choice.text("type")? != Some("function") {
+    if choice.string("type")? != Some("function") {
         return Err(choice.wrong("type", "\"function\""));
     }
-    let name = choice.text("name")?.ok_or_else(|| choice.wrong("name", "a string"))?;
+    let name = choice.string("name")?.ok_or_else(|| choice.wrong("name", "a string"))?;
     Ok(Some(json!({ "type": "function", "function": { "name": name } })))
 }
 
 /// What was said, as chats have it.
 fn messages(fields: &Fields) -> Result<Vec<Value>, ApiError> {
     let mut said = Said::default();
-    if let Some(instructions) = fields.text("instructions")? {
+    if let Some(instructions) = fields.string("instructions")? {
         said.words("system", instructions);
     }
     match fields.get("input") {
@@ -259,9 +259,9 @@ struct Said {
 
 impl Said {
     fn item(&mut self, item: &Fields) -> Result<(), ApiError> {
-        match item.text("type")? {
+        match item.string("type")? {
             None | Some("message") => {
-                let role = match item.text("role")? {
+                let role = match item.string("role")? {
                     Some("developer") => "system",
                     Some(role @ ("system" | "user" | "assistant")) => role,
                     _ => return Err(item.wrong("role", "\"system\", \"developer\", \"user\" or \"assistant\"")),
@@ -269,14 +269,14 @@ impl Said {
                 self.words(role, &parts(item, "content")?);
             }
             Some("function_call") => {
-                let name = item.text("name")?.ok_or_else(|| item.wrong("name", "a string"))?;
-                let id = item.text("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
-                let arguments = item.text("arguments")?.unwrap_or_default();
+                let name = item.string("name")?.ok_or_else(|| item.wrong("name", "a string"))?;
+                let id = item.string("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
+                let arguments = item.string("arguments")?.unwrap_or_default();
                 let function = json!({ "name": name, "arguments": arguments });
                 self.call(json!({ "id": id, "type": "function", "function": function }));
             }
             Some("function_call_output") => {
-                let id = item.text("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
+                let id = item.string("call_id")?.ok_or_else(|| item.wrong("call_id", "a string"))?;
                 let output = parts(item, "output")?;
                 self.messages.push(json!({ "role": "tool", "tool_call_id": id, "content": output }));
             }
@@ -336,7 +336,7 @@ fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
         Some(Value::Array(parts)) => {
             let part = |(at, part): (usize, &Value)| {
                 let part = Fields::of(&item.name(&format!("{field}[{at}]")), part)?;
-                let text = match part.text("type")? {
+                let text = match part.string("type")? {
                     Some("input_text" | "output_text" | "reasoning_text" | "text") => "text",
                     Some("refusal") => "refusal",
                     _ => {
@@ -345,7 +345,7 @@ fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
                         );
                     }
                 };
-                Ok(part.text(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
+                Ok(part.string(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
             };
             parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|texts| texts.concat())
         }
@@ -555,7 +555,7 @@ impl Form for ResponseForm {
         ["response.created", "response.in_progress"].map(|name| self.event(name, response.clone())).into()
     }
 
-    fn more(&mut self, _head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String> {
+    fn more(&mut self, _head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String> {
         if self.logprobs {
             self.tokens.extend(logprobs(served, &piece.tokens));
         }
@@ -584,7 +584,14 @@ impl Form for ResponseForm {
         events
     }
 
-    fn whole(&mut self, head: &Head, served: &ServedWriter, _count: usize, pieces: Vec<Piece>, usage: Usage) -> Value {
+    fn whole(
+        &mut self,
+        head: &Head,
+        served: &ServedGenerator,
+        _count: usize,
+        pieces: Vec<Piece>,
+        usage: Usage,
+    ) -> Value {
         for piece in pieces {
             self.more(head, served, piece);
         }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::encoders::{TEXTS, ask, encoder};
 use super::error::ApiError;
-use super::texts::{named, random, told_unknown};
+use super::generation::{named, random, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
@@ -23,7 +23,7 @@ pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, Ap
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     encoder(&shared)?;
-    let (firsts, seconds) = (fields.texts("text_1", TEXTS)?, fields.texts("text_2", TEXTS)?);
+    let (firsts, seconds) = (fields.strings("text_1", TEXTS)?, fields.strings("text_2", TEXTS)?);
     let pairs: Vec<(String, String)> = match (firsts.len(), seconds.len()) {
         (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {TEXTS} of them"))),
         (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {TEXTS} of them"))),
@@ -31,7 +31,7 @@ pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, Ap
         (one, other) if one == other => firsts.into_iter().zip(seconds).collect(),
         (one, _) => return Err(fields.wrong("text_2", &format!("{one} strings, as text_1 has"))),
     };
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let (scores, tokens) = scored(&shared, &caller, pairs).await?;
     let data = scores.iter().enumerate();
     let data: Vec<Value> = data.map(|(at, score)| json!({ "object": "score", "index": at, "score": score })).collect();
@@ -47,7 +47,7 @@ pub(super) async fn rerank(asked: Asked, request: Request) -> Result<Response, A
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     encoder(&shared)?;
-    let query = fields.text("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
+    let query = fields.string("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
     let wanted = format!("an array of 1 to {TEXTS} strings, or objects with text");
     let given = fields.array("documents")?.filter(|given| (1..=TEXTS).contains(&given.len()));
     let given = given.ok_or_else(|| fields.wrong("documents", &wanted))?;
@@ -59,7 +59,7 @@ pub(super) async fn rerank(asked: Asked, request: Request) -> Result<Response, A
     // vLLM takes 0 for all.
     let most = fields.count("top_n", 0..=usize::MAX)?.filter(|most| *most > 0).unwrap_or(documents.len());
     let shows = fields.flag("return_documents", true)?;
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let pairs = documents.iter().map(|document| (query.clone(), document.clone())).collect();
     let (scores, tokens) = scored(&shared, &caller, pairs).await?;
     let mut order: Vec<usize> = (0..documents.len()).collect();

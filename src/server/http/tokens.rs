@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use super::chat::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{bounded, named, spelled, told_unknown, writer};
+use super::generation::{bounded, named, spelled, warn_unknown_fields, writer};
 use super::{Asked, body, json_response};
-use crate::server::served::{Served, ServedWriter, begins};
+use crate::server::served::{Served, ServedGenerator, begins};
 
 /// How a text becomes tokens.
 #[derive(Clone, Copy)]
@@ -41,7 +41,7 @@ impl Spelling {
         (Self { add_special: false, ..self }, self.add_special)
     }
 
-    pub(super) fn tokens(self, served: &ServedWriter, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {
+    pub(super) fn tokens(self, served: &ServedGenerator, field: &str, text: &str) -> Result<Vec<u32>, ApiError> {
         bounded(field, text, served.context, served.longest_token)?;
         let tokenizer = &served.tokenizer;
         let tokens = match (self.add_special, self.allow_special) {
@@ -63,12 +63,12 @@ pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response,
     let made = tokio::task::spawn_blocking(move || {
         let served = writer(&work)?;
         let strings = fields.flag("return_token_strs", false)?;
-        let tokens = match fields.text("prompt")? {
+        let tokens = match fields.string("prompt")? {
             Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
             None if fields.get("messages").is_some() => conversation(served, &fields)?.0,
             None => return Err(fields.wrong("prompt", "a string, or messages have to be there")),
         };
-        told_unknown(&work, &record, &fields)?;
+        warn_unknown_fields(&work, &record, &fields)?;
         let spelled: Value = match strings {
             true => tokens.iter().map(|token| spelled(served, *token)).collect::<Vec<String>>().into(),
             false => Value::Null,
@@ -95,7 +95,7 @@ pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Respons
         token.filter(|token| (*token as usize) < served.vocabulary).ok_or_else(|| fields.wrong("tokens", &most))
     };
     let tokens = given.iter().map(token).collect::<Result<Vec<u32>, ApiError>>()?;
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     let bytes: Vec<u8> = tokens.iter().flat_map(|token| served.bytes_of(*token)).collect();
     Ok(json_response(StatusCode::OK, &json!({ "prompt": String::from_utf8_lossy(&bytes) })))
 }
@@ -103,9 +103,9 @@ pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Respons
 /// What clients ask of a tokenizer before they count by it.
 pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response, ApiError> {
     let (tokenizer, template, ends, context) = match shared.served.get() {
-        Some(Served::Writer(served)) => {
+        Some(Served::Generator(served)) => {
             let template = served.template.as_ref().map(|template| template.source().to_string());
-            (&served.tokenizer, template, served.ends.clone(), served.context)
+            (&served.tokenizer, template, served.stop_tokens.clone(), served.context)
         }
         Some(Served::Encoder(served)) => (&served.tokenizer, None, Vec::new(), served.context),
         None => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),

@@ -35,11 +35,11 @@ impl ActivationOps for NdArray {
 
 /// The activation of `x`, of shape `[rows, width]`, in whose place stands what a gradient of it is multiplied by
 /// afterwards: for [`activate_by_slopes`].
-pub(crate) fn activate_beside(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
+pub(crate) fn activate_keeping_slopes(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
     with_kind!(activation, beside(x, shape))
 }
 
-/// The gradient of an input whose [`activate_beside`] left `slopes`.
+/// The gradient of an input whose [`activate_keeping_slopes`] left `slopes`.
 pub(crate) fn activate_by_slopes(
     grad: Tensor<NdArray, 2>,
     slopes: Tensor<NdArray, 2>,

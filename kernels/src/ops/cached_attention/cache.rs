@@ -41,13 +41,13 @@ pub struct LayerCache<B: Backend> {
     /// No other cache of this process has it: a [`DecodePlan`](crate::DecodePlan) knows its caches by it.
     pub(crate) id: u64,
     /// Placed: normalised and rotated where the model does that.
-    pub(crate) keys: Held<B>,
-    pub(crate) values: Held<B>,
+    pub(crate) keys: KvStorage<B>,
+    pub(crate) values: KvStorage<B>,
 }
 
 /// Keys, or values, of one layer.
 #[derive(Clone, Debug)]
-pub(crate) enum Held<B: Backend> {
+pub(crate) enum KvStorage<B: Backend> {
     /// `[pages, n_kv_heads, page_tokens, head_dim]`.
     Float(Tensor<B, 4>),
     /// Bytes, the nearest to a head's elements by its scale: its largest magnitude over 127.
@@ -75,14 +75,14 @@ impl<B: Backend> LayerCache<B> {
         let [keys, values] = [(); 2].map(|()| match dtype {
             CacheDType::Float(dtype) => {
                 assert_float(op, dtype);
-                Held::Float(zeros(shape, DType::from(dtype), device))
+                KvStorage::Float(zeros(shape, DType::from(dtype), device))
             }
             CacheDType::Int8 => {
                 let whole = heads.head_dim.is_multiple_of(CacheDType::INT8_COLUMNS);
                 assert!(whole, "{op}: heads of {} elements in a cache of INT8, no multiple of 8", heads.head_dim);
                 let words = [pages, heads.n_kv_heads, page_tokens, heads.head_dim / PACKED];
                 let packed = Tensor::<B, 1, Int>::zeros([size / PACKED], (device, DType::I32)).reshape(words);
-                Held::Int8 { packed, scales: zeros([pages, heads.n_kv_heads, page_tokens], DType::F32, device) }
+                KvStorage::Int8 { packed, scales: zeros([pages, heads.n_kv_heads, page_tokens], DType::F32, device) }
             }
         });
         static CACHES: AtomicU64 = AtomicU64::new(0);
@@ -98,8 +98,8 @@ impl<B: Backend> LayerCache<B> {
     pub(crate) fn head_bytes(&self) -> usize {
         let [_, _, _, head_dim] = self.dims();
         match &self.keys {
-            Held::Float(keys) => head_dim * keys.dtype().size(),
-            Held::Int8 { .. } => CacheDType::Int8.head_bytes(head_dim),
+            KvStorage::Float(keys) => head_dim * keys.dtype().size(),
+            KvStorage::Int8 { .. } => CacheDType::Int8.head_bytes(head_dim),
         }
     }
 
@@ -112,10 +112,10 @@ impl<B: Backend> LayerCache<B> {
             [(["cache", "scales of keys"], &self.keys), (["cached values", "scales of values"], &self.values)]
         {
             match held {
-                Held::Float(floats) => {
+                KvStorage::Float(floats) => {
                     part(op, names[0], floats).float().fits(fits, other).shaped(&self.dims(), other);
                 }
-                Held::Int8 { packed, scales } => {
+                KvStorage::Int8 { packed, scales } => {
                     part(op, names[0], packed)
                         .of(DType::I32)
                         .unpacked(held.dims())
@@ -128,7 +128,7 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
-impl<B: Backend> Held<B> {
+impl<B: Backend> KvStorage<B> {
     /// `[pages, n_kv_heads, page_tokens, head_dim]`.
     pub(crate) fn dims(&self) -> [usize; 4] {
         match self {

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
 use crate::checked::Checked;
 use crate::cpu::{Values, Words, clamp_index, exp, integers, max_of, sum_of, tensor, vectorised, words_tensor, zeros};
 use crate::ops::attention::AttentionOptions;
@@ -62,7 +62,7 @@ fn cached_attention(operands: CachedAttention<'_, NdArray>) -> Tensor<NdArray, 3
 }
 
 /// Writes the heads from `first` on of each of the tokens in `qkv` to where they stand in the pages of their rows.
-fn append(held: &mut Held<NdArray>, qkv: &[f32], heads: PackedHeads, first: usize, rows: &[CachedRow]) {
+fn append(held: &mut KvStorage<NdArray>, qkv: &[f32], heads: PackedHeads, first: usize, rows: &[CachedRow]) {
     let PackedHeads { n_kv_heads, head_dim, .. } = heads;
     let dims = held.dims();
     let page_tokens = dims[2];
@@ -76,12 +76,12 @@ fn append(held: &mut Held<NdArray>, qkv: &[f32], heads: PackedHeads, first: usiz
         })
     });
     match held {
-        Held::Float(floats) => floats.inplace(|floats| {
+        KvStorage::Float(floats) => floats.inplace(|floats| {
             let mut values = Values::rows(floats).into_vec();
             heads.for_each(|(line, head)| values[line * head_dim..][..head_dim].copy_from_slice(head));
             tensor(values, dims)
         }),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Int8 { packed, scales } => {
             let (words_each, shapes) = (head_dim / PACKED, (packed.dims(), scales.dims()));
             packed.inplace(|packed| {
                 let mut words = Words::of(packed).into_vec();
@@ -105,10 +105,10 @@ enum Stored {
 }
 
 impl Stored {
-    fn of(held: &Held<NdArray>) -> Self {
+    fn of(held: &KvStorage<NdArray>) -> Self {
         match held {
-            Held::Float(floats) => Self::Float(Values::rows(floats.clone())),
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => Self::Float(Values::rows(floats.clone())),
+            KvStorage::Int8 { packed, scales } => {
                 Self::Int8 { words: Words::of(packed.clone()), scales: Values::rows(scales.clone()) }
             }
         }

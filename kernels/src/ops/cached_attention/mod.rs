@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-pub(crate) use self::cache::Held;
+pub(crate) use self::cache::KvStorage;
 pub use self::cache::{CacheDType, LayerCache};
 use super::attention::AttentionOps;
 use super::norm::{Norm, NormKind, NormOps};
@@ -241,7 +241,7 @@ impl<B: Backend> Operands for CachedAttention<'_, B> {
         let [pages, _, page_tokens, _] = self.cache.dims();
         self.cache.check(op, [n_kv_heads, head_dim], &qkv);
         for held in [&self.cache.keys, &self.cache.values] {
-            if let Held::Float(floats) = held {
+            if let KvStorage::Float(floats) = held {
                 part(op, "cache", floats).alike(&qkv);
             }
         }
@@ -317,8 +317,8 @@ pub fn cached_attention<B: CachedAttentionOps>(
     for (part, scale, held) in [("keys", "key_scales", &mut cache.keys), ("values", "value_scales", &mut cache.values)]
     {
         match held {
-            Held::Float(floats) => mutation::state("cached_attention", part, floats),
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => mutation::state("cached_attention", part, floats),
+            KvStorage::Int8 { packed, scales } => {
                 mutation::state("cached_attention", part, packed);
                 mutation::state("cached_attention", scale, scales);
             }

@@ -3,7 +3,7 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, DType, FloatDType, Int, Tensor};
 
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage};
 use crate::ops::attention::{AttentionForward, AttentionMask, AttentionOptions, attention_heads};
 use crate::ops::norm::{Norm, norm_rows};
 use crate::ops::reshape::{as_dims, as_rows};
@@ -30,7 +30,7 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
         }
     };
     // A number is rounded to its byte only once.
-    let key = if matches!(cache.keys, Held::Int8 { .. }) { key.cast(DType::F32) } else { key };
+    let key = if matches!(cache.keys, KvStorage::Int8 { .. }) { key.cast(DType::F32) } else { key };
     let (query, key) = (place(query, placement.query_norm), place(key, placement.key_norm));
     let mut first = 0;
     let output = at.rows.iter().map(|row| {
@@ -46,10 +46,10 @@ pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>)
 }
 
 /// Writes the keys or values `new` `[1, n_kv_heads, tokens, head_dim]` to the end of a row.
-fn write<B: Backend>(held: &mut Held<B>, new: Tensor<B, 4>, row: &CachedRow) {
+fn write<B: Backend>(held: &mut KvStorage<B>, new: Tensor<B, 4>, row: &CachedRow) {
     match held {
-        Held::Float(floats) => floats.inplace(|floats| written(floats, new, row)),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Float(floats) => floats.inplace(|floats| written(floats, new, row)),
+        KvStorage::Int8 { packed, scales } => {
             let (words, scale) = quantized(new);
             packed.inplace(|packed| written(packed, words, row));
             scales.inplace(|scales| written(scales.unsqueeze_dim(3), scale, row).squeeze_dim(3));
@@ -96,10 +96,10 @@ fn quantized<B: Backend>(heads: Tensor<B, 4>) -> (Tensor<B, 4, Int>, Tensor<B, 4
 }
 
 /// All keys or values of a row in `dtype`, `[1, n_kv_heads, keys, head_dim]`.
-fn all_of<B: Backend>(held: &Held<B>, row: &CachedRow, dtype: FloatDType) -> Tensor<B, 4> {
+fn all_of<B: Backend>(held: &KvStorage<B>, row: &CachedRow, dtype: FloatDType) -> Tensor<B, 4> {
     match held {
-        Held::Float(floats) => side_by_side(floats, row),
-        Held::Int8 { packed, scales } => {
+        KvStorage::Float(floats) => side_by_side(floats, row),
+        KvStorage::Int8 { packed, scales } => {
             let (packed, scales) = (side_by_side(packed, row), side_by_side(&scales.clone().unsqueeze_dim(3), row));
             let [_, n_kv_heads, keys, words] = packed.dims();
             let lines = n_kv_heads * keys;

@@ -160,7 +160,7 @@ impl<B: Backend> DecodePlan<B> {
     }
 
     /// Whether a launch for so many rows, which draw or not, may take several steps, and so looks for tokens that end texts.
-    pub fn goes_ahead(&self, rows: usize, draws: bool) -> bool {
+    pub fn supports_multi_step(&self, rows: usize, draws: bool) -> bool {
         (self.body.most_steps)(rows, draws) > 1
     }
 
@@ -243,33 +243,34 @@ pub struct DecodeStep<'a, B: Backend> {
     /// How the tokens behind these are drawn, if the step is to draw them.
     pub draw: Option<StepDraw<'a, B>>,
     /// How many follow each other.
-    pub ahead: StepsAhead<'a, B>,
+    pub ahead: MultiStep<'a, B>,
 }
 
 /// Steps one after another, each with the tokens that the one before predicts.
 #[derive(Debug)]
-pub struct StepsAhead<'a, B: Backend> {
+pub struct MultiStep<'a, B: Backend> {
     /// How many: one at least.
     pub steps: usize,
-    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MOST_ENDS`](Self::MOST_ENDS) of them. Where the plan
-    /// [goes ahead](DecodePlan::goes_ahead), a row that reads one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden
+    /// Tokens that end the text of each row, `[rows, most]`, -1 where it has fewer, and up to [`MAX_STOP_TOKENS`](Self::MAX_STOP_TOKENS) of them. Where the plan
+    /// [goes ahead](DecodePlan::supports_multi_step), a row that reads one of these keeps it, and where all rows do so as the steps begin, nothing is computed: hidden
     /// states and logits are not to be used then.
-    pub ends: Option<&'a Tensor<B, 2, Int>>,
+    pub stop_tokens: Option<&'a Tensor<B, 2, Int>>,
 }
 
-impl<B: Backend> StepsAhead<'_, B> {
+impl<B: Backend> MultiStep<'_, B> {
     /// Tokens that end a row's text, at the most.
-    pub const MOST_ENDS: usize = 8;
+    pub const MAX_STOP_TOKENS: usize = 8;
 
     /// Tokens that end texts as [`ends`](Self::ends) has them, but for those beyond the most.
-    pub fn ends_of(texts: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
-        let ends: Vec<&[u32]> = texts.iter().map(|ends| &ends[..ends.len().min(Self::MOST_ENDS)]).collect();
-        padded_rows(&ends, -1, device)
+    pub fn pad_stop_tokens(texts: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
+        let stop_tokens: Vec<&[u32]> =
+            texts.iter().map(|stop_tokens| &stop_tokens[..stop_tokens.len().min(Self::MAX_STOP_TOKENS)]).collect();
+        padded_rows(&stop_tokens, -1, device)
     }
 
     /// One step of texts that have no ends.
     pub fn one() -> Self {
-        Self { steps: 1, ends: None }
+        Self { steps: 1, stop_tokens: None }
     }
 }
 
@@ -294,13 +295,13 @@ impl<B: Backend> Operands for DecodeStep<'_, B> {
         part(op, "pages", &self.at.pages).fits(self.at.pages.dims()[0] == rows, &tokens).alike(&positions);
         let most_rows = body.most_rows;
         assert!((1..=most_rows).contains(&rows), "{op}: {rows} rows of up to {most_rows}");
-        let StepsAhead { steps, ends } = self.ahead;
+        let MultiStep { steps, stop_tokens } = self.ahead;
         let most = self.plan.steps(self.at.rows.iter().map(|row| row.keys), self.draw.is_some());
         assert!((1..=most).contains(&steps), "{op}: {steps} steps of up to {most}");
         assert!(self.at.window == model.window, "{op}: keys that a token sees");
-        if let Some(ends) = ends {
-            let fits = ends.dims()[0] == rows && ends.dims()[1] <= StepsAhead::<B>::MOST_ENDS;
-            part(op, "ends", ends).fits(fits, &tokens).alike(&positions);
+        if let Some(stop_tokens) = stop_tokens {
+            let fits = stop_tokens.dims()[0] == rows && stop_tokens.dims()[1] <= MultiStep::<B>::MAX_STOP_TOKENS;
+            part(op, "stop_tokens", stop_tokens).fits(fits, &tokens).alike(&positions);
         }
         if let Some(StepDraw { rows: sampled, counts }) = &self.draw {
             sampled.check(op, counts.as_deref(), [rows, model.embedding.dims()[0]], &tokens);
@@ -402,7 +403,7 @@ pub fn decode_step<B: DecodeStepOps>(
     at: &CachedTokens<B>,
     caches: &mut [LayerCache<B>],
     draw: Option<StepDraw<'_, B>>,
-    ahead: StepsAhead<'_, B>,
+    ahead: MultiStep<'_, B>,
 ) -> Result<(Decoded<B>, CachedTokens<B>), Declined> {
     let DecodePlan { model, body, .. } = plan;
     let steps = ahead.steps;

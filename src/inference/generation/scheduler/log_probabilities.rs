@@ -5,7 +5,7 @@ use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData};
 use fireclay_kernels::{Backend, Download, download_float, download_int};
 use fireclay_model::Transformer;
 
-use super::{RequestId, WrittenToken};
+use super::{OutputToken, RequestId};
 
 /// The drawn token of each row, and behind it the likeliest in its place, the likeliest first: `[rows, 1 + count]`.
 pub(super) struct LogProbabilities<B: Backend> {
@@ -69,11 +69,11 @@ impl PromptLogProbabilities {
     pub(super) fn known<E>(
         self,
         mut wait: impl FnMut(Download) -> Result<TensorData, E>,
-    ) -> Result<Vec<WrittenToken>, E> {
+    ) -> Result<Vec<OutputToken>, E> {
         let mut all = Vec::new();
         for (tokens, values) in self.parts {
             let known = Known::new(wait(tokens)?, wait(values)?);
-            all.extend(known.all.chunks_exact(known.width.max(1)).map(|row| WrittenToken::of(row, self.count)));
+            all.extend(known.all.chunks_exact(known.width.max(1)).map(|row| OutputToken::of(row, self.count)));
         }
         Ok(all)
     }

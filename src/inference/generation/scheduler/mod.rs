@@ -1,4 +1,4 @@
-//! Many texts at once: requests come and go at any step, and share one cache.
+//! Many sequences at once: requests come and go at any step, and share one cache.
 //!
 //! ```text
 //! add -> waiting -> reading its prompt, in chunks -> writing, a token a step -> finished
@@ -6,11 +6,11 @@
 //!           '----- pages run out: the last that came ---'   it is read again, with what it has written
 //! ```
 //!
-//! A step is one pass of the model: a token of every text that is being written, and as many tokens of prompts beside them as
+//! A step is one pass of the model: a token of every sequence that is being written, and as many tokens of prompts beside them as
 //! there is room for (Yu et al., 2022, "Orca"; Agrawal et al., 2024, "Sarathi-Serve"). Where a prompt is read, so are those of the
-//! next texts that wait, as far as the step has room, but for their last tokens: many tokens take less time each, and such a text
+//! next sequences that wait, as far as the step has room, but for their last tokens: many tokens take less time each, and such a sequence
 //! is written as soon as another has ended. Drawn tokens feed the next step on the device, and are read one or more steps later.
-//! Where nothing else is to be done, a step gives texts as many tokens as the device does at once.
+//! Where nothing else is to be done, a step gives sequences as many tokens as the device does at once.
 
 mod log_probabilities;
 mod pass;
@@ -31,25 +31,25 @@ use crate::failure::Failure;
 const READ_STEPS: usize = 16;
 /// Time between two reads, at the least but for [`READ_STEPS`]: what a reader does not notice.
 const READ_INTERVAL: Duration = Duration::from_millis(25);
-/// Tokens that texts are given before the next look at what else is to be done, at the most.
-const TOKENS_AHEAD: usize = 16;
-/// Of the texts that are written at a time, the share that may be read ahead of their turn: one in so many.
-const READ_AHEAD: usize = 4;
+/// Tokens that sequences are given before the next look at what else is to be done, at the most.
+const MAX_STEPS: usize = 16;
+/// Of the sequences that are written at a time, the share that may be read ahead of their turn: one in so many.
+const PREFILL_AHEAD: usize = 4;
 /// The most of the likeliest tokens whose probabilities can be asked for.
-pub const MOST_LIKELIEST: usize = 20;
+pub const MAX_TOP_LOGPROBS: usize = 20;
 
 /// What a scheduler may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerOptions {
-    /// Texts that are written at a time.
+    /// Sequences that are written at a time.
     pub rows: usize,
-    /// Tokens of one step, prompts and texts together.
+    /// Tokens of one step, prompts and sequences together.
     pub step_tokens: usize,
     /// Tokens that the cache holds.
     pub cache_tokens: usize,
 }
 
-/// A text to be written.
+/// A sequence to be written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// What it goes on from: one token at least.
@@ -59,14 +59,14 @@ pub struct Request {
     /// How they are drawn.
     pub sampling: Sampling,
     /// Tokens that end it.
-    pub ends: Vec<u32>,
+    pub stop_tokens: Vec<u32>,
     /// What is added to the logits of some tokens.
     pub biases: Vec<(u32, f32)>,
     /// Asks for the log-probability of each token, and for so many of the likeliest in its place.
-    pub likeliest: Option<usize>,
+    pub top_logprobs: Option<usize>,
     /// Asks for the log-probabilities of the prompt's own tokens, too, and for so many of the
     /// likeliest in their places.
-    pub prompt_likeliest: Option<usize>,
+    pub prompt_top_logprobs: Option<usize>,
     /// Whose it is. Where pages run out, the client that has most of them gives some up.
     pub client: u64,
 }
@@ -79,27 +79,27 @@ impl Request {
             prompt,
             max_tokens,
             sampling,
-            ends: Vec::new(),
+            stop_tokens: Vec::new(),
             biases: Vec::new(),
-            likeliest: None,
-            prompt_likeliest: None,
+            top_logprobs: None,
+            prompt_top_logprobs: None,
             client: 0,
         }
     }
 }
 
-/// Which tokens a text may go on with, as a grammar has it.
+/// Which tokens a sequence may go on with, as a grammar has it.
 pub trait TokenFilter: Send {
     /// The tokens that may be next, a bit for each of the vocabulary, 32 in a word, the lowest first.
     ///
     /// # Errors
-    /// If it cannot say; the text ends then.
+    /// If it cannot say; the sequence ends then.
     fn allowed(&mut self) -> Result<Vec<u32>, Failure>;
 
-    /// Takes the next token; whether the text is complete with it.
+    /// Takes the next token; whether the sequence is complete with it.
     ///
     /// # Errors
-    /// If it cannot be followed; the text ends then.
+    /// If it cannot be followed; the sequence ends then.
     fn push(&mut self, token: u32) -> Result<bool, Failure>;
 }
 
@@ -107,7 +107,7 @@ pub trait TokenFilter: Send {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(u64);
 
-/// Why a text ended.
+/// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
     /// By a token that ends it, its last one.
@@ -122,47 +122,47 @@ pub enum Finish {
     Filter,
 }
 
-/// A token of a text.
+/// A token of a sequence.
 #[derive(Clone, Debug, PartialEq)]
-pub struct WrittenToken {
+pub struct OutputToken {
     /// The token.
     pub token: u32,
     /// Its log-probability by the model, in nats, before temperature, cuts, biases and penalties, if it was asked for.
     pub log_probability: Option<f32>,
     /// The likeliest tokens in its place and their log-probabilities, the likeliest first.
-    pub likeliest: Vec<(u32, f32)>,
+    pub top_logprobs: Vec<(u32, f32)>,
 }
 
-impl WrittenToken {
+impl OutputToken {
     /// A token of no known probability.
     fn plain(token: u32) -> Self {
-        Self { token, log_probability: None, likeliest: Vec::new() }
+        Self { token, log_probability: None, top_logprobs: Vec::new() }
     }
 
     /// A token and the `count` likeliest in its place, all of which `known` begins with.
     fn of(known: &[(u32, f32)], count: usize) -> Self {
         let Some(((token, own), others)) = known.split_first() else { return Self::plain(0) };
-        Self { token: *token, log_probability: Some(*own), likeliest: others.iter().take(count).copied().collect() }
+        Self { token: *token, log_probability: Some(*own), top_logprobs: others.iter().take(count).copied().collect() }
     }
 }
 
 /// What became of a request since it was asked before.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Written {
+pub struct RequestOutput {
     /// Which request.
     pub id: RequestId,
     /// More tokens of its prompt, where their log-probabilities are asked for; the first of all has
     /// none.
-    pub prompt: Vec<WrittenToken>,
+    pub prompt: Vec<OutputToken>,
     /// Its new tokens.
-    pub tokens: Vec<WrittenToken>,
+    pub tokens: Vec<OutputToken>,
     /// Tokens of its prompt that were in the cache already, with the first of its tokens.
     pub cached: Option<usize>,
     /// Why it ended, if it did: nothing more comes then.
     pub finish: Option<Finish>,
 }
 
-impl Written {
+impl RequestOutput {
     fn nothing(id: RequestId) -> Self {
         Self { id, prompt: Vec::new(), tokens: Vec::new(), cached: None, finish: None }
     }
@@ -174,21 +174,21 @@ pub struct Load {
     /// Requests that have not begun.
     pub waiting: usize,
     /// Those whose prompts are being read, or were, and wait for their turn.
-    pub reading: usize,
+    pub prefilling: usize,
     /// Those that are being written.
-    pub writing: usize,
+    pub decoding: usize,
     /// Pages of the cache.
     pub pages: usize,
     /// Pages that none of them has.
-    pub pages_left: usize,
+    pub free_pages: usize,
     /// Tokens whose keys and values are in the pages that they have.
     pub tokens: usize,
-    /// How often a text gave up its pages for others so far, to be read again.
+    /// How often a sequence gave up its pages for others so far, to be read again.
     pub preemptions: usize,
 }
 
 /// A request on its way.
-struct Text {
+struct Sequence {
     id: RequestId,
     /// Its place in line, which a pause takes from it.
     arrival: u64,
@@ -214,13 +214,13 @@ struct Text {
     /// Where its last token is among those that the last step drew, if it was: the next step reads it there.
     drawn_at: Option<usize>,
     /// Tokens that it reads in this step.
-    reads: usize,
+    scheduled: usize,
     /// Whether it is its turn: if not, its last token is not read yet.
-    has_turn: bool,
+    has_slot: bool,
     finished: bool,
 }
 
-impl Text {
+impl Sequence {
     fn prompt_length(&self) -> usize {
         self.request.prompt.len()
     }
@@ -232,7 +232,7 @@ impl Text {
 
     /// Whether log-probabilities of its prompt are asked for, and not all of them made.
     fn awaits_prompt(&self) -> bool {
-        self.request.prompt_likeliest.is_some() && self.prompt_known + 1 < self.prompt_length()
+        self.request.prompt_top_logprobs.is_some() && self.prompt_known + 1 < self.prompt_length()
     }
 
     fn needs_line(&self) -> bool {
@@ -247,9 +247,9 @@ impl Text {
     }
 }
 
-/// Tokens that end each of some texts, and the same on the device, `[texts, most]`.
-struct Ends<B: Backend> {
-    of_texts: Vec<Vec<u32>>,
+/// Tokens that end each of some sequences, and the same on the device, `[sequences, most]`.
+struct StopTokens<B: Backend> {
+    of_sequences: Vec<Vec<u32>>,
     on_device: Tensor<B, 2, Int>,
 }
 
@@ -259,7 +259,7 @@ struct Drawn {
     /// How many come one after another of each.
     steps: usize,
     /// Whose they are, by their place in each step.
-    texts: Vec<(usize, RequestId)>,
+    sequences: Vec<(usize, RequestId)>,
     /// The tokens of [`LogProbabilities`](log_probabilities::LogProbabilities), and their values.
     log_probabilities: Option<(Download, Download)>,
     prompts: Vec<PromptLogProbabilities>,
@@ -273,38 +273,38 @@ impl Drawn {
     }
 }
 
-/// Tokens from which a text goes on that has filled the context: half of it, or what the attention's window sees, if that is
+/// Tokens from which a sequence goes on that has filled the context: half of it, or what the attention's window sees, if that is
 /// more. None where attention sees all of the context.
 pub(super) fn kept_tokens(config: &TransformerConfig) -> Option<usize> {
     let window = config.sliding_window.filter(|window| *window < config.context_length)?;
     Some(window.max(config.context_length / 2))
 }
 
-/// Writes many texts at once.
+/// Writes many sequences at once.
 pub struct Scheduler<B: Backend> {
     options: SchedulerOptions,
     cache: Cache<B>,
     context: usize,
     vocabulary: usize,
-    /// Tokens that a text goes on from which has filled the context, where the model has a window.
+    /// Tokens that a sequence goes on from which has filled the context, where the model has a window.
     kept: Option<usize>,
-    waiting: VecDeque<Text>,
+    waiting: VecDeque<Sequence>,
     /// Those that have rows, in the order in which they came.
-    running: Vec<Text>,
+    running: Vec<Sequence>,
     /// Those that wait until they are resumed.
-    paused: Vec<Text>,
+    paused: Vec<Sequence>,
     requests: u64,
     arrivals: u64,
     /// What the last step drew, and how.
     drawn: Option<Tensor<B, 1, Int>>,
     sampled: Option<(Vec<SampledRow>, SampledRows<B>)>,
     /// What the last steps ahead had.
-    ends: Option<Ends<B>>,
+    stop_tokens: Option<StopTokens<B>>,
     counts: Option<TokenCounts<B>>,
     free_lines: Vec<usize>,
-    on_the_way: VecDeque<Drawn>,
+    in_flight: VecDeque<Drawn>,
     last_read: Instant,
-    ready: HashMap<RequestId, Written>,
+    ready: HashMap<RequestId, RequestOutput>,
     preemptions: usize,
     device: B::Device,
 }
@@ -332,10 +332,10 @@ impl<B: Backend> Scheduler<B> {
             arrivals: 0,
             drawn: None,
             sampled: None,
-            ends: None,
+            stop_tokens: None,
             counts: None,
             free_lines: Vec::new(),
-            on_the_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             last_read: Instant::now(),
             ready: HashMap::new(),
             preemptions: 0,
@@ -348,9 +348,9 @@ impl<B: Backend> Scheduler<B> {
         self.options.rows
     }
 
-    /// Texts that there is work for at a time: those that are written, and those that are read ahead of their turn.
-    pub fn texts_at_once(&self) -> usize {
-        self.options.rows + self.options.rows / READ_AHEAD
+    /// Sequences that there is work for at a time: those that are written, and those that are read ahead of their turn.
+    pub fn max_active(&self) -> usize {
+        self.options.rows + self.options.rows / PREFILL_AHEAD
     }
 
     /// Adds a request, behind those that wait.
@@ -362,7 +362,7 @@ impl<B: Backend> Scheduler<B> {
         self.add_filtered(request, None)
     }
 
-    /// Adds a request of which each token is one that `filter` allows. While there are such texts, tokens are read at each step.
+    /// Adds a request of which each token is one that `filter` allows. While there are such sequences, tokens are read at each step.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -371,7 +371,7 @@ impl<B: Backend> Scheduler<B> {
         request: Request,
         filter: Option<Box<dyn TokenFilter>>,
     ) -> Result<RequestId, Failure> {
-        let Request { prompt, max_tokens, biases, likeliest, prompt_likeliest, sampling, .. } = &request;
+        let Request { prompt, max_tokens, biases, top_logprobs, prompt_top_logprobs, sampling, .. } = &request;
         sampling.validate().map_err(|reason| Failure::usage(format!("a request with {reason}")))?;
         let (length, room) = (prompt.len(), self.context.saturating_sub(prompt.len()));
         if length == 0 || *max_tokens == 0 {
@@ -382,8 +382,10 @@ impl<B: Backend> Scheduler<B> {
             let last = self.vocabulary - 1;
             return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {last}")));
         }
-        if likeliest.max(prompt_likeliest).is_some_and(|count| count > MOST_LIKELIEST) {
-            return Err(Failure::usage(format!("{MOST_LIKELIEST} of the likeliest tokens can be asked for, not more")));
+        if top_logprobs.max(prompt_top_logprobs).is_some_and(|count| count > MAX_TOP_LOGPROBS) {
+            return Err(Failure::usage(format!(
+                "{MAX_TOP_LOGPROBS} is the maximum number of top log-probabilities per token"
+            )));
         }
         if room == 0 || (*max_tokens > room && self.kept.is_none()) {
             return Err(Failure::usage(format!(
@@ -402,7 +404,7 @@ impl<B: Backend> Scheduler<B> {
         self.requests += 1;
         let id = RequestId(self.requests);
         let tokens = prompt.clone();
-        let text = Text {
+        let sequence = Sequence {
             id,
             arrival: self.arrive(),
             request,
@@ -417,11 +419,11 @@ impl<B: Backend> Scheduler<B> {
             was_admitted: false,
             prompt_known: 0,
             drawn_at: None,
-            reads: 0,
-            has_turn: false,
+            scheduled: 0,
+            has_slot: false,
             finished: false,
         };
-        self.waiting.push_back(text);
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
@@ -437,59 +439,61 @@ impl<B: Backend> Scheduler<B> {
     /// # Errors
     /// If the device fails.
     pub fn pause(&mut self, id: RequestId) -> Result<bool, Failure> {
-        if let Some(text) = self.waiting.iter().position(|text| text.id == id).and_then(|at| self.waiting.remove(at)) {
-            self.paused.push(text);
+        if let Some(sequence) =
+            self.waiting.iter().position(|sequence| sequence.id == id).and_then(|at| self.waiting.remove(at))
+        {
+            self.paused.push(sequence);
             return Ok(true);
         }
-        if !self.running.iter().any(|text| text.id == id) {
+        if !self.running.iter().any(|sequence| sequence.id == id) {
             return Ok(false);
         }
         // What it has drawn has to be known.
         self.read(0)?;
-        let Some(at) = self.running.iter().position(|text| text.id == id) else { return Ok(false) };
-        let text = self.running.remove(at);
-        let text = self.taken_back(text);
-        self.paused.push(text);
+        let Some(at) = self.running.iter().position(|sequence| sequence.id == id) else { return Ok(false) };
+        let sequence = self.running.remove(at);
+        let sequence = self.release(sequence);
+        self.paused.push(sequence);
         self.preemptions += 1;
         Ok(true)
     }
 
     /// Puts a paused request behind those that wait.
     pub fn resume(&mut self, id: RequestId) {
-        if let Some(at) = self.paused.iter().position(|text| text.id == id) {
-            let text = Text { arrival: self.arrive(), ..self.paused.remove(at) };
-            self.waiting.push_back(text);
+        if let Some(at) = self.paused.iter().position(|sequence| sequence.id == id) {
+            let sequence = Sequence { arrival: self.arrive(), ..self.paused.remove(at) };
+            self.waiting.push_back(sequence);
         }
     }
 
-    /// Ends a request now; what was not taken of it is gone. Others are not touched.
+    /// Ends a request now and drops its output that was not taken. Others are not touched.
     pub fn cancel(&mut self, id: RequestId) {
-        self.waiting.retain(|text| text.id != id);
-        self.paused.retain(|text| text.id != id);
-        if let Some(at) = self.running.iter().position(|text| text.id == id) {
-            let text = self.running.remove(at);
-            self.taken_back(text);
+        self.waiting.retain(|sequence| sequence.id != id);
+        self.paused.retain(|sequence| sequence.id != id);
+        if let Some(at) = self.running.iter().position(|sequence| sequence.id == id) {
+            let sequence = self.running.remove(at);
+            self.release(sequence);
         }
         self.ready.remove(&id);
     }
 
     /// Whether there is nothing to do and nothing to take, but for requests that are paused.
     pub fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.on_the_way.is_empty() && self.ready.is_empty()
+        self.waiting.is_empty() && self.running.is_empty() && self.in_flight.is_empty() && self.ready.is_empty()
     }
 
     /// What there is to do.
     pub fn load(&self) -> Load {
-        let (pages, pages_left) = self.cache.pages();
-        let writing = self.running.iter().filter(|text| text.drawn_at.is_some()).count();
-        let (waiting, reading) = (self.waiting.len(), self.running.len() - writing);
-        let tokens = self.running.iter().filter_map(|text| Some(self.cache.length(text.row?))).sum();
-        Load { waiting, reading, writing, pages, pages_left, tokens, preemptions: self.preemptions }
+        let (pages, free_pages) = self.cache.pages();
+        let decoding = self.running.iter().filter(|sequence| sequence.drawn_at.is_some()).count();
+        let (waiting, prefilling) = (self.waiting.len(), self.running.len() - decoding);
+        let tokens = self.running.iter().filter_map(|sequence| Some(self.cache.length(sequence.row?))).sum();
+        Load { waiting, prefilling, decoding, pages, free_pages, tokens, preemptions: self.preemptions }
     }
 
     /// What became of requests, in the order in which they were added: what was read from the device by now.
-    pub fn take(&mut self) -> Vec<Written> {
-        let mut written: Vec<Written> = self.ready.drain().map(|(_, written)| written).collect();
+    pub fn take(&mut self) -> Vec<RequestOutput> {
+        let mut written: Vec<RequestOutput> = self.ready.drain().map(|(_, written)| written).collect();
         written.sort_by_key(|written| written.id);
         written
     }
@@ -500,26 +504,26 @@ impl<B: Backend> Scheduler<B> {
     /// If the device fails.
     pub fn step(&mut self, model: &Transformer<B>) -> Result<(), Failure> {
         // A filter has to know all tokens before the next.
-        if !self.on_the_way.is_empty() && self.running.iter().any(|text| text.filter.is_some()) {
+        if !self.in_flight.is_empty() && self.running.iter().any(|sequence| sequence.filter.is_some()) {
             self.read(0)?;
         }
         self.slide()?;
-        let reads = self.plan()?;
-        let writing: Vec<usize> = (0..self.running.len()).filter(|at| self.writes(&self.running[*at])).collect();
-        let first_tokens = writing.iter().all(|at| self.running[*at].drawn_at.is_none());
-        if !reads.is_empty() || !writing.is_empty() {
-            self.pass(model, &writing, &reads);
+        let prefills = self.plan()?;
+        let decoding: Vec<usize> = (0..self.running.len()).filter(|at| self.decodes(&self.running[*at])).collect();
+        let first_tokens = decoding.iter().all(|at| self.running[*at].drawn_at.is_none());
+        if !prefills.is_empty() || !decoding.is_empty() {
+            self.pass(model, &decoding, &prefills);
         }
-        // A text that has all its tokens holds up whoever waits for its row.
-        let complete = self.running.iter().any(|text| text.is_complete());
-        let waits = self.running.iter().any(|text| !text.is_complete());
+        // A sequence that has all its tokens holds up whoever waits for its row.
+        let complete = self.running.iter().any(|sequence| sequence.is_complete());
+        let waits = self.running.iter().any(|sequence| !sequence.is_complete());
         if B::downloads_at_once() {
             // The device has the last step to do meanwhile; but nobody waits longer for a first token than that takes.
             self.read(usize::from(waits && !first_tokens))?;
         } else if first_tokens
             || complete
             || !waits
-            || self.on_the_way.len() >= READ_STEPS
+            || self.in_flight.len() >= READ_STEPS
             || self.last_read.elapsed() >= READ_INTERVAL
         {
             self.read(0)?;

@@ -11,7 +11,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
+    Bound, CubeKvStorage, MOST_HEADS, Magnitude, Pass, Run, SUMMERS, Sizes, Source, UNITS, Variant, bind, cell, place,
     placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{lanes_max, lanes_sum};
@@ -24,7 +24,7 @@ pub(super) fn rotary_append<R: CubeRuntime>(
     pass: &Pass<R>,
     run: &Run,
     rows: CubeTensor<R>,
-    held: [&CubeHeld<R>; 2],
+    held: [&CubeKvStorage<R>; 2],
 ) -> CubeTensor<R> {
     let Pass { qkv, heads, positions, .. } = pass;
     let bound = bind(pass, MOST_HEADS, held[0].is_int8());
@@ -45,7 +45,7 @@ struct Append<'a, R: CubeRuntime> {
     run: &'a Run,
     rows: CubeTensor<R>,
     /// Keys and values.
-    held: [&'a CubeHeld<R>; 2],
+    held: [&'a CubeKvStorage<R>; 2],
     query: CubeTensor<R>,
 }
 

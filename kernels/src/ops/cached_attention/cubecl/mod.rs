@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 
 use self::append::rotary_append;
 use self::prompts::{over_pages, prefill};
-use super::{CachedAttention, CachedAttentionOps, CachedRow, Held, Placement, reference};
+use super::{CachedAttention, CachedAttentionOps, CachedRow, KvStorage, Placement, reference};
 use crate::checked::Checked;
 use crate::cubecl::reduce::{RowUnits, row_vector};
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid, launch, scratch};
@@ -48,7 +48,7 @@ where
         let CachedAttention { qkv, heads, placement, at, cache } = operands.into_inner();
         let [tokens, _] = qkv.dims();
         let (placement, qkv) = (cube_placement(placement), contiguous(primitive(qkv)));
-        let cached = [&cache.keys, &cache.values].map(CubeHeld::of);
+        let cached = [&cache.keys, &cache.values].map(CubeKvStorage::of);
         let all = Pass {
             heads,
             placement,
@@ -134,21 +134,21 @@ fn longer(runs: &[Run]) -> Run {
 }
 
 /// Keys, or values, on the device.
-struct CubeHeld<R: CubeRuntime> {
+struct CubeKvStorage<R: CubeRuntime> {
     /// Floats `[pages, n_kv_heads, page_tokens, head_dim]`, or words of bytes `[pages, n_kv_heads, page_tokens, head_dim / 4]`.
     stored: CubeTensor<R>,
     /// Of bytes, `[pages, n_kv_heads, page_tokens]`.
     scales: Option<CubeTensor<R>>,
 }
 
-impl<R: CubeRuntime> CubeHeld<R> {
-    fn of<B>(held: &Held<B>) -> Self
+impl<R: CubeRuntime> CubeKvStorage<R> {
+    fn of<B>(held: &KvStorage<B>) -> Self
     where
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
         match held {
-            Held::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
-            Held::Int8 { packed, scales } => {
+            KvStorage::Float(floats) => Self { stored: primitive(floats.clone()), scales: None },
+            KvStorage::Int8 { packed, scales } => {
                 let stored = packed.clone().into_primitive();
                 // Eight bytes of them are read together.
                 let aligned = stored.handle.offset_start.unwrap_or(0).is_multiple_of(8);
@@ -257,7 +257,7 @@ fn cell<I: Int>(table: &Array<I>, row: u32, kv_head: u32, place: u32, sizes: &Si
 }
 
 /// What heads are placed as: the dtype of `qkv`; for a cache of bytes f32, since a number is rounded to its byte only once.
-fn placed_dtype<R: CubeRuntime>(qkv: &CubeTensor<R>, held: &CubeHeld<R>) -> StorageType {
+fn placed_dtype<R: CubeRuntime>(qkv: &CubeTensor<R>, held: &CubeKvStorage<R>) -> StorageType {
     if held.is_int8() { f32::as_type_native_unchecked().storage_type() } else { qkv.dtype.into() }
 }
 
@@ -286,7 +286,7 @@ fn bind<R: CubeRuntime>(pass: &Pass<R>, heads: usize, int8: bool) -> Bound<R> {
 }
 
 /// Numbers that units read at once, where so many of a head lie side by side.
-fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: [&CubeHeld<R>; 2], length: usize) -> usize {
+fn vector<R: CubeRuntime>(bound: &Bound<R>, pass: &Pass<R>, held: [&CubeKvStorage<R>; 2], length: usize) -> usize {
     let [[query_gamma, key_gamma], [cos, sin]] = [&bound.gammas, &bound.table].map(|pair| pair.each_ref());
     let mut tensors = vec![&pass.qkv, query_gamma, key_gamma, cos, sin];
     // Words of bytes are aligned for two of them.
@@ -298,7 +298,7 @@ fn sizes<R: CubeRuntime>(
     bound: &Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    CubeHeld { stored: held, .. }: &CubeHeld<R>,
+    CubeKvStorage { stored: held, .. }: &CubeKvStorage<R>,
     [pieces, piece]: [usize; 2],
 ) -> SizesLaunch<R> {
     let heads = pass.heads;
@@ -324,7 +324,7 @@ fn sizes<R: CubeRuntime>(
 
 /// Places and appends the tokens of a run, one a row, and attends to their keys: into their places in `out` `[tokens,
 /// n_heads, head_dim]`.
-fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeHeld<R>; 2], out: &CubeTensor<R>) {
+fn decode<R: CubeRuntime>(pass: &Pass<R>, run: &Run, held: [&CubeKvStorage<R>; 2], out: &CubeTensor<R>) {
     let bound = bind(pass, 1, held[0].is_int8());
     let pieces = match bound.variant.row_units.plane > 1 {
         true => planes::attend(bound, pass, run, held, out),

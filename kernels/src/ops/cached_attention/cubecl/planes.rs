@@ -17,7 +17,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::{
-    Bound, CubeHeld, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers,
+    Bound, CubeKvStorage, MOST_HEADS, Magnitude, Pass, Pieces, Run, Sizes, UNITS, Variant, bind, cell, numbers,
     placed_dtype, scale_of, sizes, stored, vector,
 };
 use crate::cubecl::reduce::{RowUnits, lanes_max, lanes_sum, row_sum};
@@ -79,7 +79,7 @@ fn pair_distance<R: CubeRuntime>(bound: &Bound<R>) -> usize {
 }
 
 /// Whether the kernel reads a cache of bytes here: a vector is words of them.
-pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>, held: [&CubeHeld<R>; 2]) -> bool {
+pub(super) fn take_int8<R: CubeRuntime>(pass: &Pass<R>, held: [&CubeKvStorage<R>; 2]) -> bool {
     let bound = bind(pass, 1, true);
     bound.variant.row_units.plane > 1 && vector(&bound, pass, held, pair_distance(&bound)).is_multiple_of(PACKED)
 }
@@ -89,7 +89,7 @@ pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;

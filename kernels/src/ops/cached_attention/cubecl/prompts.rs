@@ -6,7 +6,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{CubeHeld, Pass, Run, Sizes, UNITS, bind, cell, numbers, sizes};
+use super::{CubeKvStorage, Pass, Run, Sizes, UNITS, bind, cell, numbers, sizes};
 use crate::cubecl::{array, empty, grid, optional, vector_width};
 use crate::ops::attention::AttentionOptions;
 #[cfg(feature = "cuda")]
@@ -24,7 +24,7 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     at: &CachedTokens<B>,
     longer: &Run,
     query: &CubeTensor<R>,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
 ) -> Option<CubeTensor<R>> {
     if keys.is_int8() {
         return None;
@@ -45,7 +45,7 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     _: &CachedTokens<B>,
     _: &Run,
     _: &CubeTensor<R>,
-    _: [&CubeHeld<R>; 2],
+    _: [&CubeKvStorage<R>; 2],
 ) -> Option<CubeTensor<R>> {
     None
 }
@@ -55,7 +55,7 @@ pub(super) fn prefill<R: CubeRuntime>(
     pass: &Pass<R>,
     run: &Run,
     query: &CubeTensor<R>,
-    held: [&CubeHeld<R>; 2],
+    held: [&CubeKvStorage<R>; 2],
 ) -> CubeTensor<R> {
     let PackedHeads { n_heads, n_kv_heads, head_dim } = pass.heads;
     let dims = Dims { batch_size: 1, n_heads, n_kv_heads, seq_length: run.tokens, keys: run.keys, head_dim };
@@ -70,7 +70,11 @@ pub(super) fn prefill<R: CubeRuntime>(
 }
 
 /// All keys and values of a run's row as floats, `[1, n_kv_heads, keys, head_dim]` each.
-fn side_by_side<R: CubeRuntime>(pass: &Pass<R>, run: &Run, [keys, values]: [&CubeHeld<R>; 2]) -> [CubeTensor<R>; 2] {
+fn side_by_side<R: CubeRuntime>(
+    pass: &Pass<R>,
+    run: &Run,
+    [keys, values]: [&CubeKvStorage<R>; 2],
+) -> [CubeTensor<R>; 2] {
     let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
     let out = [(); 2].map(|()| empty(&pass.qkv, [1, n_kv_heads, run.keys, head_dim], pass.qkv.dtype));
     let mut read = vec![&out[0], &out[1]];

@@ -4,7 +4,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::{Bound, CubeHeld, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
+use super::{Bound, CubeKvStorage, MOST_HEADS, Pass, Pieces, Run, Sizes, Source, UNITS, Variant, cell, place, sizes};
 use crate::cubecl::reduce::{row_max, row_sum};
 use crate::cubecl::{array, clamp_index, grid, vector_width};
 use crate::masked::MASKED;
@@ -20,7 +20,7 @@ pub(super) fn attend<R: CubeRuntime>(
     mut bound: Bound<R>,
     pass: &Pass<R>,
     run: &Run,
-    [keys, values]: [&CubeHeld<R>; 2],
+    [keys, values]: [&CubeKvStorage<R>; 2],
     out: &CubeTensor<R>,
 ) -> Option<Pieces<R>> {
     let Pass { qkv, heads, positions, table, .. } = pass;

@@ -12,7 +12,7 @@ use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, CudaKernel, HOPPER_SHARED_BYTES, Tried};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::ActivationKind;
-use crate::ops::cached_attention::{CachedTokens, Held};
+use crate::ops::cached_attention::{CachedTokens, KvStorage};
 use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted};
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
@@ -330,7 +330,7 @@ where
     let PackedHeads { n_heads, n_kv_heads, head_dim } = *heads;
     let first = blocks.first().ok_or_else(|| Declined::new("there are no blocks"))?;
     let format = format_of(embedding)?;
-    let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, Held::Int8 { .. }));
+    let (dtype, cache_int8) = (DType::from(*activations), matches!(&caches[0].keys, KvStorage::Int8 { .. }));
     let [vocab_size, d_model] = embedding.dims();
     let up_width = first.up.dims()[0];
     let (epsilon, kind) = (final_norm.epsilon, final_norm.kind);
@@ -413,8 +413,8 @@ where
         let mut of_cache = Vec::new();
         for cached in [&cache.keys, &cache.values] {
             let (values, scales) = match cached {
-                Held::Float(floats) if !cache_int8 && floats.dtype() == dtype => (primitive(floats.clone()), None),
-                Held::Int8 { packed, scales } if cache_int8 => {
+                KvStorage::Float(floats) if !cache_int8 && floats.dtype() == dtype => (primitive(floats.clone()), None),
+                KvStorage::Int8 { packed, scales } if cache_int8 => {
                     (packed.clone().into_primitive(), Some(primitive(scales.clone())))
                 }
                 _ => return Err(Declined::new("the caches are not all in INT8, or in the dtype of activations")),

@@ -22,7 +22,7 @@ use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decode
 use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arch, Arguments, CudaKernel};
-use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
+use crate::ops::head_sample::cubecl::sampling_params::{SamplingParams, own_counts};
 use crate::ops::weight::cubecl::{CubeQuantized, cube_quantized};
 use crate::quant::{Format, Reader, Weight};
 use crate::tensor::primitive;
@@ -229,7 +229,8 @@ impl<R: CubeRuntime> Draws<R> {
         let Some(StepDraw { rows, counts }) = draw else {
             return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, texts: 0 });
         };
-        let (Ways { streams, lines, numbers, .. }, counts) = (Ways::new(rows), counts.map(own_counts));
+        let (SamplingParams { streams, lines, numbers, .. }, counts) =
+            (SamplingParams::new(rows), counts.map(own_counts));
         if [&streams, &lines].iter().any(|x| x.dtype != DType::I32) {
             return Err(Declined::new("streams and lines are not integers of 32 bits"));
         }

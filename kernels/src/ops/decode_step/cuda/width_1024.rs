@@ -17,8 +17,8 @@ use crate::cubecl::{contiguous, empty};
 use crate::cuda::{self, Arguments, blocks_map, grouped_map};
 use crate::multiprocessors::multiprocessors;
 use crate::ops::activation::{Activation, ActivationKind};
-use crate::ops::cached_attention::{CachedTokens, Held};
-use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, Predicted, StepsAhead};
+use crate::ops::cached_attention::{CachedTokens, KvStorage};
+use crate::ops::decode_step::{Declined, DecodeBlock, DecodeModel, DecodePlanned, Decoded, MultiStep, Predicted};
 use crate::ops::norm::{Norm, NormKind};
 use crate::packed_heads::PackedHeads;
 use crate::quant::Format;
@@ -161,7 +161,7 @@ where
         let mut cached = Vec::new();
         for part in [&cache.keys, &cache.values] {
             match part {
-                Held::Float(floats) if floats.dtype() == DType::BF16 => {
+                KvStorage::Float(floats) if floats.dtype() == DType::BF16 => {
                     let rows: usize = floats.dims()[..3].iter().product();
                     cached.push((hold(Some(primitive(floats.clone())), "the cache")?, rows));
                 }
@@ -256,7 +256,7 @@ pub(super) fn decode_step<R, F, I, BT>(
     tokens: Tensor<CubeBackend<R, F, I, BT>, 1, Int>,
     at: &CachedTokens<CubeBackend<R, F, I, BT>>,
     draws: Draws<R>,
-    StepsAhead { steps, ends }: StepsAhead<'_, CubeBackend<R, F, I, BT>>,
+    MultiStep { steps, stop_tokens }: MultiStep<'_, CubeBackend<R, F, I, BT>>,
     last_position: usize,
 ) -> Result<Decoded<CubeBackend<R, F, I, BT>>, Declined>
 where
@@ -293,12 +293,12 @@ where
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);
         let [next, reached, following] = [(); 3].map(|()| empty(&tokens, [1, rows], DType::I32));
         let all_tokens = empty(&tokens, [steps, rows], DType::I32);
-        let ends = ends.map(|ends| contiguous(ends.clone().into_primitive()));
-        let ends_a_row = ends.as_ref().map_or(0, |ends| ends.meta.shape()[1]);
+        let stop_tokens = stop_tokens.map(|stop_tokens| contiguous(stop_tokens.clone().into_primitive()));
+        let ends_a_row = stop_tokens.as_ref().map_or(0, |stop_tokens| stop_tokens.meta.shape()[1]);
         let arguments = || {
             let arguments = all(Arguments::default().pointer(&body.table), &body.few);
             let of_head =
-                [&body.head, &logits, &all_tokens, &next, &reached, &following, ends.as_ref().unwrap_or(&next)];
+                [&body.head, &logits, &all_tokens, &next, &reached, &following, stop_tokens.as_ref().unwrap_or(&next)];
             let pointers = of_head.into_iter().chain(&draws.pointers);
             draws.words(pointers.fold(arguments, Arguments::pointer)).word(steps).word(ends_a_row)
         };

@@ -15,7 +15,7 @@
 mod cut;
 mod group;
 mod pick;
-pub(crate) mod ways;
+pub(crate) mod sampling_params;
 
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_cubecl::element::BoolElement;
@@ -25,7 +25,7 @@ use cubecl::prelude::*;
 
 use self::group::group_kernel;
 use self::pick::draw_kernel;
-use self::ways::{Ways, own_counts};
+use self::sampling_params::{SamplingParams, own_counts};
 use super::counts::{Kind, NUMBERS};
 use super::{Draw, HeadSampleOps, Logits, draws_key};
 use crate::checked::Checked;
@@ -178,16 +178,23 @@ where
         let Draw { logits, rows, positions, counts } = operands.into_inner();
         let counts = counts.map(own_counts);
         let positions = contiguous(positions.into_primitive());
-        let ways = Ways::new(rows);
+        let params = SamplingParams::new(rows);
         let logits = contiguous(primitive(logits));
         let out = empty(&logits, [logits.meta.shape()[0]], DType::I32);
         #[cfg(feature = "cuda")]
-        if super::cuda::draw(&logits, &ways, &positions, counts.as_ref(), &out) {
+        if super::cuda::draw(&logits, &params, &positions, counts.as_ref(), &out) {
             return Tensor::from_primitive(out);
         }
         let mut first = 0;
         for (kind, count) in &rows.kinds {
-            draw(&logits, *kind, [first, *count], (&ways, &positions), counts.as_ref().filter(|_| kind.counted), &out);
+            draw(
+                &logits,
+                *kind,
+                [first, *count],
+                (&params, &positions),
+                counts.as_ref().filter(|_| kind.counted),
+                &out,
+            );
             first += count;
         }
         Tensor::from_primitive(out)
@@ -200,7 +207,7 @@ fn draw<R: CubeRuntime>(
     logits: &CubeTensor<R>,
     kind: Kind,
     [first, count]: [usize; 2],
-    (ways, positions): (&Ways<R>, &CubeTensor<R>),
+    (params, positions): (&SamplingParams<R>, &CubeTensor<R>),
     counts: Option<&[CubeTensor<R>; 3]>,
     out: &CubeTensor<R>,
 ) {
@@ -234,7 +241,7 @@ fn draw<R: CubeRuntime>(
         let [rows, first, batch_size] = [count, first, batch_size].map(|count| count as u32);
         SizesLaunch::new(rows, first, batch_size, lines as u32, vocabulary as u32, groups as u32)
     };
-    let Ways { members, streams, lines, numbers } = ways;
+    let SamplingParams { members, streams, lines, numbers } = params;
     // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
     // lines the counts are not touched, and without top-p masses are not.
     unsafe {

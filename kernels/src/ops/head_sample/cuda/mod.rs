@@ -7,7 +7,7 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::counts::NUMBERS;
-use super::cubecl::ways::Ways;
+use super::cubecl::sampling_params::SamplingParams;
 use super::draws_key;
 use crate::cubecl::empty;
 use crate::cuda::{self, Arch, Arguments, CudaKernel, HOPPER, Tried};
@@ -80,13 +80,13 @@ pub(crate) fn hopper_sources() -> impl Iterator<Item = (String, String)> {
 /// `[lines, vocabulary]`.
 pub(super) fn draw<R: CubeRuntime>(
     logits: &CubeTensor<R>,
-    ways: &Ways<R>,
+    params: &SamplingParams<R>,
     positions: &CubeTensor<R>,
     counts: Option<&[CubeTensor<R>; 3]>,
     out: &CubeTensor<R>,
 ) -> bool {
     let [batch_size, vocabulary]: [usize; 2] = logits.meta.shape().dims();
-    let Ways { streams, lines, numbers, .. } = ways;
+    let SamplingParams { streams, lines, numbers, .. } = params;
     let kernel = DrawHopper::new(batch_size, vocabulary);
     let integers = [streams, lines, positions, out].iter().all(|x| x.dtype == DType::I32);
     let read_together = std::iter::once(logits).chain(counts.into_iter().flatten());

@@ -18,13 +18,13 @@ use super::constraints::Constraint;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::{Caller, Shared, json_response};
-use crate::inference::generation::scheduler::{MOST_LIKELIEST, Request, TokenFilter, WrittenToken};
+use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken, Request, TokenFilter};
 use crate::inference::generation::{GenerationOptions, LEAST_TEMPERATURE};
 use crate::server::answers::{Answers, Piece, Taken};
-use crate::server::engine::{Job, TextEvent, WriteJob};
+use crate::server::engine::{GenerateJob, Job, SequenceEvent};
 use crate::server::grammar::GrammarFilter;
 use crate::server::log::Record;
-use crate::server::served::{Served, ServedWriter};
+use crate::server::served::{Served, ServedGenerator};
 
 /// Sequences of a request.
 pub(super) const TEXTS: usize = 2048;
@@ -44,9 +44,9 @@ const ALIVE: Duration = Duration::from_secs(15);
 pub(super) struct Streams;
 
 /// The model, if it writes.
-pub(super) fn writer(shared: &Shared) -> Result<&ServedWriter, ApiError> {
+pub(super) fn writer(shared: &Shared) -> Result<&ServedGenerator, ApiError> {
     match shared.served.get() {
-        Some(Served::Writer(writer)) => Ok(writer),
+        Some(Served::Generator(writer)) => Ok(writer),
         Some(Served::Encoder(_)) => Err(ApiError::request("this model is an encoder: it does not write")),
         None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
     }
@@ -54,7 +54,7 @@ pub(super) fn writer(shared: &Shared) -> Result<&ServedWriter, ApiError> {
 
 /// That a request names the model that is served, or none.
 pub(super) fn named(shared: &Shared, fields: &Fields) -> Result<(), ApiError> {
-    match fields.text("model")? {
+    match fields.string("model")? {
         Some(name) if name != shared.options.name => Err(unknown_model(shared, name)),
         _ => Ok(()),
     }
@@ -75,10 +75,10 @@ pub(super) struct Settings {
     pub(super) choices: usize,
     pub(super) stream: bool,
     pub(super) usage: bool,
-    pub(super) likeliest: Option<usize>,
+    pub(super) top_logprobs: Option<usize>,
     /// Asks for the log-probabilities of the prompt's own tokens, and of so many of the likeliest
     /// in their places.
-    pub(super) prompt_likeliest: Option<usize>,
+    pub(super) prompt_top_logprobs: Option<usize>,
     /// Orders the requests of a client: lower ones first.
     priority: i64,
     /// How long the answer may take.
@@ -119,7 +119,7 @@ impl Settings {
             stop: Vec::new(),
             seed: fields.integer("seed")?.map_or_else(random, i64::cast_unsigned),
         };
-        let stop = fields.texts("stop", STOPS)?;
+        let stop = fields.strings("stop", STOPS)?;
         if stop.iter().any(String::is_empty) {
             return Err(fields.wrong("stop", "a string that is not empty, or several"));
         }
@@ -135,9 +135,9 @@ impl Settings {
             choices: fields.count("n", 1..=shared.options.limits.answers)?.unwrap_or(1),
             stream,
             usage: stream_options.map_or(Ok(false), |options| options.flag("include_usage", false))?,
-            likeliest: None,
+            top_logprobs: None,
             // As vLLM has it; -1 is all of them there.
-            prompt_likeliest: fields.count("prompt_logprobs", 0..=MOST_LIKELIEST)?,
+            prompt_top_logprobs: fields.count("prompt_logprobs", 0..=MAX_TOP_LOGPROBS)?,
             priority: fields.integer("priority")?.unwrap_or(0),
             time,
         })
@@ -186,7 +186,7 @@ pub(super) struct Prompts {
 
 impl Prompts {
     /// That the texts are not too many, and each has room.
-    fn check(&self, served: &ServedWriter, settings: &Settings) -> Result<(), ApiError> {
+    fn check(&self, served: &ServedGenerator, settings: &Settings) -> Result<(), ApiError> {
         let count = self.prompts.len() * settings.choices;
         for length in self.prompts.iter().map(Vec::len) {
             let room = served.context.saturating_sub(length);
@@ -211,25 +211,25 @@ impl Prompts {
     /// prompt, then of the next.
     fn jobs(
         &self,
-        served: &ServedWriter,
+        served: &ServedGenerator,
         settings: &Settings,
         filter: Option<&GrammarFilter>,
-    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<TextEvent>>) {
+    ) -> (Vec<Job>, Vec<mpsc::UnboundedReceiver<SequenceEvent>>) {
         let prompts = self.prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, settings.choices));
         let job = |(number, prompt): (usize, &Vec<u32>)| {
             let max_tokens = self.max_tokens.unwrap_or(served.context.saturating_sub(prompt.len()));
             let request = Request {
                 sampling: settings.options.sampling(number as u64),
-                ends: served.ends.clone(),
+                stop_tokens: served.stop_tokens.clone(),
                 biases: settings.biases.clone(),
-                likeliest: settings.likeliest.map(|count| count.min(MOST_LIKELIEST)),
-                prompt_likeliest: settings.prompt_likeliest,
+                top_logprobs: settings.top_logprobs.map(|count| count.min(MAX_TOP_LOGPROBS)),
+                prompt_top_logprobs: settings.prompt_top_logprobs,
                 // What reads a prompt draws a token behind it, whoever asks for it.
                 ..Request::new(prompt.clone(), max_tokens.max(1))
             };
             let filter = filter.map(|filter| Box::new(filter.again()) as Box<dyn TokenFilter>);
             let (sender, receiver) = mpsc::unbounded_channel();
-            (Job::Write(Box::new(WriteJob { request, filter, events: sender })), receiver)
+            (Job::Generate(Box::new(GenerateJob { request, filter, events: sender })), receiver)
         };
         prompts.enumerate().map(job).unzip()
     }
@@ -280,7 +280,7 @@ pub(super) trait Form: Send + 'static {
     fn begun(&mut self, head: &Head, count: usize) -> Vec<String>;
 
     /// Events for a piece of a text.
-    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String>;
+    fn more(&mut self, head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String>;
 
     /// Events when all texts are complete.
     fn ended(&mut self, head: &Head, usage: Usage) -> Vec<String>;
@@ -289,7 +289,8 @@ pub(super) trait Form: Send + 'static {
     fn failed(&mut self, head: &Head, error: &ApiError) -> Vec<String>;
 
     /// The body of an answer of so many texts that is not a stream, of all their pieces.
-    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value;
+    fn whole(&mut self, head: &Head, served: &ServedGenerator, count: usize, pieces: Vec<Piece>, usage: Usage)
+    -> Value;
 }
 
 /// What the choices of an answer look like, where it is made of them.
@@ -303,10 +304,10 @@ pub(super) trait Choices: Send + 'static {
     }
 
     /// A piece of a text as a choice of a chunk.
-    fn chunk(&mut self, served: &ServedWriter, piece: Piece) -> Value;
+    fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value;
 
     /// A whole text as a choice.
-    fn whole(&mut self, served: &ServedWriter, choice: usize, text: Whole) -> Value;
+    fn whole(&mut self, served: &ServedGenerator, choice: usize, text: Whole) -> Value;
 }
 
 impl<C: Choices> Form for C {
@@ -319,7 +320,7 @@ impl<C: Choices> Form for C {
         openings.map(|opening| event(&head.chunk(self.names()[2], vec![opening]))).collect()
     }
 
-    fn more(&mut self, head: &Head, served: &ServedWriter, piece: Piece) -> Vec<String> {
+    fn more(&mut self, head: &Head, served: &ServedGenerator, piece: Piece) -> Vec<String> {
         let choices = vec![self.chunk(served, piece)];
         vec![event(&head.chunk(self.names()[2], choices))]
     }
@@ -337,7 +338,14 @@ impl<C: Choices> Form for C {
         vec![event(&error.json())]
     }
 
-    fn whole(&mut self, head: &Head, served: &ServedWriter, count: usize, pieces: Vec<Piece>, usage: Usage) -> Value {
+    fn whole(
+        &mut self,
+        head: &Head,
+        served: &ServedGenerator,
+        count: usize,
+        pieces: Vec<Piece>,
+        usage: Usage,
+    ) -> Value {
         let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
         for piece in pieces {
             let Some(text) = texts.get_mut(piece.choice) else { continue };
@@ -366,8 +374,8 @@ pub(super) struct Whole {
     pub(super) text: String,
     pub(super) calls: Vec<crate::server::tools::ToolCall>,
     /// Those of its prompt, where their log-probabilities are asked for.
-    pub(super) prompt: Vec<WrittenToken>,
-    pub(super) tokens: Vec<WrittenToken>,
+    pub(super) prompt: Vec<OutputToken>,
+    pub(super) tokens: Vec<OutputToken>,
     pub(super) finish: &'static str,
 }
 
@@ -462,7 +470,7 @@ fn streamed(
     shared: Arc<Shared>,
     caller: Caller,
     (head, prompt_tokens, taken): (Head, usize, Taken),
-    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    events: Vec<mpsc::UnboundedReceiver<SequenceEvent>>,
     deadline: Instant,
     form: impl Form,
 ) -> Response {
@@ -488,7 +496,7 @@ async fn stream(
     shared: Arc<Shared>,
     caller: Caller,
     (head, prompt_tokens, taken): (Head, usize, Taken),
-    events: Vec<mpsc::UnboundedReceiver<TextEvent>>,
+    events: Vec<mpsc::UnboundedReceiver<SequenceEvent>>,
     deadline: Instant,
     mut form: impl Form,
     sender: Sender,
@@ -523,7 +531,7 @@ async fn stream(
 ///
 /// # Errors
 /// If there are any, and the server is strict.
-pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
+pub(super) fn warn_unknown_fields(shared: &Shared, caller: &Record, fields: &Fields) -> Result<(), ApiError> {
     let unknown = Fields::unknown(fields);
     if shared.options.strict
         && let Some(field) = unknown.first()
@@ -538,8 +546,8 @@ pub(super) fn told_unknown(shared: &Shared, caller: &Record, fields: &Fields) ->
 
 /// What is known of a prompt's tokens in vLLM's form: an object for each, by the tokens' ids, and
 /// null for the first.
-pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) -> Value {
-    let one = |known: &WrittenToken| {
+pub(super) fn prompt_logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Value {
+    let one = |known: &OutputToken| {
         let Some(own) = known.log_probability else { return Value::Null };
         let mut told = Map::new();
         let mut tell = |token: u32, logprob: f32, rank: Option<usize>| {
@@ -548,7 +556,7 @@ pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) ->
             told.insert(token.to_string(), told_one);
         };
         tell(known.token, own, None);
-        for (at, (token, logprob)) in known.likeliest.iter().enumerate() {
+        for (at, (token, logprob)) in known.top_logprobs.iter().enumerate() {
             tell(*token, *logprob, Some(at + 1));
         }
         Value::Object(told)
@@ -562,14 +570,14 @@ pub(super) fn prompt_logprobs(served: &ServedWriter, tokens: &[WrittenToken]) ->
 
 /// A token as text; bytes that are no character by themselves become U+FFFD, and special tokens
 /// their names.
-pub(super) fn spelled(served: &ServedWriter, token: u32) -> String {
+pub(super) fn spelled(served: &ServedGenerator, token: u32) -> String {
     String::from_utf8_lossy(&served.bytes_of(token)).into_owned()
 }
 
 /// Makes tokens on a thread where that may take its time.
-pub(super) async fn apart<T: Send + 'static>(
+pub(super) async fn run_blocking<T: Send + 'static>(
     shared: &Arc<Shared>,
-    work: impl FnOnce(&Shared, &ServedWriter) -> Result<T, ApiError> + Send + 'static,
+    work: impl FnOnce(&Shared, &ServedGenerator) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let shared = Arc::clone(shared);
     let done = tokio::task::spawn_blocking(move || work(&shared, writer(&shared)?)).await;

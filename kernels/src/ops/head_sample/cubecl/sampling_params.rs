@@ -9,14 +9,14 @@ use crate::ops::head_sample::{SampledRows, TokenCounts};
 use crate::tensor::{float, primitive};
 
 /// How rows draw, on the device, without gaps.
-pub(crate) struct Ways<R: CubeRuntime> {
+pub(crate) struct SamplingParams<R: CubeRuntime> {
     pub(super) members: CubeTensor<R>,
     pub(crate) streams: CubeTensor<R>,
     pub(crate) lines: CubeTensor<R>,
     pub(crate) numbers: CubeTensor<R>,
 }
 
-impl<R: CubeRuntime> Ways<R> {
+impl<R: CubeRuntime> SamplingParams<R> {
     pub(crate) fn new<F, I, BT>(rows: &SampledRows<CubeBackend<R, F, I, BT>>) -> Self
     where
         F: FloatElement,
