@@ -1,6 +1,6 @@
 //! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
 //!
-//! A [`TransformerConfig`], and nothing else, turns it into GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
+//! A [`TransformerConfig`] alone makes it GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
 //! blocks serve training, prefill and decode.
 //!
 //! ```

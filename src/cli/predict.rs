@@ -14,18 +14,18 @@ use super::arguments::{RunArgs, fetched};
 
 #[derive(Args)]
 pub(super) struct PredictArgs {
-    /// The model's folder, or its name on the hub: OWNER/NAME
+    /// Model folder, or name on the hub: OWNER/NAME
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// What was said [default: a line each of standard input]
+    /// Utterance [default: one per line of standard input]
     #[arg(long, value_name = "TEXT", conflicts_with = "file")]
     text: Option<String>,
-    /// A file with an utterance on each line
+    /// File with one utterance per line
     #[arg(long, value_name = "PATH")]
     file: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-    /// Dtype of matrices and activations
+    /// Data type of matrices and activations
     #[arg(long, default_value = "f32")]
     precision: Precision,
 }

@@ -1,4 +1,4 @@
-//! The texts of a request as they come: tokens to words, stop texts, calls of tools.
+//! The sequences of a request as they arrive: tokens to text, stop strings, tool calls.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -15,47 +15,45 @@ use super::tools::{Calls, ToolCall, ToolCalls};
 use crate::inference::generation::Writer;
 use crate::inference::generation::scheduler::{Finish, OutputToken};
 
-/// Why a text ended, in OpenAI's words.
+/// A finish reason, in OpenAI's terms.
 pub(super) type FinishReason = &'static str;
 
-/// More of a text.
+/// New output of a sequence.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// Which of the request's texts.
+    /// Index of the sequence in its request.
     pub(super) choice: usize,
     pub(super) text: String,
     pub(super) calls: Vec<ToolCall>,
-    /// Tokens of the prompt, where their log-probabilities are asked for; they come before all
-    /// others.
+    /// Prompt tokens, if their log-probabilities were requested; they precede all others.
     pub(super) prompt: Vec<OutputToken>,
-    /// The tokens that came; those of `text`, but for what is held back or was.
+    /// The new tokens: those of `text`, except for text held back now or before.
     pub(super) tokens: Vec<OutputToken>,
     pub(super) finish: Option<FinishReason>,
 }
 
-/// How texts are taken apart.
+/// How output is parsed.
 #[derive(Clone, Debug)]
 pub(super) struct Taken {
     pub(super) stop: Vec<String>,
-    /// How calls are spelled, where they are taken out.
+    /// The format of tool calls, if they are extracted.
     pub(super) calls: Option<Calls>,
-    /// Whether a text may have more than one.
+    /// Whether one answer may have several calls.
     pub(super) parallel_calls: bool,
-    /// The prompt's last tokens of each choice, behind which its own are decoded.
+    /// The last prompt tokens of each choice, as context for decoding the text.
     pub(super) prompts: Vec<Vec<u32>>,
-    /// Whether no token is wanted, but what is known of the prompt: the one that is drawn is left
-    /// out.
+    /// Whether only the prompt's log-probabilities are wanted; the sampled token is dropped.
     pub(super) nothing: bool,
 }
 
-/// The texts of a request. Those that are dropped end on the device, too.
+/// The sequences of a request. Dropping it also ends them on the device.
 pub(super) struct Answers<'a> {
     choices: Vec<Option<Choice<'a>>>,
     deadline: Instant,
     record: Arc<Record>,
-    /// Tokens written by now, ends included.
+    /// Tokens generated so far, stop tokens included.
     pub(super) tokens: usize,
-    /// Tokens of prompts that the cache had.
+    /// Prompt tokens found in the KV cache.
     pub(super) cached: usize,
     nothing: bool,
 }
@@ -96,10 +94,10 @@ impl<'a> Answers<'a> {
         }
     }
 
-    /// The next piece of any of the texts; none when all are complete.
+    /// The next output of any sequence; `None` when all are complete.
     ///
     /// # Errors
-    /// If a text cannot be written, or it takes too long: there is nothing more then.
+    /// If generation fails or exceeds the time limit; nothing follows then.
     pub(super) async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
         loop {
             if self.choices.iter().all(Option::is_none) {
@@ -122,7 +120,8 @@ impl<'a> Answers<'a> {
             };
             match piece {
                 Ok(piece) if piece.text.is_empty() && piece.calls.is_empty() && piece.finish.is_none() => {
-                    // Tokens that make no whole character yet; their log-probabilities are told with the next.
+                    // Tokens of an incomplete character; their log-probabilities come with the next
+                    // ones.
                     if !piece.tokens.is_empty() || !piece.prompt.is_empty() {
                         return Some(Ok(piece));
                     }
@@ -158,7 +157,7 @@ impl<'a> Answers<'a> {
                         stopped = Some("length");
                         break;
                     }
-                    // Those behind a stop text are not delivered, and not counted.
+                    // Tokens after a stop string are neither delivered nor counted.
                     count += 1;
                     let text = &mut piece.text;
                     let reached = choice.writer.push(token.token, &mut |more| text.push_str(more));
@@ -196,7 +195,7 @@ impl<'a> Answers<'a> {
                 self.choices[at] = Some(Choice { events, writer, calls, called, most_calls });
             }
             Some(reason) => {
-                // What was held back comes now.
+                // The text that was held back.
                 let mut rest = String::new();
                 writer.finish(&mut |more| rest.push_str(more));
                 self.record.written(0, &rest);

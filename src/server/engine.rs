@@ -1,4 +1,4 @@
-//! The thread that owns model and device: it takes jobs from the queue, and sends what comes of them.
+//! The thread that owns model and device: takes jobs from the queue and sends their results.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,61 +25,62 @@ use crate::model_folder::ModelSource;
 use crate::precision::{CachePrecision, Precision};
 use crate::run_folder::LABELS;
 
-/// Time between two events of a text, at the least: what a reader does not notice, and clients keep up with.
+/// Minimum time between two events of a sequence: unnoticed by readers, and slow enough for
+/// clients.
 const SEND_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long an engine that has nothing to do sleeps at the most.
+/// Maximum time that an idle engine sleeps.
 const SLEEP: Duration = Duration::from_secs(1);
 
-/// Texts at a time up to which kernels are compiled before the first request.
+/// Batch size up to which kernels are compiled before the first request.
 const WARM_ROWS: usize = 128;
 
-/// What is asked of the device.
+/// Work for the device.
 pub(super) enum Job {
-    /// A text.
+    /// Generate a sequence.
     Generate(Box<GenerateJob>),
-    /// The embeddings of texts, as tokens.
+    /// Embed inputs, given as tokens.
     Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
-    /// How well pairs of texts fit, by a model that has a head for it.
+    /// Score pairs of inputs, with a model that has a score head.
     Score { pairs: Vec<Pair>, reply: Reply<Vec<f32>> },
-    /// What texts ask for.
+    /// Predict intents and slots.
     Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
-    /// A text that was preempted, and whoever waits for it.
+    /// Resume a preempted sequence, with the channel to its client.
     Resume { id: RequestId, events: UnboundedSender<SequenceEvent> },
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Failure>>;
 
-/// A text to be written.
+/// A sequence to generate.
 pub(super) struct GenerateJob {
     pub(super) request: Request,
     pub(super) filter: Option<Box<dyn TokenFilter>>,
-    /// Bounded by the tokens that are asked for.
+    /// Bounded by the request's max_tokens.
     pub(super) events: UnboundedSender<SequenceEvent>,
 }
 
-/// More of a text.
+/// New output of a sequence.
 #[derive(Debug, Default)]
 pub(super) struct NewTokens {
-    /// Those of its prompt, where their log-probabilities are asked for.
+    /// Prompt tokens, if their log-probabilities were requested.
     pub(super) prompt: Vec<OutputToken>,
     pub(super) tokens: Vec<OutputToken>,
-    /// Tokens of its prompt that the cache had.
+    /// Prompt tokens found in the KV cache.
     pub(super) cached: usize,
 }
 
-/// What becomes of a text.
+/// An event of a sequence.
 pub(super) enum SequenceEvent {
     Tokens(NewTokens),
     Finished(Finish),
-    /// It cannot be written: by the asker's fault, or not.
+    /// Generation failed, because of the request or of the server.
     Failed(Failure),
-    /// The server stops before it is complete.
+    /// The server stopped before the sequence was complete.
     Stopping,
 }
 
 impl Job {
-    /// Whether nobody waits for it.
+    /// Whether its client is gone.
     pub(super) fn is_abandoned(&self) -> bool {
         match self {
             Self::Generate(job) => job.events.is_closed(),
@@ -91,7 +92,7 @@ impl Job {
     }
 }
 
-/// The work of a server on any backend.
+/// The server's device work, on any backend.
 pub(super) struct Engine<R> {
     pub(super) shared: Arc<Shared>,
     pub(super) model: ModelSource,
@@ -111,10 +112,10 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
                 self.write(generator)
             }
             AttentionDirection::Bidirectional if self.shared.options.limits.cache != CachePrecision::Auto => {
-                Err(Failure::usage("--cache-dtype is for models that write; this one is an encoder"))
+                Err(Failure::usage("--cache-dtype is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional if self.shared.options.chat_template.is_some() => {
-                Err(Failure::usage("--chat-template is for models that write; this one is an encoder"))
+                Err(Failure::usage("--chat-template is for models that generate text; this one is an encoder"))
             }
             AttentionDirection::Bidirectional => self.encode::<B>(device),
         }
@@ -122,9 +123,9 @@ impl<R: FnOnce() + Send> OnBackend for Engine<R> {
 }
 
 impl<R: FnOnce()> Engine<R> {
-    /// Answers from now on.
+    /// From here on requests are answered.
     fn begin(&mut self, served: Served) {
-        // Set once, here.
+        // Set only here.
         let _ = self.shared.served.set(served);
         self.shared.phase.send_if_modified(|phase| {
             let loading = *phase == Phase::Loading;
@@ -149,7 +150,7 @@ impl<R: FnOnce()> Engine<R> {
         if !B::is_synchronous() {
             scheduler.warm_up(generator.model(), rows.min(WARM_ROWS), || self.shared.phase() == Phase::Loading)?;
         }
-        // Somebody may want the server to end before it has begun.
+        // A stop may come before the server has started.
         if self.shared.phase() != Phase::Loading {
             return Ok(());
         }
@@ -162,7 +163,7 @@ impl<R: FnOnce()> Engine<R> {
             Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
         let served = texts.serve(&generator);
         let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
-        // Whoever has gone needs no reason.
+        // The client may be gone.
         for mut waiting in texts.jobs.into_values().chain(texts.preempted.into_values()) {
             waiting.send();
             drop(waiting.events.send(end()));
@@ -203,11 +204,11 @@ impl<R: FnOnce()> Engine<R> {
                     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                     match &predictor {
                         Some(predictor) => answer(reply, predictor.predict(&texts))?,
-                        None => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+                        None => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
                     }
                 }
                 Some(Job::Generate(job)) => {
-                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not write")));
+                    let _ = job.events.send(SequenceEvent::Failed(Failure::usage("an encoder does not generate text")));
                 }
                 // Nothing is preempted here.
                 Some(Job::Resume { .. }) => {}
@@ -216,7 +217,7 @@ impl<R: FnOnce()> Engine<R> {
     }
 }
 
-/// Whether a server that drains has no time left.
+/// Whether a draining server has run out of time.
 fn is_over(phase: Phase) -> bool {
     match phase {
         Phase::Draining(until) => Instant::now() >= until,
@@ -225,27 +226,27 @@ fn is_over(phase: Phase) -> bool {
     }
 }
 
-/// Sends an answer; what is no fault of the asker's ends the server, too.
+/// Sends a result. An error that is not the client's fault also ends the server.
 fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure> {
     let failed = answer.as_ref().err().filter(|failure| failure.exit_code() != 2).cloned();
-    // Whoever has gone needs no answer.
+    // The client may be gone.
     let _ = reply.send(answer);
     failed.map_or(Ok(()), Err)
 }
 
-/// Texts that are being written.
+/// The sequences in the scheduler.
 struct Texts<'a, B: Backend> {
     shared: &'a Shared,
     scheduler: &'a mut Scheduler<B>,
     jobs: HashMap<RequestId, Waiting>,
-    /// Those that wait in the queue again.
+    /// Preempted sequences that wait in the queue.
     preempted: HashMap<RequestId, Waiting>,
 }
 
-/// Whoever waits for a text, and what was written since the last event.
+/// The channel of a sequence, and its output since the last event.
 struct Waiting {
     client: Client,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     prompt: usize,
     events: UnboundedSender<SequenceEvent>,
     new: NewTokens,
@@ -253,7 +254,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Sends what was written. Those that are closed end at the next step.
+    /// Sends the pending output. A sequence whose channel is closed ends at the next step.
     fn send(&mut self) {
         if !self.new.tokens.is_empty() {
             let _ = self.events.send(SequenceEvent::Tokens(std::mem::take(&mut self.new)));
@@ -263,7 +264,7 @@ impl Waiting {
 }
 
 impl<B: Backend> Texts<'_, B> {
-    /// Writes until the server drains, and then until all is done or the time is over.
+    /// Runs until the server drains, then until all sequences are complete or time is up.
     fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
         loop {
             self.cancel_abandoned();
@@ -288,8 +289,8 @@ impl<B: Backend> Texts<'_, B> {
         }
     }
 
-    /// Gives clients that wait, and have fewer rows than their share, rows of the one that has most
-    /// beyond its own: these texts are preempted, the last one first, and wait in its line.
+    /// Preempts sequences of the client furthest above its share, last first, for waiting clients
+    /// below theirs. The preempted sequences wait in their own client's queue.
     fn share(&mut self) -> Result<(), Failure> {
         let rows = self.scheduler.rows();
         let waiting = self.shared.queue.clients();
@@ -301,7 +302,7 @@ impl<B: Backend> Texts<'_, B> {
             *held.entry(job.client).or_default() += 1;
         }
         let share = (rows / held.len()).max(1);
-        // A row for each of them in turn, until nobody is below its share.
+        // One slot at a time for each of them, until nobody is below its share.
         loop {
             let below = |client: Client| held.get(&client).is_some_and(|held| *held < share);
             let beyond = held.iter().filter(|(_, held)| **held > share).max_by_key(|(_, held)| **held);
@@ -318,7 +319,7 @@ impl<B: Backend> Texts<'_, B> {
                     self.preempted.insert(id, text);
                     self.shared.queue.put_back(most, Job::Resume { id, events });
                 }
-                // What it drew before is told now.
+                // Report what it generated before.
                 let written = self.scheduler.take();
                 self.send(written);
             }
@@ -347,14 +348,16 @@ impl<B: Backend> Texts<'_, B> {
                 }
             }
             Job::Embed { reply, .. } => {
-                drop(reply.send(Err(Failure::usage("this model writes; it has no embeddings"))));
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no embeddings"))));
             }
-            Job::Score { reply, .. } => drop(reply.send(Err(Failure::usage("this model writes; it has no scores")))),
-            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model predicts no intents")))),
+            Job::Score { reply, .. } => {
+                drop(reply.send(Err(Failure::usage("this model generates text; it has no scores"))))
+            }
+            Job::Predict { reply, .. } => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
         }
     }
 
-    /// Ends texts that nobody waits for; their pages are free at once.
+    /// Ends sequences whose clients are gone; their pages are free at once.
     fn cancel_abandoned(&mut self) {
         let scheduler = &mut self.scheduler;
         let mut wanted = |id: &RequestId, waiting: &mut Waiting| {
@@ -368,7 +371,7 @@ impl<B: Backend> Texts<'_, B> {
         self.preempted.retain(&mut wanted);
     }
 
-    /// What was written goes to whoever waits for it: at once where a text is finished, and every so often otherwise.
+    /// Sends new output: at once for finished sequences, at intervals for the others.
     fn send(&mut self, written: Vec<RequestOutput>) {
         for RequestOutput { id, prompt, tokens, cached, finish } in written {
             let Some(waiting) = self.jobs.get_mut(&id).or_else(|| self.preempted.get_mut(&id)) else { continue };

@@ -324,7 +324,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         refused(op, &["page 2", "listed twice"], || step(&at(&[2, 2]), None, 1));
         let two = SampledRows::<B>::new(&vec![Sampling::greedy().into(); 2], &make.0);
         let lined = SampledRows::<B>::new(&[SampledRow { sampling: Sampling::greedy(), line: Some(2) }], &make.0);
-        for (named, rows) in [("rows", &two), ("line 2 of no texts", &lined)] {
+        for (named, rows) in [("rows", &two), ("line 2 without counts", &lined)] {
             refused(op, &[named], || step(&at(&[2]), Some(StepDraw { rows, counts: None }), 1));
         }
         // More than there are positions behind it on its page.
@@ -410,7 +410,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["one token more"], || at(&[row(&[0], 2, 2)]).next(vec![row(&[0], 1, 3)]));
     refused(op, &["no room"], || new(2, 0, heads));
     refused(op, &["no room"], || new(usize::MAX / 2, 4, heads));
-    refused(op, &["no power of two"], || new(2, 6, heads));
+    refused(op, &["not a power of two"], || new(2, 6, heads));
     let bytes = |heads| LayerCache::<B>::new(3, 4, heads, CacheDType::Int8, &make.0);
     refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
     let other = PackedHeads { head_dim: 16, ..heads };
@@ -443,8 +443,8 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         let lined = |line| SampledRow { sampling: Sampling::greedy(), line };
         let lined = [vec![lined(Some(2))], vec![lined(None); rows - 1]].concat();
         let lined = SampledRows::<B>::new(&lined, &make.0);
-        refused("head_sample", &["line 2 of no texts"], || drawn(weight(), lined.clone()));
-        for (name, broken) in [("counts of the prompts", 0), ("counts of written tokens", 1), ("biases", 2)] {
+        refused("head_sample", &["line 2 without counts"], || drawn(weight(), lined.clone()));
+        for (name, broken) in [("counts of the prompts", 0), ("counts of generated tokens", 1), ("biases", 2)] {
             let line = |at: usize| make.float([3, if at == broken { 5 } else { 6 }]);
             let mut counts = TokenCounts { prompt: line(0), written: line(1), bias: line(2) };
             refused("head_sample", &[name], || {
@@ -452,7 +452,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
             });
         }
         let mut few = TokenCounts::<B>::new(2, 6, &make.0);
-        refused("head_sample", &["line 2 of 2 texts"], || {
+        refused("head_sample", &["line 2 of 2"], || {
             head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut few))
         });
     }

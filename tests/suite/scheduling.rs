@@ -471,10 +471,10 @@ backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
         let failure = scheduler.add(request).expect_err(part).to_string();
         assert!(failure.contains(part) && !failure.contains('\n'), "{failure}");
     };
-    refused(Request::new(vec![], 5), "needs a prompt of one token");
-    refused(Request::new(vec![1], 0), "asks for one at least");
-    refused(Request::new(vec![90], 5), "token 90 is none of the model's, which are 0 to 89");
-    refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is none");
+    refused(Request::new(vec![], 5), "needs a prompt of at least one token");
+    refused(Request::new(vec![1], 0), "max_tokens of at least 1");
+    refused(Request::new(vec![90], 5), "token 90 is outside the model's vocabulary, 0 to 89");
+    refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is outside");
     let sampling = fireclay_kernels::Sampling::greedy().with_temperature(1e39);
     refused(Request { sampling, ..Request::new(vec![1], 5) }, "a temperature of 1000");
     refused(Request { top_logprobs: Some(21), ..Request::new(vec![1], 5) }, "20 is the maximum number");

@@ -1,8 +1,8 @@
-//! Which pages of a cache are taken, and which hold what a row may begin with. All on the host.
+//! Page allocation and prefix sharing, on the host.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// The tokens of a full page behind those of another, or of none: what all pages of a row before it hold follows from that.
+/// The tokens of a full page, and the prefix before it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Prefix {
     before: Option<u64>,
@@ -12,26 +12,26 @@ struct Prefix {
 /// A page.
 #[derive(Debug, Default)]
 struct Page {
-    /// Rows that it is one of the pages of.
+    /// Number of rows that use it.
     rows: u32,
-    /// The number that its prefix was given, and that prefix, once its tokens are known.
+    /// Its prefix with its id, once registered.
     known: Option<(u64, Prefix)>,
-    /// When it was last let go.
+    /// When it was last freed.
     freed_at: u64,
 }
 
-/// The pages of a cache. A page that no row has any more keeps its tokens, if they are known, until it is needed: those that
-/// were let go first are taken first.
+/// The pages of a cache. A free page keeps its registered prefix until it is needed; the least
+/// recently freed page is reused first.
 #[derive(Debug)]
 pub(super) struct Pages {
     page_tokens: usize,
     pages: Vec<Page>,
-    /// Pages of no row and no known tokens.
+    /// Free pages without prefix.
     free: Vec<u32>,
-    /// Pages of no row and known tokens, by when they were let go.
+    /// Free pages with a prefix, by the time they were freed.
     idle: BTreeMap<u64, u32>,
     by_prefix: HashMap<Prefix, u32>,
-    /// How many prefixes were given a number, and how often a page was let go.
+    /// Counters of prefix ids, and of freed pages.
     numbers: u64,
     moments: u64,
 }
@@ -49,7 +49,7 @@ impl Pages {
         }
     }
 
-    /// Pages that are there for the taking.
+    /// Number of free pages.
     pub(super) fn available(&self) -> usize {
         self.free.len() + self.idle.len()
     }
@@ -58,7 +58,7 @@ impl Pages {
         self.pages.len()
     }
 
-    /// A page for a row, if any is left.
+    /// Allocates a page, if any is free.
     pub(super) fn take(&mut self) -> Option<u32> {
         let page = self.free.pop().or_else(|| {
             let (_, page) = self.idle.pop_first()?;
@@ -69,7 +69,7 @@ impl Pages {
         Some(page)
     }
 
-    /// Makes a page one of another row's.
+    /// Adds a user to a page.
     fn share(&mut self, page: u32) {
         let held = &mut self.pages[page as usize];
         if held.rows == 0 {
@@ -78,7 +78,7 @@ impl Pages {
         held.rows += 1;
     }
 
-    /// A row has no use for its pages any more; the last ones go first.
+    /// Removes a user from pages, last page first.
     pub(super) fn free_pages(&mut self, pages: &[u32]) {
         for page in pages.iter().rev() {
             let held = &mut self.pages[*page as usize];
@@ -94,7 +94,7 @@ impl Pages {
         }
     }
 
-    /// Makes the pages that hold the beginning of `tokens` another row's, all but one token at the most.
+    /// Shares the pages with the longest registered prefix of `tokens`, all but one token at most.
     pub(super) fn shared(&mut self, tokens: &[u32]) -> Vec<u32> {
         let mut found = Vec::new();
         let mut before = None;
@@ -108,7 +108,7 @@ impl Pages {
         found
     }
 
-    /// Makes it known that a row's pages hold `tokens`, so that others may share those that are full.
+    /// Registers the tokens of a row's full pages, for sharing.
     pub(super) fn share_prefix(&mut self, pages: &[u32], tokens: &[u32]) {
         let mut before = None;
         for (page, tokens) in pages.iter().zip(tokens.chunks_exact(self.page_tokens)) {
@@ -116,8 +116,8 @@ impl Pages {
             let known = match self.by_prefix.get(&prefix) {
                 Some(known) => *known,
                 None => {
-                    // A page has one prefix. Its own may have become another: where the page before it was another row's,
-                    // which is gone.
+                    // Update the page's prefix. It may have changed: when the page before it
+                    // belonged to another row that is gone.
                     self.forget(*page);
                     self.numbers += 1;
                     self.by_prefix.insert(prefix.clone(), *page);
@@ -147,10 +147,10 @@ mod tests {
         let first: Vec<u32> = (0..3).map(|_| pages.take().expect("a page")).collect();
         pages.share_prefix(&first, &tokens);
         assert_eq!(pages.shared(&tokens), first[..2]);
-        // One token at least is read again: it is what the row goes on from.
+        // At least one token is computed again: the next one is predicted from it.
         assert_eq!(pages.shared(&tokens[..8]), first[..1]);
         assert!(pages.shared(&tokens[..4]).is_empty());
-        // The second page follows from the first.
+        // The second page depends on the first.
         let other: Vec<u32> = [9, 9, 9, 9].iter().chain(&tokens[4..]).copied().collect();
         assert!(pages.shared(&other).is_empty());
         assert_eq!(pages.available(), 5);
@@ -177,12 +177,12 @@ mod tests {
         let mut pages = Pages::new(4, 1);
         let take =
             |pages: &mut Pages, count: usize| (0..count).map(|_| pages.take().expect("a page")).collect::<Vec<u32>>();
-        // Two rows read the same tokens at the same time; the page of the first one is known.
+        // Two rows compute the same tokens at the same time; the first row's page is registered.
         let (first, second) = (take(&mut pages, 1), take(&mut pages, 2));
         pages.share_prefix(&first, &[1]);
         pages.share_prefix(&second, &[1, 2]);
         pages.free_pages(&first);
-        // The pages that are left are needed, and the first row's is forgotten.
+        // The remaining pages are needed, and the first row's page is reused.
         let others = take(&mut pages, 2);
         pages.share_prefix(&second, &[1, 2]);
         pages.free_pages(&second);
@@ -211,7 +211,8 @@ mod tests {
                     None => break,
                 }
             }
-            // What a row has is known in part, and later, when others have come and gone, the whole of it.
+            // Registers a part of a row's tokens now, and all of them after other rows have come
+            // and gone.
             pages.share_prefix(&row, &tokens[..tokens.len().min(next(40) as usize)]);
             rows.push((row, tokens));
             if rows.len() > 6 {

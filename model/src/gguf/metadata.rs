@@ -102,7 +102,7 @@ impl Metadata {
             && let Some(first) = numbers.first()
         {
             if numbers.iter().any(|number| number != first) {
-                return Err(ConfigError(format!("{key} differs from layer to layer, which is not supported")));
+                return Err(ConfigError(format!("{key} differs between layers, which is not supported")));
             }
             return whole(*first).map(Some).ok_or_else(|| ConfigError(format!("{key} is not a size")));
         }

@@ -66,7 +66,7 @@ impl Architecture {
         let known = ARCHITECTURES.iter().find(|(_, known)| *known == name).map(|(architecture, _)| *architecture);
         known.ok_or_else(|| {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|(_, name)| *name).collect();
-            ConfigError(format!("architecture is '{name}'; those of GGUF files that are read are {}", known.join(", ")))
+            ConfigError(format!("architecture '{name}' is not supported; supported are {}", known.join(", ")))
         })
     }
 }

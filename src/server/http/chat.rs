@@ -22,11 +22,11 @@ use crate::server::grammar::Grammar;
 use crate::server::served::ServedGenerator;
 use crate::server::tools::{Calls, ToolCall, ToolStyle};
 
-/// Messages of a conversation.
+/// Maximum messages of a conversation.
 const MESSAGES: usize = 4096;
-/// Tools of a request.
+/// Maximum tools of a request.
 const TOOLS: usize = 128;
-/// What a template is told by the server, and nobody else.
+/// Template variables that only the server sets.
 const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"];
 
 pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -41,7 +41,7 @@ pub(super) async fn chat(asked: Asked, request: Request) -> Result<Response, Api
     answer(shared, caller, (prompts, settings, taken), form).await
 }
 
-/// What is to be written for a request, and how.
+/// Reads a request: prompt, settings and form of the answer.
 pub(super) async fn task(
     shared: &Arc<Shared>,
     caller: &Caller,
@@ -71,7 +71,7 @@ pub(super) async fn task(
         let taken = Taken { stop: settings.stop.clone(), calls, parallel_calls, prompts: Vec::new(), nothing: false };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         if !fields.flag("add_generation_prompt", true)? {
-            return Err(fields.wrong("add_generation_prompt", "true: the model answers"));
+            return Err(fields.wrong("add_generation_prompt", "true: the model always answers"));
         }
         if fields.strings("modalities", 4)?.iter().any(|kind| kind != "text") {
             return Err(fields.wrong("modalities", "[\"text\"]"));
@@ -89,38 +89,37 @@ pub(super) async fn task(
     Ok((prompts, settings, taken))
 }
 
-/// The tokens of a request's conversation, and what it may call.
+/// The prompt tokens of a request's conversation, and its tools.
 pub(super) fn conversation(served: &ServedGenerator, fields: &Fields) -> Result<(Vec<u32>, Dialogue, Tools), ApiError> {
-    // What is wrong with the template comes before what it lacks.
+    // Report a broken template before missing features.
     if let Some(Err(failure)) = served.template.as_ref().map(ChatTemplate::check) {
-        return Err(ApiError::request(format!("this model cannot converse: {failure}")));
+        return Err(ApiError::request(format!("this model cannot chat: {failure}")));
     }
     let tools = Tools::read(served, fields)?;
     let dialogue = dialogue(fields, &tools)?;
     bounded("messages", &read_texts(&dialogue), served.context, served.longest_token)?;
-    let template = served.template.as_ref().ok_or_else(|| {
-        ApiError::request(
-            "this model has no chat template: it was not made to converse; ask /v1/completions to go on from a text",
-        )
-    })?;
+    let template = served
+        .template
+        .as_ref()
+        .ok_or_else(|| ApiError::request("this model has no chat template: use /v1/completions"))?;
     let tokens = template.tokens(&dialogue, &served.tokenizer);
     Ok((tokens.map_err(|failure| ApiError::param("messages", failure.to_string()))?, dialogue, tools))
 }
 
-/// The text of all messages, for its length.
+/// The text of all messages, to bound its length.
 fn read_texts(dialogue: &Dialogue) -> String {
     let fields = ["content", "reasoning_content"];
     dialogue.messages.iter().flat_map(|message| fields.iter().filter_map(|field| message[*field].as_str())).collect()
 }
 
-/// What the model may call.
+/// The tools of a request.
 #[derive(Default)]
 pub(super) struct Tools {
-    /// As they were given.
+    /// As given.
     given: Value,
-    /// Names and schemas of those that it may call.
+    /// Names and schemas of the allowed ones.
     offered: Vec<(String, Value)>,
-    /// Whether it has to.
+    /// Whether a call is required.
     required: bool,
 }
 
@@ -167,19 +166,18 @@ impl Tools {
             }
         };
         if required && offered.is_empty() {
-            return Err(ApiError::param("tool_choice", "tool_choice asks for a call, and there are no tools"));
+            return Err(ApiError::param("tool_choice", "tool_choice requires a call, but there are no tools"));
         }
         if !offered.is_empty() && served.tool_style.is_none() {
             return Err(ApiError::param(
                 "tools",
-                "this model's chat template knows no tools, or spells calls in a way that is not known here",
+                "this model's chat template has no tools, or an unsupported format of calls",
             ));
         }
         Ok(Self { given: if given.is_empty() { Value::Null } else { given.into() }, offered, required })
     }
 
-    /// What an answer is kept to: a call where there has to be one, and calls or what another
-    /// constraint says where there may be some.
+    /// The constraint of an answer: a call if required; calls or the other constraint if allowed.
     fn beside(
         self,
         style: Option<ToolStyle>,
@@ -190,17 +188,17 @@ impl Tools {
         let (field, several, otherwise) = match constraint {
             None if !self.required => return Ok(None),
             None => ("tools".to_string(), false, None),
-            // A format is one of words, and a call has none: clients send one for what they ask
-            // next.
+            // A format is for text, and a required call has none: clients send one for their next
+            // request.
             Some(Constraint { field, .. }) if self.required && field == "response_format" => {
                 ("tools".to_string(), false, None)
             }
             Some(Constraint { field, .. }) if self.required => {
-                let message = format!("an answer that is a call has no {field}");
+                let message = format!("{field} cannot be combined with a required tool call");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar: Grammar::Lark(_) }) => {
-                let message = format!("{field} cannot stand beside tools: it needs tool_choice \"none\"");
+                let message = format!("{field} cannot be combined with tools: it needs tool_choice \"none\"");
                 return Err(ApiError::param(field, message));
             }
             Some(Constraint { field, grammar }) => (field, several, Some(Box::new(grammar))),
@@ -210,7 +208,7 @@ impl Tools {
     }
 }
 
-/// What the template makes a prompt of.
+/// The input of the chat template.
 fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
     let given = fields.array("messages")?.ok_or_else(|| fields.wrong("messages", "an array"))?;
     if given.is_empty() || given.len() > MESSAGES {
@@ -229,7 +227,7 @@ fn dialogue(fields: &Fields, tools: &Tools) -> Result<Dialogue, ApiError> {
             variables.into_values()
         }
     };
-    // A template knows how to ask for it, or passes it over.
+    // The template decides whether to use it.
     if let Some(effort) = fields.string("reasoning_effort")? {
         variables.entry("reasoning_effort").or_insert_with(|| effort.into());
     }
@@ -252,7 +250,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
                 let part = Fields::of(&message.name(&format!("content[{at}]")), part)?;
                 match part.string("type")? {
                     Some("text") => Ok(part.string("text")?.ok_or_else(|| part.wrong("text", "a string"))?.to_string()),
-                    _ => Err(part.wrong("type", "\"text\": this model reads nothing else")),
+                    _ => Err(part.wrong("type", "\"text\": this model accepts text only")),
                 }
             };
             parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>()?.concat()
@@ -265,7 +263,7 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
             let call = Fields::of(&message.name(&format!("tool_calls[{at}]")), call)?;
             let function = call.object("function")?.ok_or_else(|| call.wrong("function", "an object"))?;
             let name = function.string("name")?.ok_or_else(|| function.wrong("name", "a string"))?;
-            // Templates write arguments as JSON themselves. Of a call without any that is `{}`.
+            // Templates serialize arguments to JSON themselves. A call without any has `{}`.
             let arguments = match function.string("arguments")?.filter(|arguments| !arguments.trim().is_empty()) {
                 None => json!({}),
                 Some(arguments) => serde_json::from_str(arguments).unwrap_or_else(|_| Value::from(arguments)),
@@ -286,12 +284,12 @@ fn said(message: &Fields) -> Result<Value, ApiError> {
     Ok(said)
 }
 
-/// An answer in the form of a chat.
+/// An answer in the form of a chat completion.
 struct ChatForm {
     logprobs: bool,
-    /// Whether an answer tells of its prompt's tokens.
+    /// Whether the answer has the prompt's log-probabilities.
     prompt_logprobs: bool,
-    /// Calls of each choice by now.
+    /// Number of calls of each choice so far.
     calls: Vec<usize>,
 }
 
@@ -303,7 +301,7 @@ impl ChatForm {
         json!({ "content": logprobs(served, tokens), "refusal": null })
     }
 
-    /// Calls in OpenAI's form, with their places in a stream.
+    /// Calls in OpenAI's form, with their indices in a stream.
     fn calls(style: Option<ToolStyle>, calls: &[ToolCall], from: Option<usize>) -> Vec<Value> {
         let call = |(at, call): (usize, &ToolCall)| {
             let id = call_id(style);
@@ -319,7 +317,7 @@ impl ChatForm {
     }
 }
 
-/// The log-probabilities of tokens, and the likeliest in their places.
+/// The log-probabilities of tokens, with the top alternatives.
 pub(super) fn logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Vec<Value> {
     let token = |token: u32, logprob: f32| {
         let bytes = served.token_bytes.get(token as usize);
@@ -334,12 +332,12 @@ pub(super) fn logprobs(served: &ServedGenerator, tokens: &[OutputToken]) -> Vec<
     told.collect()
 }
 
-/// A new call's identity.
+/// A new call id.
 pub(super) fn call_id(style: Option<ToolStyle>) -> String {
     style.unwrap_or(ToolStyle::Bare).id(random())
 }
 
-/// The least that OpenAI tells stands for what is less likely than any number says.
+/// OpenAI's lowest value stands for anything less likely.
 fn number(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }

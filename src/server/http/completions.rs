@@ -1,4 +1,4 @@
-//! `/v1/completions`: texts in, what follows them out.
+//! `/v1/completions`: prompts in, their continuations out.
 
 use std::sync::Arc;
 
@@ -21,9 +21,9 @@ use crate::inference::generation::scheduler::{MAX_TOP_LOGPROBS, OutputToken};
 use crate::server::answers::{Piece, Taken};
 use crate::server::served::ServedGenerator;
 
-/// Tokens that follow where nothing else is asked for, as OpenAI has it.
+/// Default of max_tokens, as at OpenAI.
 const MAX_TOKENS: usize = 16;
-/// The likeliest tokens that may be asked for.
+/// Maximum of logprobs.
 const LOGPROBS: usize = MAX_TOP_LOGPROBS;
 
 pub(super) async fn completions(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -46,7 +46,7 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
         }
         let given = given(&fields, served)?;
         let suffix = fields.string("suffix")?.filter(|suffix| !suffix.is_empty());
-        // What is filled in is code of a file, which may spell anything.
+        // The suffix is a part of a file, which may contain anything.
         let spelling = Spelling::read(&fields, suffix.is_none())?;
         if suffix.is_some() && given.iter().any(|prompt| matches!(prompt, Prompt::Tokens(_))) {
             return Err(fields.wrong("suffix", "left out where prompts are tokens"));
@@ -59,10 +59,10 @@ pub(super) async fn completions(asked: Asked, request: Request) -> Result<Respon
             },
         };
         let prompts = given.iter().map(tokens).collect::<Result<Vec<_>, _>>()?;
-        // None is for what is known of a prompt.
+        // Zero tokens are allowed for prompt log-probabilities.
         let least = usize::from(settings.prompt_top_logprobs.is_none() && !echo);
         let max_tokens = fields.count("max_tokens", least..=usize::MAX)?;
-        // No more than there is room for, where nobody said how many.
+        // The default is limited by the context.
         let room = prompts.iter().map(|prompt| served.context.saturating_sub(prompt.len())).min().unwrap_or(0);
         let max_tokens = max_tokens.or((room > 0).then_some(MAX_TOKENS.min(room)));
         warn_unknown_fields(shared, &record, &fields)?;
@@ -103,7 +103,7 @@ impl Prompt {
     }
 }
 
-/// Prompts, each a text or tokens; one alone need not be in an array.
+/// Prompts, each a string or tokens; a single one need not be in an array.
 fn given(fields: &Fields, served: &ServedGenerator) -> Result<Vec<Prompt>, ApiError> {
     let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", served.vocabulary);
     let wrong = || fields.wrong("prompt", &wanted);
@@ -129,21 +129,21 @@ fn given(fields: &Fields, served: &ServedGenerator) -> Result<Vec<Prompt>, ApiEr
 
 /// An answer in the form of completions.
 struct TextForm {
-    /// So many of the likeliest tokens in the place of each.
+    /// Number of top log-probabilities per token.
     logprobs: Option<usize>,
-    /// Whether what is known of the prompt stands in a field of its own, as vLLM has it.
+    /// Whether prompt log-probabilities have their own field, as at vLLM.
     prompt_logprobs: bool,
-    /// Prompts that stand before their texts.
+    /// The prompts, if they are echoed.
     echoed: Vec<String>,
-    /// Texts of each prompt.
+    /// Number of choices per prompt.
     choices: usize,
-    /// Characters of each text before a stream's next token.
+    /// Characters of each choice before the stream's next token.
     offsets: Vec<usize>,
 }
 
 impl TextForm {
-    /// What is known of tokens, the first of which begins at a character of the text; and where the
-    /// next one does.
+    /// The logprobs object of tokens, the first of which starts at a character offset; and the
+    /// offset after the last.
     fn logprobs(&self, served: &ServedGenerator, tokens: &[&OutputToken], mut offset: usize) -> (Value, usize) {
         let Some(count) = self.logprobs else { return (Value::Null, offset) };
         let (mut names, mut logprobs, mut top_logprobs, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -171,12 +171,12 @@ impl TextForm {
         self.echoed.get(choice / self.choices).map_or("", String::as_str)
     }
 
-    /// Whether the prompt's own tokens stand among those of the text.
+    /// Whether the prompt's tokens are among the choice's tokens.
     fn echoes_tokens(&self) -> bool {
         self.logprobs.is_some() && !self.echoed.is_empty()
     }
 
-    /// The tokens that an answer tells of, those of its prompt first if it echoes them.
+    /// The tokens in an answer, starting with the prompt's if they are echoed.
     fn told<'a>(&self, prompt: &'a [OutputToken], tokens: &'a [OutputToken]) -> Vec<&'a OutputToken> {
         let prompt = if self.echoes_tokens() { prompt } else { &[] };
         prompt.iter().chain(tokens).collect()
@@ -196,8 +196,8 @@ impl Choices for TextForm {
 
     fn chunk(&mut self, served: &ServedGenerator, piece: Piece) -> Value {
         self.offsets.resize(self.offsets.len().max(piece.choice + 1), 0);
-        // The text of a prompt has come by now; behind it, tokens begin where those before them
-        // end, also where a part of their text is held back.
+        // The prompt's text has been sent. Later offsets follow from the tokens' text, also where a
+        // part of it is held back.
         let tokens = self.told(&piece.prompt, &piece.tokens);
         let (logprobs, offset) = self.logprobs(served, &tokens, self.offsets[piece.choice]);
         self.offsets[piece.choice] = offset;

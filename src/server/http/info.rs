@@ -1,4 +1,4 @@
-//! What there is: the page, the model, the server's health and figures.
+//! The page, the model, health and metrics.
 
 use axum::Extension;
 use axum::extract::{Path, State};
@@ -12,7 +12,7 @@ use super::{Asked, Shared, json_response};
 use crate::server::Phase;
 use crate::server::served::Served;
 
-/// The page may load nothing from elsewhere, and be framed by nobody.
+/// The page may load nothing from other origins and cannot be framed.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -71,7 +71,7 @@ pub(super) async fn model((State(shared), Extension(_)): Asked, Path(id): Path<S
     }
 }
 
-/// The model, once it is there.
+/// The model, once loaded.
 fn served(shared: &Shared) -> Option<Value> {
     let (paths, context) = match shared.served.get()? {
         Served::Generator(writer) => {
@@ -105,7 +105,7 @@ mod tests {
         let missing =
             super::super::PATHS.into_iter().filter(|path| !files.contains(path) && !paths.contains_key(*path));
         assert_eq!(missing.collect::<Vec<&str>>(), [""; 0]);
-        // Every field that a handler asks for by its name.
+        // Every field that a handler reads.
         let asked = |source: &'static str| -> HashSet<&'static str> {
             let names = source.split("fields.").skip(1).filter_map(|rest| rest.split_once("(\"")?.1.split('"').next());
             // Not the words of an error.
@@ -117,7 +117,7 @@ mod tests {
             ("CompletionRequest", vec![include_str!("completions.rs"), shared]),
         ] {
             let known = description["components"]["schemas"][schema]["properties"].as_object().expect("properties");
-            // Tokens are what `/detokenize` reads, in the same file.
+            // `/detokenize` reads tokens in the same file.
             for field in sources.into_iter().flat_map(asked).filter(|field| *field != "tokens") {
                 assert!(known.contains_key(field), "{schema} lacks {field}");
             }
@@ -127,7 +127,7 @@ mod tests {
             let known = ["TokenizeRequest", "DetokenizeRequest"].into_iter().filter_map(of);
             assert!(known.into_iter().any(|known| known.contains_key(field)), "no schema has {field}");
         }
-        // A response is one text, and has what a chat has by names of its own.
+        // A response is one sequence, and renames some fields of a chat.
         let renamed = responses::RENAMED.map(|(chat, _)| chat);
         let other = |field: &&str| renamed.contains(field) || responses::UNSUPPORTED.contains(field);
         let known = description["components"]["schemas"]["ResponseRequest"]["properties"].as_object();

@@ -1,4 +1,4 @@
-//! `/tokenize`, `/detokenize` and `/tokenizer_info`: a model's tokens, as vLLM has them.
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's form.
 
 use std::sync::Arc;
 
@@ -15,19 +15,18 @@ use super::generation::{bounded, named, spelled, warn_unknown_fields, writer};
 use super::{Asked, body, json_response};
 use crate::server::served::{Served, ServedGenerator, begins};
 
-/// How a text becomes tokens.
+/// How a text is tokenized.
 #[derive(Clone, Copy)]
 pub(super) struct Spelling {
-    /// Whether it begins as the tokenizer begins texts, with a token of its own.
+    /// Whether the tokenizer's own tokens, such as BOS, are added.
     add_special: bool,
-    /// Whether what spells a special token in the text is that token, and not its characters.
+    /// Whether the text of a special token is parsed as that token.
     allow_special: bool,
 }
 
 impl Spelling {
-    /// What a request asks for. Special tokens are spelled in a text unless it says otherwise:
-    /// `/v1/completions` is for whoever makes prompts whole, and what others have written has to go
-    /// through a chat.
+    /// Reads the settings of a request. Special tokens are parsed by default: `/v1/completions` is
+    /// for complete prompts, and untrusted text belongs in a chat.
     pub(super) fn read(fields: &Fields, allow_special: bool) -> Result<Self, ApiError> {
         Ok(Self {
             add_special: fields.flag("add_special_tokens", true)?,
@@ -35,8 +34,8 @@ impl Spelling {
         })
     }
 
-    /// The same for a part of a prompt that the tokenizer's own tokens stand outside of, and whether
-    /// they are wanted.
+    /// The same for a part of a prompt to which the tokenizer's own tokens are added outside, and
+    /// whether they are wanted.
     pub(super) fn of_part(self) -> (Self, bool) {
         (Self { add_special: false, ..self }, self.add_special)
     }
@@ -54,7 +53,7 @@ impl Spelling {
     }
 }
 
-/// Tokens of a text, or of a conversation.
+/// The tokens of a text or a conversation.
 pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
     let fields = body(&shared, request).await?;
@@ -66,7 +65,7 @@ pub(super) async fn tokenize(asked: Asked, request: Request) -> Result<Response,
         let tokens = match fields.string("prompt")? {
             Some(text) => Spelling::read(&fields, true)?.tokens(served, "prompt", text)?,
             None if fields.get("messages").is_some() => conversation(served, &fields)?.0,
-            None => return Err(fields.wrong("prompt", "a string, or messages have to be there")),
+            None => return Err(fields.wrong("prompt", "a string, or give messages")),
         };
         warn_unknown_fields(&work, &record, &fields)?;
         let spelled: Value = match strings {
@@ -100,7 +99,7 @@ pub(super) async fn detokenize(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &json!({ "prompt": String::from_utf8_lossy(&bytes) })))
 }
 
-/// What clients ask of a tokenizer before they count by it.
+/// What clients need to know of a tokenizer to count tokens.
 pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response, ApiError> {
     let (tokenizer, template, ends, context) = match shared.served.get() {
         Some(Served::Generator(served)) => {
@@ -108,7 +107,7 @@ pub(super) async fn tokenizer_info((State(shared), _): Asked) -> Result<Response
             (&served.tokenizer, template, served.stop_tokens.clone(), served.context)
         }
         Some(Served::Encoder(served)) => (&served.tokenizer, None, Vec::new(), served.context),
-        None => return Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        None => return Err(ApiError::unavailable("the model is loading").with_code("loading")),
     };
     let name = |token: Option<u32>| token.and_then(|token| tokenizer.token(token));
     let begin = begins(tokenizer);

@@ -1,4 +1,4 @@
-//! One pass of the model over a step's tokens, and what it draws.
+//! One forward pass over a step's tokens, with sampling.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ use super::{Drawn, Finish, MAX_STEPS, OutputToken, RequestId, RequestOutput, Sch
 use crate::failure::Failure;
 
 impl<B: Backend> Scheduler<B> {
-    /// Runs the model over one token of each sequence that is `writing`, and over tokens of those that are being read.
+    /// Runs the model over one token of each `decoding` sequence and over the tokens of `prefills`.
     pub(super) fn pass(&mut self, model: &Transformer<B>, decoding: &[usize], prefills: &[(usize, usize)]) {
         self.filter(decoding, prefills);
         let max_steps = if prefills.is_empty() { self.max_steps(decoding) } else { 1 };
@@ -29,7 +29,7 @@ impl<B: Backend> Scheduler<B> {
                 Some((row, &sequence.tokens[from..from + count]))
             })
             .collect();
-        // What a prompt's chunks draw before its end is not used.
+        // Samples of unfinished prompts are dropped.
         let mut top_logprobs = None;
         let mut sampled: Vec<SampledRow> = Vec::new();
         let mut sequences: Vec<(usize, RequestId)> = Vec::new();
@@ -80,7 +80,7 @@ impl<B: Backend> Scheduler<B> {
         }
         self.sampled = Some((sampled, rows));
         self.drawn = Some(last);
-        // Prompts that are read are there for others.
+        // Share computed prompt pages with other sequences.
         for (at, _) in prefills {
             let sequence = &self.running[*at];
             if let Some(row) = sequence.row.filter(|_| sequence.begin == 0) {
@@ -97,8 +97,7 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Log-probabilities of the tokens of prompts that were just read, by the hidden states of all
-    /// of them.
+    /// Log-probabilities of the prompt tokens of this pass, from its hidden states.
     fn prompts(
         &mut self,
         model: &Transformer<B>,
@@ -109,7 +108,7 @@ impl<B: Backend> Scheduler<B> {
         for (at, count) in prefills {
             let sequence = &mut self.running[*at];
             let end = sequence.row.map_or(0, |row| self.cache.length(row));
-            // Each state says how likely the token behind it is.
+            // Each state predicts the token after it.
             let first = (end - count).max(sequence.prompt_known);
             let last = end.min(sequence.prompt_length().saturating_sub(1));
             if let Some(top_logprobs) =
@@ -127,7 +126,7 @@ impl<B: Backend> Scheduler<B> {
         prompts
     }
 
-    /// The last tokens of sequences: those that the last step drew, or, of sequences that it drew none of, the last ones that are known.
+    /// The last tokens of sequences: those sampled by the last step, else those known on the host.
     fn last_tokens(&self, decoding: &[usize]) -> Tensor<B, 1, Int> {
         let on_device = |tokens: Vec<i32>| {
             let count = tokens.len();
@@ -153,7 +152,8 @@ impl<B: Backend> Scheduler<B> {
         tokens.gather(0, on_device(places.into_iter().map(|place| place as i32).collect()))
     }
 
-    /// The most tokens that sequences are given in a step that reads no prompts: one, where anything waits for its end, or has to be known of it.
+    /// Maximum tokens per sequence in a step without prefill: one if other sequences wait, or if a
+    /// token must be read before the next.
     fn max_steps(&self, decoding: &[usize]) -> usize {
         let sequences = || decoding.iter().map(|at| &self.running[*at]);
         let one = |sequence: &Sequence| sequence.filter.is_some() || sequence.request.top_logprobs.is_some();
@@ -165,7 +165,7 @@ impl<B: Backend> Scheduler<B> {
         left.fold(MAX_STEPS, usize::min)
     }
 
-    /// Tokens that end each of the sequences, on the device.
+    /// Stop tokens of the sequences, on the device.
     fn stop_tokens_of(&mut self, decoding: &[usize]) -> Tensor<B, 2, Int> {
         let of_sequences: Vec<Vec<u32>> =
             decoding.iter().map(|at| self.running[*at].request.stop_tokens.clone()).collect();
@@ -179,8 +179,8 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Keeps out what the filters of sequences do not allow that draw a token in this step. A sequence whose filter cannot say is
-    /// finished.
+    /// Masks tokens that the filters of this step's sequences forbid. A sequence whose filter fails
+    /// is finished.
     fn filter(&mut self, decoding: &[usize], prefills: &[(usize, usize)]) {
         let Some(counts) = &mut self.counts else { return };
         let last_reads = prefills.iter().filter(|(at, count)| {
@@ -203,7 +203,8 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Reads the tokens of all steps but the last `left`, and gives them to the sequences that are not finished.
+    /// Reads the tokens of all steps but the last `left`, and appends them to their unfinished
+    /// sequences.
     pub(super) fn read(&mut self, left: usize) -> Result<(), Failure> {
         self.last_read = Instant::now();
         let beside = left > 0 && B::downloads_at_once();
@@ -245,7 +246,7 @@ impl<B: Backend> Scheduler<B> {
                 }
             }
         }
-        // Those that are finished give up their rows.
+        // Finished sequences release their rows.
         let (gone, running): (Vec<Sequence>, _) =
             std::mem::take(&mut self.running).into_iter().partition(|sequence| sequence.finished);
         self.running = running;
@@ -253,8 +254,8 @@ impl<B: Backend> Scheduler<B> {
         Ok(())
     }
 
-    /// More tokens of a prompt, with their log-probabilities, unless the sequence is gone. The first of
-    /// all has none.
+    /// Appends prompt tokens with log-probabilities, unless the sequence is gone. The first token
+    /// has none.
     fn push_prompt(&mut self, id: RequestId, begins: bool, known: Vec<OutputToken>) {
         let Some(sequence) = self.running.iter().find(|sequence| sequence.id == id) else { return };
         let ready = self.ready.entry(id).or_insert_with(|| RequestOutput::nothing(id));
@@ -264,7 +265,7 @@ impl<B: Backend> Scheduler<B> {
         ready.prompt.extend(known);
     }
 
-    /// One more token of a sequence, unless it is finished; -1 is what the device draws from logits that are NaN.
+    /// Appends a token to an unfinished sequence; the device samples -1 from NaN logits.
     fn push(&mut self, id: RequestId, token: i64, log_probabilities: Option<&[(u32, f32)]>) {
         let Some(sequence) = self.running.iter_mut().find(|sequence| sequence.id == id && !sequence.finished) else {
             return;

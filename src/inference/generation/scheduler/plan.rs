@@ -1,4 +1,4 @@
-//! Which sequences a step reads and writes, and their pages.
+//! Plans a step: which sequences prefill and decode, and their pages.
 
 use burn::tensor::Tensor;
 use fireclay_kernels::{Backend, TokenCounts};
@@ -7,7 +7,7 @@ use super::{Scheduler, Sequence};
 use crate::failure::Failure;
 
 impl<B: Backend> Scheduler<B> {
-    /// Sequences that fill the context go on from their own ends: these are read anew.
+    /// Shifts the context of full sequences: their last tokens are recomputed.
     pub(super) fn slide(&mut self) -> Result<(), Failure> {
         let Some(kept) = self.kept else { return Ok(()) };
         let full = |this: &Self, sequence: &Sequence| {
@@ -31,9 +31,10 @@ impl<B: Backend> Scheduler<B> {
         Ok(())
     }
 
-    /// Which sequences read how many tokens in this step, with pages for all that the step reads and writes.
+    /// The prefills of this step, as sequence and token count, with pages reserved for all of its
+    /// tokens.
     pub(super) fn plan(&mut self) -> Result<Vec<(usize, usize)>, Failure> {
-        // Sequences that are written come first, a token each.
+        // Decoding sequences come first, one token each.
         self.assign_slots();
         for at in 0..self.running.len() {
             self.running[at].scheduled = self.decodes(&self.running[at]).into();
@@ -54,14 +55,14 @@ impl<B: Backend> Scheduler<B> {
                     break;
                 }
             }
-            // One that came before may be gone.
+            // Sequences before it may have been preempted.
             at = self.running.iter().position(|sequence| sequence.arrival >= arrival).unwrap_or(self.running.len());
             at += usize::from(self.running.get(at).is_some_and(|sequence| sequence.arrival == arrival));
         }
         let decoding = self.running.iter().filter(|sequence| self.decodes(sequence)).count();
         let mut budget = self.options.step_tokens.saturating_sub(decoding).max(usize::from(decoding == 0));
         let mut active = self.running.iter().filter(|sequence| !sequence.is_complete()).count();
-        // Prompts are read ahead only beside one that is read in its turn.
+        // Prefill ahead only together with a prefill in a slot.
         let mut prefills_in_slot = active < self.options.rows && !self.waiting.is_empty();
         for at in 0..self.running.len() {
             let sequence = &self.running[at];
@@ -97,7 +98,7 @@ impl<B: Backend> Scheduler<B> {
                     budget -= count;
                 }
                 None => {
-                    // It waits for pages, at the head of the others.
+                    // It waits for pages, at the head of the queue.
                     if let Some(sequence) = self.running.pop() {
                         let sequence = self.release(sequence);
                         self.waiting.push_front(sequence);
@@ -106,7 +107,7 @@ impl<B: Backend> Scheduler<B> {
                 }
             }
         }
-        // Where nothing moves, two sequences that are being read may have all pages: one gives way.
+        // Nothing can run: several prefilling sequences hold all pages, so preempt one.
         if self.running.iter().all(|sequence| sequence.scheduled == 0)
             && self.running.iter().any(|sequence| !sequence.is_complete())
         {
@@ -118,25 +119,26 @@ impl<B: Backend> Scheduler<B> {
         Ok(prefills.map(|(at, sequence)| (at, sequence.scheduled)).collect())
     }
 
-    /// The first of those that are not complete have their turns.
+    /// Gives slots to the first incomplete sequences.
     fn assign_slots(&mut self) {
         let active = self.running.iter_mut().filter(|sequence| !sequence.is_complete());
         active.enumerate().for_each(|(place, sequence)| sequence.has_slot = place < self.options.rows);
     }
 
-    /// Whether this step gives a sequence a token behind one that was drawn, or behind its last one, where it has read all others.
+    /// Whether this step decodes a sequence: it has a sampled token, or only its last token is not
+    /// computed.
     pub(super) fn decodes(&self, sequence: &Sequence) -> bool {
         sequence.has_slot && !sequence.is_complete() && (sequence.drawn_at.is_some() || self.uncomputed(sequence) == 1)
     }
 
-    /// Tokens of a sequence that are known, and not read.
+    /// Known tokens of a sequence that are not in the cache.
     fn uncomputed(&self, sequence: &Sequence) -> usize {
         let read = sequence.begin + sequence.row.map_or(0, |row| self.cache.length(row));
         sequence.tokens.len().saturating_sub(read)
     }
 
-    /// Whether the first of those that wait may be read before its turn, all of it or as much as this step has room for, a page at the
-    /// least: where a quarter of all pages are left, and half of these are enough for it.
+    /// Whether the first waiting sequence may prefill without a slot, fully or in part, at least a
+    /// page: a quarter of all pages must be free, and half of those must suffice.
     fn may_prefill_ahead(&self, budget: usize) -> bool {
         let tokens = self.waiting.front().map_or(0, |sequence| sequence.tokens.len() - sequence.begin);
         let page_tokens = self.cache.page_tokens();
@@ -145,13 +147,13 @@ impl<B: Backend> Scheduler<B> {
         plenty && tokens.min(page_tokens) <= budget
     }
 
-    /// Tokens that a sequence can read now, up to `budget`, with pages for them.
+    /// The tokens of a sequence to prefill now, up to `budget`, with pages reserved.
     fn prefillable(&mut self, at: usize, budget: usize) -> Option<usize> {
         let sequence = &self.running[at];
         let row = sequence.row?;
         let left = self.uncomputed(sequence);
         let count = left.saturating_sub(usize::from(!sequence.has_slot)).min(budget);
-        // All that it will ever need, where there is room: its pages are sent to the device once then.
+        // If there is room, reserve all pages it will ever need, so that they are uploaded once.
         let behind = (sequence.request.max_tokens - sequence.drawn)
             .min(self.context.saturating_sub(sequence.tokens.len() - sequence.begin));
         let (_, free_pages) = self.cache.pages();
@@ -163,14 +165,14 @@ impl<B: Backend> Scheduler<B> {
         {
             return Some(count);
         }
-        // As many as there are pages for.
+        // As many as the pages allow.
         let (_, free_pages) = self.cache.pages();
         let room = self.cache.pages_of(row) + free_pages;
         let fits = (room * self.cache.page_tokens()).saturating_sub(self.cache.length(row)).min(count);
         (fits > 0 && self.cache.reserve(row, fits).is_ok()).then_some(fits)
     }
 
-    /// Gives up pages that sequences took ahead; whether there were any.
+    /// Frees pages reserved in advance. Returns whether there were any.
     fn release_reserved(&mut self) -> bool {
         let (_, before) = self.cache.pages();
         let rows = self.running.iter().filter_map(|sequence| Some((sequence.row?, sequence.scheduled)));
@@ -178,10 +180,10 @@ impl<B: Backend> Scheduler<B> {
         self.cache.pages().1 > before
     }
 
-    /// The first of those that wait gets a row, with as much of its tokens as the cache has.
+    /// Admits the first waiting sequence, with the longest cached prefix.
     fn admit(&mut self, has_slot: bool) {
         let Some(mut sequence) = self.waiting.pop_front() else { return };
-        // A prompt whose log-probabilities are asked for is read whole.
+        // Prompt log-probabilities need the whole prompt computed.
         sequence.row = Some(match sequence.awaits_prompt() {
             true => self.cache.add_row(),
             false => self.cache.add_row_with_prefix(&sequence.tokens[sequence.begin..]),
@@ -202,7 +204,7 @@ impl<B: Backend> Scheduler<B> {
         self.running.push(sequence);
     }
 
-    /// A line of counts that no sequence has.
+    /// A free row of token counts.
     fn free_line(&mut self) -> usize {
         if let Some(line) = self.free_lines.pop() {
             return line;
@@ -222,9 +224,9 @@ impl<B: Backend> Scheduler<B> {
         self.free_lines.pop().unwrap_or(lines)
     }
 
-    /// Preempts a sequence: it gives up its pages, and waits to be recomputed.
+    /// Preempts a sequence: it releases its pages and waits to be recomputed.
     fn preempt(&mut self) -> Result<(), Failure> {
-        // What it has drawn has to be known.
+        // All of its tokens have to be known.
         self.read(0)?;
         let Some(at) = self.victim() else { return Ok(()) };
         self.preemptions += 1;
@@ -234,14 +236,14 @@ impl<B: Backend> Scheduler<B> {
         if is_last {
             self.waiting.push_front(sequence);
         } else {
-            // Those that came after it keep their rows.
+            // Later sequences keep their rows.
             sequence.arrival = self.arrive();
             self.waiting.push_back(sequence);
         }
         Ok(())
     }
 
-    /// The sequence that came last, of the client that has most pages where there are several.
+    /// The last sequence of the client with the most pages.
     fn victim(&self) -> Option<usize> {
         let pages = |sequence: &Sequence| sequence.row.map_or(0, |row| self.cache.pages_of(row));
         let mut of_clients: Vec<(u64, usize)> = Vec::new();
@@ -251,16 +253,17 @@ impl<B: Backend> Scheduler<B> {
                 None => of_clients.push((sequence.request.client, pages(sequence))),
             }
         }
-        // The first of the greatest, which is the one that came last.
+        // With several maxima, the client of the last sequence.
         let most = of_clients.iter().map(|(_, held)| *held).max()?;
         let (client, _) = of_clients.into_iter().find(|(_, held)| *held == most)?;
         self.running.iter().rposition(|sequence| sequence.request.client == client)
     }
 
-    /// A sequence without row and line.
+    /// Releases the row and the counts of a sequence.
     pub(super) fn release(&mut self, mut sequence: Sequence) -> Sequence {
         if let Some(row) = sequence.row.take() {
-            // The last token of a launch may end the sequence, and is not read then: its keys are not there.
+            // A stop token at the end of a multi-step call is not computed: the cache lacks its
+            // keys.
             let read = &sequence.tokens[sequence.begin..];
             let read = match read.split_last() {
                 Some((last, before)) if sequence.request.stop_tokens.contains(last) => before,

@@ -1,29 +1,29 @@
-//! The expressions of a tag.
+//! Parses and emits the expressions of a tag.
 
 use super::lexer::Token;
 
-/// How deep expressions may nest.
+/// Maximum nesting of expressions.
 const DEPTH: usize = 100;
-/// A string as `minijinja` reads it.
+/// A string literal for `minijinja`.
 fn quoted(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n").replace('\r', "\\r");
     format!("\"{text}\"")
 }
 
-/// Reads expressions as Jinja does, and writes them for `minijinja`.
+/// Parses expressions as Jinja does, and emits them for `minijinja`.
 pub(super) struct Parser {
     tokens: Vec<Token>,
     at: usize,
     in_macro: bool,
     depth: usize,
-    /// What was read by name.
+    /// Variables read so far.
     names: Vec<String>,
 }
 
 pub(super) type Translated = Result<String, String>;
 
 impl Parser {
-    /// Reads these, within a macro or not.
+    /// A parser for these tokens, inside a macro or not.
     pub(super) fn new(tokens: Vec<Token>, in_macro: bool) -> Self {
         Self { tokens, at: 0, in_macro, depth: 0, names: Vec::new() }
     }
@@ -74,7 +74,7 @@ impl Parser {
         Ok(name)
     }
 
-    /// The name of a variable, which the operations' names are no part of.
+    /// A variable's name, kept apart from the operations' names.
     fn variable(&mut self, wanted: &str) -> Translated {
         let name = self.name(wanted)?;
         match name.starts_with("__") {
@@ -198,7 +198,7 @@ impl Parser {
         let mut left = self.concatenation()?;
         loop {
             if self.is("+") {
-                // Long sums do not nest.
+                // Long sums must not nest.
                 let mut parts = vec![left];
                 while self.skip("+") {
                     parts.push(self.concatenation()?);
@@ -398,11 +398,11 @@ impl Parser {
         }
     }
 
-    /// A call of what was read.
+    /// A call of the expression.
     fn call(&mut self, read: String) -> Translated {
         let is_name = read.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match read.as_str() {
-            // What a recursive loop goes on with.
+            // A recursive loop's next level.
             "loop" => {
                 let arguments = self.arguments()?;
                 Ok(format!("loop(__iter({}))", arguments.join(", ")))
@@ -447,7 +447,7 @@ impl Parser {
         Ok(arguments)
     }
 
-    /// Filters behind what they are applied to.
+    /// Filters after an expression.
     pub(super) fn filters(&mut self) -> Translated {
         let mut read = String::new();
         while self.skip("|") {
@@ -497,7 +497,7 @@ impl Parser {
         Ok(if negated { format!("(not {read})") } else { read })
     }
 
-    /// Names that something is assigned to.
+    /// Targets of an assignment.
     fn target(&mut self, dotted: bool) -> Translated {
         let mut items = Vec::new();
         let mut is_tuple = false;
@@ -545,13 +545,12 @@ impl Parser {
         Ok(read)
     }
 
-    /// What is set, and whether a block follows.
+    /// The parts of `set`, and whether a block follows.
     pub(super) fn set_tag(&mut self) -> Result<(String, bool), String> {
         let target = self.target(true)?;
         if self.skip("=") {
             let value = self.tuple(true)?;
-            // A macro keeps what it reads of the scopes around it; what it assigns to has to be
-            // among that.
+            // A macro captures what it reads of outer scopes, including what it assigns.
             let spaces: String = target
                 .split(|c: char| !(c.is_ascii_alphanumeric() || matches!(c, '_' | '.')))
                 .filter_map(|name| Some(format!("{}, ", name.split_once('.')?.0)))
@@ -619,7 +618,7 @@ impl Parser {
     }
 }
 
-/// Keeps `minijinja` from computing with a constant ahead of time, in a way of its own.
+/// Prevents constant folding by `minijinja`, whose semantics differ.
 fn lasting(written: String) -> String {
     let constant = written.starts_with(|c: char| c == '"' || c.is_ascii_digit());
     match written.as_str() {

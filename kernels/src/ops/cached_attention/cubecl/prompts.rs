@@ -1,5 +1,6 @@
-//! Rows of several new tokens, which are appended: one kernel attends to those of all rows over pages, where there is one. Elsewhere a row's pages
-//! are put side by side before attention, row by row.
+//! Attention for rows with several new tokens, after appending: over pages with one kernel for all
+//! rows, if available. Otherwise a row's pages are copied contiguously before attention, row by
+//! row.
 
 use burn::tensor::backend::Backend;
 use burn_cubecl::CubeRuntime;
@@ -16,8 +17,8 @@ use crate::ops::cached_attention::CachedTokens;
 use crate::packed_heads::PackedHeads;
 use crate::quant::int8::PACKED;
 
-/// Attends to the keys of all rows of several new tokens in one launch, where there is a kernel that reads pages: `[tokens, n_heads,
-/// head_dim]`, in which rows of one new token are left out.
+/// Attends to the keys of all rows with several new tokens in one launch, if a kernel supports
+/// paged attention: `[tokens, n_heads, head_dim]`, without rows of one new token.
 #[cfg(feature = "cuda")]
 pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTensor<R>>>(
     pass: &Pass<R>,
@@ -78,10 +79,10 @@ fn side_by_side<R: CubeRuntime>(
     let PackedHeads { n_kv_heads, head_dim, .. } = pass.heads;
     let out = [(); 2].map(|()| empty(&pass.qkv, [1, n_kv_heads, run.keys, head_dim], pass.qkv.dtype));
     let mut read = vec![&out[0], &out[1]];
-    // Words of bytes are aligned for two of them.
+    // Words of bytes are aligned to two.
     read.extend([keys, values].into_iter().filter(|held| !held.is_int8()).map(|held| &held.stored));
     let vector = vector_width(&read, &[head_dim]);
-    // Bytes come in words, of which a vector is not a part.
+    // Bytes come in words, and a vector is at least one word.
     let vector = if keys.is_int8() { vector.max(PACKED) } else { vector };
     let vectors = n_kv_heads * run.keys * head_dim / vector;
     // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held within the cache.
@@ -111,7 +112,7 @@ fn side_by_side<R: CubeRuntime>(
     out
 }
 
-/// A unit copies one vector of the keys and of the values of a row, from its page to where they lie side by side.
+/// A unit copies one vector of a row's keys and values from its page to contiguous memory.
 #[cube(launch_unchecked)]
 fn side_by_side_kernel<F: Float, K: Numeric, I: Int, N: Size, M: Size>(
     keys: &Array<Vector<K, M>>,
