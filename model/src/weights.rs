@@ -197,6 +197,15 @@ impl ModelFolder {
         self.read(family, config, (!heads).then_some(seed), dtype.into(), &mut |_, _| {}, device)
     }
 
+    /// The model for [`Transformer::with_lora`], its parameters as f32: of the adapter only the modules that it saves whole are merged.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_base<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
+        let adapter = self.adapter.as_ref().map(|adapter| Arc::new(adapter.saved_modules()));
+        Self { path: self.path.clone(), adapter }.load(device)
+    }
+
     fn read<B: Backend>(
         &self,
         family: Family,

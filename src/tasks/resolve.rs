@@ -67,23 +67,29 @@ impl Recipe {
         if !is_adapted {
             return Ok(model);
         }
-        let lora = self.lora_config(folder, family, task.initial_rows().is_some() || grown.is_some());
+        let lora = self.lora_config(folder, family, &config, task.initial_rows().is_some() || grown.is_some());
         let model = model.with_lora(family, &lora, adapter, self.training.seed);
         model.map_err(|reason| Failure::new(format!("{shown}: {reason}")))
     }
 
-    /// The adapter that is trained on the model in `folder`, which may have new tokens.
-    pub(crate) fn lora_config(&self, folder: &Path, family: Family, new_tokens: bool) -> LoraConfig {
+    /// The adapter that is trained on the model in `folder`, which may have new tokens: these are trained, too.
+    pub(crate) fn lora_config(
+        &self,
+        folder: &Path,
+        family: Family,
+        config: &TransformerConfig,
+        new_tokens: bool,
+    ) -> LoraConfig {
         let LoraRecipe { rank, alpha, rslora, lora_dropout, targets, modules_to_save, base: _ } = &self.lora;
         let names = |list: &str| -> Vec<String> {
             list.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_string).collect()
         };
         let mut modules_to_save = names(modules_to_save);
-        let embedding = family.embedding_name().and_then(|name| name.strip_suffix(".weight")?.rsplit('.').next());
-        if let Some(embedding) =
-            embedding.filter(|name| new_tokens && !modules_to_save.iter().any(|saved| saved == name))
-        {
-            modules_to_save.push(embedding.to_string());
+        let tables = [family.embedding_name(), family.head_name().filter(|_| !config.tied_embeddings)];
+        for weight in tables.into_iter().flatten().filter(|_| new_tokens) {
+            let name = weight.strip_suffix(".weight").and_then(|module| module.rsplit('.').next());
+            modules_to_save
+                .extend(name.filter(|name| !modules_to_save.iter().any(|saved| saved == name)).map(str::to_string));
         }
         LoraConfig {
             rank: *rank,

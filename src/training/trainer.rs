@@ -322,7 +322,7 @@ impl<B: Backend> Trainer<B> {
             (Some(base), AdapterKind::Lora) => {
                 let (family, config) = ModelFolder::new(base).config()?;
                 let new_tokens = model.config().vocab_size != config.vocab_size || self.task.initial_rows().is_some();
-                let config = self.recipe.lora_config(base, family, new_tokens);
+                let config = self.recipe.lora_config(base, family, model.config(), new_tokens);
                 AdapterSaver { family, config: &config }.save(&model, folder)?;
             }
             _ => ModelFolder::new(folder).save(&model)?,

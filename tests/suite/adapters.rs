@@ -1,7 +1,9 @@
 //! Frozen parameters, and adapters that are trained in their place.
 
 use burn::backend::Autodiff;
-use burn::module::{AutodiffModule, Param};
+use std::collections::HashMap;
+
+use burn::module::{AutodiffModule, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 use fireclay::recipe::schema::OptimizerKind;
 use fireclay::training::optim::{Optimizer, ParameterGradients, Settings};
@@ -141,3 +143,20 @@ backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
         assert_eq!(first != values(&last.inner()), trained(&path), "{path}");
     }
 });
+
+/// The model with other values for some parameters, by their ids.
+pub(crate) fn with_values<B: Backend>(
+    model: Transformer<B>,
+    values: &HashMap<ParamId, Tensor<B, 1>>,
+) -> Transformer<B> {
+    struct Setter<'a, B: Backend>(&'a HashMap<ParamId, Tensor<B, 1>>);
+    impl<B: Backend> ModuleMapper<B> for Setter<'_, B> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            match self.0.get(&param.id) {
+                Some(values) => param.map(|old| values.clone().reshape(old.dims())),
+                None => param,
+            }
+        }
+    }
+    model.map(&mut Setter(values))
+}

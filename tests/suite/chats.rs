@@ -220,7 +220,8 @@ fn tune(folder: &Path, out: &str, settings: &[&str]) -> std::process::Output {
         "valid_every=20",
         "checkpoint_every=20",
     ];
-    for setting in shared.iter().chain(settings) {
+    let shared = shared.iter().chain(&["adapter=none"]);
+    for setting in shared.chain(settings) {
         command.args(["--set", setting]);
     }
     command.output().expect("the program starts")
@@ -294,4 +295,75 @@ fn conversations_that_teach_nothing_end_in_one_line() {
     assert!(refused(&good, &[]).contains("at least two"));
     let told = refused(&format!("{good}\n{{\"text\": \"x\"}}"), &[]);
     assert!(told.contains("record 2") && told.lines().count() == 1, "{told}");
+}
+
+#[test]
+fn an_adapter_learns_to_answer_is_small_goes_on_and_merges() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    // The base knows the template's tokens then, so that nothing but the adapter is trained.
+    assert!(tune(folder, "base2", &["steps=20"]).status.success());
+    let lora = ["init=base2", "adapter=lora", "rank=8", "steps=60", "learning_rate=2e-2", "checkpoint_every=30"];
+    let run = tune(folder, "run", &lora);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let done = |run: &str| -> Value {
+        serde_json::from_str(&std::fs::read_to_string(folder.join(run).join("done.json")).expect("a summary"))
+            .expect("JSON")
+    };
+    let loss = done("run")["valid_loss"].as_f64().expect("a loss");
+    assert!(loss < 2.5, "{loss}");
+    assert!(!folder.join("run/model.safetensors").exists());
+    let adapter =
+        std::fs::read(folder.join("run/training/step-00000060/adapter_model.safetensors")).expect("an adapter");
+    // A run that stops goes on to the same bytes.
+    assert!(tune(folder, "parts", &lora).status.success());
+    std::fs::remove_dir_all(folder.join("parts/training/step-00000060")).expect("a checkpoint");
+    std::fs::remove_file(folder.join("parts/done.json")).expect("a summary");
+    let fireclay = |args: &[&str]| {
+        let mut command = crate::cli::program();
+        command.current_dir(folder).args(args).args(["--backend", crate::backend().as_str()]);
+        let output = command.output().expect("the program starts");
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    fireclay(&["train", "--resume", "--plain", "--out", "parts"]);
+    let again =
+        std::fs::read(folder.join("parts/training/step-00000060/adapter_model.safetensors")).expect("an adapter");
+    if crate::backend().as_str() == "cpu" {
+        assert!(adapter == again);
+    }
+    // The run's folder, the base with the adapter, and the merged folder write the same.
+    fireclay(&["merge", "--model", "base2", "--adapter", "run", "--out", "merged"]);
+    let prompt = "<|user|>Say kiln. (3)<|end|><|assistant|>";
+    let write = |model: &[&str]| {
+        let rest = ["--prompt", prompt, "--temperature", "0", "--max-tokens", "12", "--json"];
+        let told = fireclay(&[&["generate"], model, &rest[..]].concat());
+        let line = told.lines().last().expect("a line");
+        serde_json::from_str::<Value>(line).expect("JSON")["tokens"].clone()
+    };
+    let merged = write(&["--model", "merged"]);
+    assert_eq!(write(&["--model", "run"]), merged);
+    assert_eq!(write(&["--model", "base2", "--adapter", "run"]), merged);
+    assert_ne!(write(&["--model", "base2"]), merged);
+}
+
+#[test]
+fn new_tokens_are_trained_and_saved_with_an_adapter() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    base_and_chats(folder);
+    let run = tune(folder, "run", &["adapter=lora", "rank=4", "steps=40"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("run/adapter_config.json")).expect("a config"))
+            .expect("JSON");
+    assert!(config["modules_to_save"].as_array().expect("a list").contains(&json!("embed_tokens")), "{config}");
+    let tokens = Tokenizer::load(&folder.join("run/tokenizer.json")).expect("a tokenizer").vocab_size();
+    let mut command = crate::cli::program();
+    let merged = command.current_dir(folder).args(["merge", "--model", "base", "--adapter", "run", "--out", "merged"]);
+    let merged = merged.args(["--backend", crate::backend().as_str()]).output().expect("the program starts");
+    assert!(merged.status.success(), "{}", String::from_utf8_lossy(&merged.stderr));
+    let (_, config) = fireclay_model::ModelFolder::new(folder.join("merged")).config().expect("a config");
+    assert_eq!(config.vocab_size, tokens);
 }

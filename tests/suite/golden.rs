@@ -29,7 +29,7 @@ pub(crate) fn folder(name: &str) -> PathBuf {
 }
 
 /// The tensors of a file as f32, integers included.
-fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
+pub(crate) fn read(path: &Path) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     let bytes = std::fs::read(path).expect("a golden file");
     let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
     let tensors = file.tensors().into_iter().map(|(name, view)| {

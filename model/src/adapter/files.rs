@@ -169,6 +169,13 @@ impl LoraFiles {
         }
     }
 
+    /// Without its matrices: the modules that it saves whole.
+    pub(crate) fn saved_modules(&self) -> Self {
+        let mut saved = self.clone();
+        saved.updates.retain(|_, update| matches!(update, ModuleUpdate::Replaced { .. }));
+        saved
+    }
+
     /// The names of the weights that it changes.
     pub(crate) fn weights(&self) -> impl Iterator<Item = &str> {
         self.updates.keys().map(String::as_str)

@@ -184,7 +184,15 @@ impl<B: Backend> Transformer<B> {
             .map(|(path, _)| path)
             .filter(|path| !path.contains(".adapter."))
             .collect();
+        let is = |weight: Option<&'static str>, name: &str| {
+            weight.and_then(|weight| weight.strip_suffix(".weight")).is_some_and(|module| ends_in(module, name))
+        };
+        let saves_table = config.modules_to_save.iter().any(|name| is(family.embedding_name(), name));
         for name in &config.modules_to_save {
+            // One parameter is both.
+            if self.config().tied_embeddings && saves_table && is(family.head_name(), name) {
+                continue;
+            }
             let before = saved.len();
             for tensor in family.tensors(self.config(), &paths)? {
                 let module = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
@@ -265,6 +273,7 @@ impl AdapterSaver<'_> {
         if tensors.is_empty() {
             return Err(wrong("the model has no adapter".into()));
         }
+        let mut config = self.config.clone();
         let saved: HashMap<String, String> = model
             .saved_parameters(self.family, self.config)
             .map_err(wrong)?
@@ -273,10 +282,22 @@ impl AdapterSaver<'_> {
             .collect();
         for (path, _, shape, value) in named_parameters(model) {
             if let Some(name) = saved.get(&path) {
+                // For PEFT these are two modules.
+                if let (true, "embedding", Some(head)) =
+                    (model.config().tied_embeddings, path.as_str(), self.family.head_name())
+                {
+                    let values = value.clone().into_data().iter::<f32>().collect();
+                    tensors.insert(format!("{PREFIX}{head}"), (shape.clone(), values));
+                    config.modules_to_save.extend(
+                        head.strip_suffix(".weight")
+                            .filter(|head| !config.modules_to_save.iter().any(|name| name == head))
+                            .map(str::to_string),
+                    );
+                }
                 tensors.insert(format!("{PREFIX}{name}"), (shape, value.into_data().iter::<f32>().collect()));
             }
         }
-        let json = serde_json::to_string_pretty(&self.config.to_json(self.family == Family::Gpt2)).unwrap_or_default();
+        let json = serde_json::to_string_pretty(&config.to_json(self.family == Family::Gpt2)).unwrap_or_default();
         write_synced(&folder.join(CONFIG), |path| fs::write(path, json))?;
         let bytes: BTreeMap<String, (Vec<usize>, Vec<u8>)> = (tensors.into_iter())
             .map(|(name, (shape, values))| {

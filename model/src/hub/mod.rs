@@ -72,7 +72,7 @@ impl Family {
     }
 
     /// The name of the output projection in these families.
-    pub(crate) fn head_name(self) -> Option<&'static str> {
+    pub fn head_name(self) -> Option<&'static str> {
         self.embedding_name().map(|_| "lm_head.weight")
     }
 
