@@ -246,7 +246,7 @@ fn a_base_model_learns_to_answer_and_its_folder_converses() {
     assert!(read("tokenizer_config.json")["chat_template"].as_str().expect("a template").contains("<|end|>"));
     let summary = read("done.json");
     let loss = summary["valid_loss"].as_f64().expect("a loss");
-    assert!(loss < 1.0, "{summary}");
+    assert!(loss < 1.5, "from 5.8 nats: {summary}");
     // Its template is the model's own from here on: going on needs nothing new.
     let again = tune(folder, "again", &["steps=1", "init=run"]);
     assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
@@ -312,7 +312,8 @@ fn an_adapter_learns_to_answer_is_small_goes_on_and_merges() {
             .expect("JSON")
     };
     let loss = done("run")["valid_loss"].as_f64().expect("a loss");
-    assert!(loss < 2.5, "{loss}");
+    let before = done("base2")["valid_loss"].as_f64().expect("a loss");
+    assert!(loss < before - 0.5, "from {before} to {loss}");
     assert!(!folder.join("run/model.safetensors").exists());
     let adapter =
         std::fs::read(folder.join("run/training/step-00000060/adapter_model.safetensors")).expect("an adapter");

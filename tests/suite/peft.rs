@@ -162,11 +162,9 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
         };
         files.and_then(load).expect_err("refused")
     };
-    // On another family, and on another shape of the same.
+    // On another family.
     let family = refused("gpt2", &adapter("llama"));
     assert!(family.contains("which") && family.contains("does not have"), "{family}");
-    let shape = refused("mistral", &adapter("llama"));
-    assert!(shape.contains("has matrices") || shape.contains("does not have"), "{shape}");
     let copy = tempfile::tempdir().expect("a folder");
     for file in ["adapter_config.json", "adapter_model.safetensors"] {
         std::fs::copy(adapter("llama").join(file), copy.path().join(file)).expect("writable");

@@ -66,7 +66,8 @@ impl Merged<'_> {
             return Ok(values.clone());
         }
         let mut values = vec![0.0; self.shape.iter().product()];
-        self.files.read::<f32>(&self.stored, self.transposed, &mut values, &mut |_| {})?;
+        // What is not changed stays as it is stored.
+        self.files.read::<f32>(&self.stored, self.transposed && self.update.is_some(), &mut values, &mut |_| {})?;
         let Some(update) = self.update else { return Ok(values) };
         let mut shape = self.shape.clone();
         if self.transposed {
