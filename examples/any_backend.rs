@@ -65,16 +65,16 @@ impl OnBackend for Counting {
         let model = model.valid();
         let mut cache = model.cache(128);
         let row = cache.add_row();
-        let likeliest = SampledRows::new(&[Sampling::greedy().into()], &device);
+        let greedy = SampledRows::new(&[Sampling::greedy().into()], &device);
         let prompt = "one two ";
         let hidden = model.prefill(&[(row, &tokenizer.encode(prompt)?)], &mut cache);
-        let mut next = model.sample(hidden, &likeliest, None, &cache);
+        let mut next = model.sample(hidden, &greedy, None, &cache);
         let (mut stream, mut counted) = (tokenizer.stream(), prompt.to_string());
         for _ in 0..41 {
             // A token that is read waits for the device; `generation` reads some steps later.
             let token = next.clone().into_data().iter::<i64>().next().unwrap_or_default();
             counted.push_str(&stream.push(token as u32)?);
-            (next, _) = model.next_tokens(Some((next, &[row])), &[], &likeliest, None, &mut cache);
+            (next, _) = model.next_tokens(Some((next, &[row])), &[], &greedy, None, &mut cache);
         }
         Ok(counted)
     }

@@ -2,7 +2,7 @@
 //! states, of length one (Reimers and Gurevych, 2019, "Sentence-BERT").
 //!
 //! `cargo run --release --example embeddings -- MODEL_DIR "a text" "another"` prints an embedding a line, as JSON, and how
-//! alike the texts are.
+//! alike the inputs are.
 
 use std::path::PathBuf;
 
@@ -18,18 +18,18 @@ fn main() -> Result<(), Failure> {
     let mut arguments = std::env::args().skip(1);
     let folder = arguments.next().map(PathBuf::from);
     let folder = folder.ok_or_else(|| Failure::usage("usage: embeddings MODEL_DIR TEXT..."))?;
-    let texts: Vec<String> = arguments.collect();
+    let inputs: Vec<String> = arguments.collect();
 
     let device = Default::default();
     let model: Transformer<B> = ModelFolder::new(&folder).load_in(FloatDType::F32, &mut |_, _| {}, &device)?;
     let tokenizer = Tokenizer::load(&folder.join("tokenizer.json"))?;
     let mut embeddings = Vec::new();
-    for text in &texts {
+    for text in &inputs {
         let embedding = embed(&model, &tokenizer, text)?;
         println!("{}", serde_json::json!({ "text": text, "embedding": embedding }));
         embeddings.push(embedding);
     }
-    for (text, embedding) in texts.iter().zip(&embeddings) {
+    for (text, embedding) in inputs.iter().zip(&embeddings) {
         let alike = embeddings.iter().map(|other| embedding.iter().zip(other).map(|(a, b)| a * b).sum::<f32>());
         let row: Vec<String> = alike.map(|cosine| format!("{cosine:6.3}")).collect();
         eprintln!("{}  {text}", row.join(" "));

@@ -409,12 +409,12 @@ impl ModelFolder {
 
 /// Writes a file beside `path`, syncs it and renames it over `path`.
 pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
-    let beside = path.with_extension("partial");
+    let partial = path.with_extension("partial");
     let written =
-        write(&beside).and_then(|()| File::open(&beside)?.sync_all()).and_then(|()| fs::rename(&beside, path));
+        write(&partial).and_then(|()| File::open(&partial)?.sync_all()).and_then(|()| fs::rename(&partial, path));
     written.map_err(|error| {
         // The first error is the one to tell; what is left beside may not be there at all.
-        let _ = fs::remove_file(&beside);
+        let _ = fs::remove_file(&partial);
         WeightsError::Io { path: path.to_path_buf(), error }
     })
 }

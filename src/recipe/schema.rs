@@ -409,7 +409,7 @@ impl Recipe {
     }
 
     /// The training data, each source with its weight.
-    pub(crate) fn texts(&self) -> Result<Vec<(&Path, f64)>, Failure> {
+    pub(crate) fn corpora(&self) -> Result<Vec<(&Path, f64)>, Failure> {
         let DataRecipe { source, corpora, .. } = &self.data;
         match (source.is_empty(), corpora.is_empty()) {
             (true, true) => Err(self.lacks_data("text")),

@@ -97,7 +97,7 @@ backend_test!(norms_and_activations_refuse_what_does_not_fit::<B>(device) {
     refused("reshape", &["[5, 5]", "[3, 8]"], || reshape(x(), [5, 5]));
     refused("reshape", &["[3, 8]"], || reshape(x(), [usize::MAX, 8, 2]));
     if let Some(other) = make.elsewhere() {
-        refused("norm", &["gamma lies on"], || norm(x(), &other.rms(8)));
+        refused("norm", &["gamma is on"], || norm(x(), &other.rms(8)));
     }
 });
 
@@ -169,9 +169,9 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
         short.scales = make.float([15]);
         refused("linear", &["scales [15]", "weight [16, 2]"], || linear(x(), short, None));
         if let Some(other) = make.elsewhere() {
-            refused("linear", &["weight lies on"], || linear(x(), other.float([16, 8]), None));
-            refused("linear", &["bias lies on"], || linear(x(), weight(), Some(other.float([16]))));
-            refused("linear_add", &["residual lies on"], || {
+            refused("linear", &["weight is on"], || linear(x(), other.float([16, 8]), None));
+            refused("linear", &["bias is on"], || linear(x(), weight(), Some(other.float([16]))));
+            refused("linear_add", &["residual is on"], || {
                 linear_add(x(), weight(), None, None, other.float([rows, 16]))
             });
         }
@@ -192,7 +192,7 @@ backend_test!(embeddings_refuse_what_does_not_fit::<B>(device) {
     short.scales = make.float([4]);
     refused("embed", &["scales [4]"], || embed(short, tokens(), FloatDType::F32));
     if let Some(other) = make.elsewhere() {
-        refused("embed", &["table lies on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));
+        refused("embed", &["table is on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));
     }
 });
 
@@ -250,7 +250,7 @@ backend_test!(attention_refuses_what_does_not_fit::<B>(device) {
     refused("qkv_attention", &["lengths [3]"], || packed(64, heads, AttentionMask::Lengths(make.ints([3]))));
     if let Some(other) = make.elsewhere() {
         let lengths = AttentionMask::Lengths(other.ints([2]));
-        refused("qkv_attention", &["lengths lies on"], || packed(64, heads, lengths));
+        refused("qkv_attention", &["lengths is on"], || packed(64, heads, lengths));
     }
 });
 

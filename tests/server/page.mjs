@@ -165,8 +165,8 @@ async function conversation() {
         }
         return "rgb(255, 255, 255)";
       };
-      const texts = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
-      return [...document.querySelectorAll(texts)].filter(one => {
+      const elements = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
+      return [...document.querySelectorAll(elements)].filter(one => {
         if (one.offsetParent === null) return false;
         const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((a, b) => b - a);
         return (a + 0.05) / (b + 0.05) < 4.5;

@@ -167,11 +167,11 @@ fn a_benchmark_is_repeated_and_compared_with_an_earlier_run_and_a_peer() {
     std::fs::write(&earlier, lines.replace(&value.to_string(), &(2.0 * value).to_string())).expect("a file");
 
     let peer = format!("cat {}", text(&earlier));
-    let beside = done(&fireclay(&[&tiny[..], &["--compare", text(&earlier), "--peer", &peer]].concat()));
-    let beside = first_of(&beside);
-    assert_eq!(beside["repeats"].as_u64(), Some(4), "two halves");
-    for speed in [&beside["earlier"]["speed"], &beside["peers"][0]["speed"]] {
-        assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{beside}");
+    let compared = done(&fireclay(&[&tiny[..], &["--compare", text(&earlier), "--peer", &peer]].concat()));
+    let compared = first_of(&compared);
+    assert_eq!(compared["repeats"].as_u64(), Some(4), "two halves");
+    for speed in [&compared["earlier"]["speed"], &compared["peers"][0]["speed"]] {
+        assert!(speed.as_f64().is_some_and(|speed| speed > 0.0 && speed < 2.0), "{compared}");
     }
     assert_refused(&fireclay(&["bench", "train", "--size", "huge"]), 2, &["--size huge", "gpt2-124m"]);
     let changed = done(&fireclay(&[&tiny[..], &["--set", "checkpoint_activations=1"]].concat()));

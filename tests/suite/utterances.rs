@@ -231,7 +231,7 @@ fn any_text_gets_a_prediction() {
         let stdout = String::from_utf8(output.stdout).expect("text");
         stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     };
-    let texts = [
+    let sentences = [
         "turn on the kitchen lights".to_string(),
         String::new(),
         " \t ".into(),
@@ -241,10 +241,10 @@ fn any_text_gets_a_prediction() {
         "... 🔥".into(),
     ];
     let file = folder.path().join("texts.txt");
-    fs::write(&file, texts.join("\n")).expect("a writable folder");
+    fs::write(&file, sentences.join("\n")).expect("a writable folder");
     let read = lines(program().args(base).args(["--file", text(&file)]).output().expect("the program starts"));
-    assert_eq!(read.len(), texts.len());
-    for (line, said) in read.iter().zip(&texts) {
+    assert_eq!(read.len(), sentences.len());
+    for (line, said) in read.iter().zip(&sentences) {
         assert_eq!(line["event"].as_str(), Some("prediction"));
         assert_eq!(line["text"].as_str(), Some(said.as_str()));
         let spoken = said.chars().any(char::is_alphanumeric);
@@ -260,9 +260,9 @@ fn any_text_gets_a_prediction() {
     }
     let mut child =
         program().args(base).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the program starts");
-    child.stdin.take().expect("a pipe").write_all(texts[0].as_bytes()).expect("a reader");
+    child.stdin.take().expect("a pipe").write_all(sentences[0].as_bytes()).expect("a reader");
     let piped = lines(child.wait_with_output().expect("an end"));
-    let alone = lines(program().args(base).args(["--text", &texts[0]]).output().expect("the program starts"));
+    let alone = lines(program().args(base).args(["--text", &sentences[0]]).output().expect("the program starts"));
     assert_eq!(piped, alone);
     assert_eq!(alone[0]["intent"], read[0]["intent"], "a batch changes nothing");
 

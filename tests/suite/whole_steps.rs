@@ -21,7 +21,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use crate::backend_test;
 use crate::compare::{relative_error, values};
 use crate::decoding::greedy_rows;
-use crate::scheduling::{Texts, step};
+use crate::scheduling::{Outputs, step};
 
 /// So many that a block of the kernel has more rows of the head than its shared memory holds.
 const VOCABULARY: usize = 30_011;
@@ -130,12 +130,12 @@ impl<'a, B: Backend> Rows<'a, B> {
     /// One token more of each row.
     #[track_caller]
     fn step(&mut self) {
-        self.step_beside(&[]);
+        self.step_with_prefill(&[]);
     }
 
     /// One token more of each row, and beside them texts of new ones.
     #[track_caller]
-    fn step_beside(&mut self, texts: &[Vec<u32>]) {
+    fn step_with_prefill(&mut self, outputs: &[Vec<u32>]) {
         let step = self.steps;
         self.steps += 1;
         let next: Vec<u32> = self
@@ -146,7 +146,7 @@ impl<'a, B: Backend> Rows<'a, B> {
             .collect();
         self.rows.iter_mut().zip(&next).for_each(|((_, tokens), token)| tokens.push(*token));
         let ids: Vec<RowId> = self.rows.iter().map(|(id, _)| *id).collect();
-        let read: Vec<(RowId, &[u32])> = texts.iter().map(|text| (self.cache.add_row(), &text[..])).collect();
+        let read: Vec<(RowId, &[u32])> = outputs.iter().map(|text| (self.cache.add_row(), &text[..])).collect();
         let decode = Some((integers(&next, self.device), &ids[..]));
         let hidden = self.model.step(decode, &read, &mut self.cache);
         self.rows.extend(read.into_iter().map(|(row, tokens)| (row, tokens.to_vec())));
@@ -222,7 +222,7 @@ backend_test!(rows_that_decode_beside_prompts_have_the_hidden_states_of_a_pass_o
     let mut rows = Rows::new(&model, bound, 40 * PAGE_TOKENS, &device);
     assert!(rows.add(text(0, 70), 10));
     for (step, lengths) in [[300, 1], [5, 64], [129, 2], [63, 17]].into_iter().enumerate() {
-        rows.step_beside(&lengths.map(|length| text(step, length)));
+        rows.step_with_prefill(&lengths.map(|length| text(step, length)));
         rows.step();
     }
 });
@@ -386,7 +386,7 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                 let sampled = SampledRows::new(&(0..count as u64).map(row).collect::<Vec<_>>(), &device);
                 let mut counts = TokenCounts::<B>::new(count, VOCABULARY, &device);
                 (0..count).for_each(|row| counts.begin(row, &text(row, 40), &[7], &[(11, -1.5)]));
-                let mut texts = Vec::new();
+                let mut outputs = Vec::new();
                 let mut launches = Vec::new();
                 for most in [1, 13] {
                     let mut counts = counts.clone();
@@ -410,16 +410,16 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     assert_eq!(at, lengths.iter().map(|length| *length as i64 + 44).collect::<Vec<_>>());
                     // What the cache has then is the same, too.
                     let (_, logits) = model.next_tokens(Some((next, &ids)), &[], &sampled, Some(&mut counts), &mut rows.cache);
-                    texts.push((written, values(&logits), counts.written.into_data()));
+                    outputs.push((written, values(&logits), counts.written.into_data()));
                     launches.push(steps);
                 }
                 println!("{count} rows, INT8: {int8}: {:?} launches", launches[1]);
                 let ahead = launches[1].iter().any(|steps| *steps > 1);
                 assert!(!hopper || ahead == (!draws || count <= 2), "{:?}", launches[1]);
                 assert!(launches[0].iter().all(|steps| *steps == 1));
-                assert_eq!(texts[0].0, texts[1].0, "{count} rows");
-                assert!(texts[0].1 == texts[1].1, "{count} rows: logits");
-                assert_eq!(texts[0].2, texts[1].2, "{count} rows: counts");
+                assert_eq!(outputs[0].0, outputs[1].0, "{count} rows");
+                assert!(outputs[0].1 == outputs[1].1, "{count} rows: logits");
+                assert_eq!(outputs[0].2, outputs[1].2, "{count} rows: counts");
             }
         }
     }
@@ -561,18 +561,18 @@ fn write<B: Backend>(
     let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
     let mut scheduler = Scheduler::new(model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
-    let mut texts = Texts::new();
+    let mut outputs = Outputs::new();
     for at in 0.. {
         cancelled.iter().filter(|(step, _)| *step == at).for_each(|(_, request)| scheduler.cancel(ids[*request]));
         if scheduler.is_idle() {
             break;
         }
         assert!(at < 5000, "it does not end");
-        step(&mut scheduler, model, &mut texts)?;
+        step(&mut scheduler, model, &mut outputs)?;
     }
     let load = scheduler.load();
     assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages), "{load:?}");
-    Ok((ids.iter().map(|id| texts.remove(id).unwrap_or_default()).collect(), load.preemptions))
+    Ok((ids.iter().map(|id| outputs.remove(id).unwrap_or_default()).collect(), load.preemptions))
 }
 
 fn requests(count: usize) -> Vec<Request> {
@@ -583,15 +583,15 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
     let (model, bound) = model::<B>(16, false, &device)?;
     for count in [3, 9] {
         let mut requests = requests(count);
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
         // Some end at a token that they have in their middle.
-        for (request, (text, _)) in requests.iter_mut().zip(&texts).step_by(2) {
+        for (request, (text, _)) in requests.iter_mut().zip(&outputs).step_by(2) {
             request.stop_tokens = vec![text[text.len() / 2]];
         }
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
-        let ended = texts.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
-        assert!(ended > 0, "{texts:?}");
-        for (request, (text, finish)) in requests.iter().zip(&texts) {
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
+        let ended = outputs.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
+        assert!(ended > 0, "{outputs:?}");
+        for (request, (text, finish)) in requests.iter().zip(&outputs) {
             let by = if *finish == Some(Finish::End) { Finish::End } else { Finish::Length };
             assert_eq!(*finish, Some(by));
             assert!(by == Finish::End || text.len() == request.max_tokens);
@@ -606,8 +606,8 @@ backend_test!(a_text_that_is_cancelled_changes_no_other_in_whole_steps::<B>(devi
     // Few texts are given several tokens a step.
     for (count, cancelled) in [(3, vec![(3, 1)]), (9, vec![(10, 1), (20, 0), (25, 7)])] {
         let requests = requests(count);
-        let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
-        for (at, (request, (text, finish))) in requests.iter().zip(&texts).enumerate() {
+        let (outputs, _) = write(&model, &requests, 64 * PAGE_TOKENS, &cancelled, &device)?;
+        for (at, (request, (text, finish))) in requests.iter().zip(&outputs).enumerate() {
             let gone = cancelled.iter().any(|(_, request)| *request == at);
             assert_eq!(*finish, (!gone).then_some(Finish::Length), "request {at}");
             assert!(gone || text.len() == request.max_tokens);
@@ -620,9 +620,9 @@ backend_test!(texts_are_right_in_whole_steps_where_the_cache_is_full::<B>(device
     let (model, bound) = model::<B>(16, false, &device)?;
     for count in [4, 9] {
         let requests = requests(count);
-        let (texts, preemptions) = write(&model, &requests, 5 * PAGE_TOKENS, &[], &device)?;
+        let (outputs, preemptions) = write(&model, &requests, 5 * PAGE_TOKENS, &[], &device)?;
         assert!(preemptions > 0, "some have to give way");
-        for (request, (text, finish)) in requests.iter().zip(&texts) {
+        for (request, (text, finish)) in requests.iter().zip(&outputs) {
             assert_eq!((text.len(), *finish), (request.max_tokens, Some(Finish::Length)));
             assert_likeliest(&model, bound, &request.prompt, text, &device);
         }

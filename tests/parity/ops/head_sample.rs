@@ -139,17 +139,17 @@ backend_test!(token_counts_are_how_often_each_stands_in_a_text::<B>(device) {
             text.extend((0..vocabulary).step_by(seed).map(|token| token as u32).filter(|token| *token as usize != seed % vocabulary));
             text
         };
-        let texts = [text(2), text(5), vec![]];
+        let sequences = [text(2), text(5), vec![]];
         for line in [0, 2, 1] {
             counts.begin(line, &text(3), &text(4), &[(1, 1.0)]);
-            counts.begin(line, &texts[line], &texts[(line + 1) % 3], &[]);
+            counts.begin(line, &sequences[line], &sequences[(line + 1) % 3], &[]);
         }
         let wanted = |text: &[u32]| -> Vec<f32> {
             let mut counts = vec![0.0; vocabulary];
             text.iter().for_each(|token| counts[*token as usize] += 1.0);
             counts
         };
-        let all = |shift: usize| (0..3).flat_map(|line| wanted(&texts[(line + shift) % 3])).collect::<Vec<f32>>();
+        let all = |shift: usize| (0..3).flat_map(|line| wanted(&sequences[(line + shift) % 3])).collect::<Vec<f32>>();
         assert_eq!(values(&counts.prompt), all(0), "{vocabulary}, prompts");
         assert_eq!(values(&counts.written), all(1), "{vocabulary}, behind them");
         assert_eq!(values(&counts.bias), vec![0.0; 3 * vocabulary], "{vocabulary}, biases");

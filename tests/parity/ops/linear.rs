@@ -206,7 +206,7 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
                 let what = format!("{dtype:?} linear {rows}x{d_input}x{d_output}, biased {}", bias.is_some());
                 assert_close(&what, &wide(&linear(x.clone(), weight.clone(), bias.clone())), &product, Tolerance::new(1e-2, dtype));
                 // As it is, parts of wider rows that do and do not begin at whole pairs, columns in one run each, and f32.
-                for (lies, residual) in [
+                for (layout, residual) in [
                     half(4, [rows, d_output]),
                     half(5, [rows, d_output + 4]).narrow(1, 2, d_output),
                     half(6, [rows, d_output + 3]).narrow(1, 3, d_output),
@@ -217,10 +217,10 @@ backend_test!(projections_in_half_precision_end_with_the_residual_stream::<B>(de
                 .enumerate()
                 {
                     let drop = Dropout { probability: 0.3, key: RandomKey::new(9) };
-                    for drop in if lies < 2 { vec![None, Some(drop)] } else { vec![None] } {
+                    for drop in if layout < 2 { vec![None, Some(drop)] } else { vec![None] } {
                         let ours = linear_add(x.clone(), weight.clone(), bias.clone(), drop, residual.clone());
                         let kept = drop.map_or(product.clone(), |drop| plain::dropout(product.clone(), drop));
-                        let what = format!("{what}, residual {lies}, dropped {}", drop.is_some());
+                        let what = format!("{what}, residual {layout}, dropped {}", drop.is_some());
                         assert_close(&what, &wide(&ours), &(wide(&residual) + kept), Tolerance::new(1e-2, dtype));
                     }
                 }

@@ -403,7 +403,7 @@ fn whoever_asks_for_no_grammar_does_not_wait_for_those_of_others() {
         .into_iter()
         .map(|schema| json!({ "prompt": "a", "max_tokens": 30, "n": 4, "guided_json": schema }).to_string())
         .collect();
-    let beside = std::thread::scope(|scope| {
+    let loaded = std::thread::scope(|scope| {
         let heavy: Vec<_> = (0..4)
             .map(|at| {
                 let (server, bodies) = (&server, &bodies);
@@ -417,8 +417,8 @@ fn whoever_asks_for_no_grammar_does_not_wait_for_those_of_others() {
             .collect();
         longest(&|| !heavy.iter().all(std::thread::ScopedJoinHandle::is_finished))
     });
-    println!("a small text took {alone:?} at the most alone, and {beside:?} beside large schemas");
-    assert!(beside < alone + Duration::from_secs(5), "{beside:?}, {alone:?} alone");
+    println!("a small text took {alone:?} at the most alone, and {loaded:?} loaded large schemas");
+    assert!(loaded < alone + Duration::from_secs(5), "{loaded:?}, {alone:?} alone");
 }
 
 #[test]

@@ -496,11 +496,11 @@ where
     let pages = contiguous(at.pages.clone().into_primitive());
     let hidden = empty(scratch, [rows, shape.d_model], shape.dtype);
     let logits = empty(scratch, [rows, shape.vocab_size], DType::F32);
-    let likeliest = empty(&tokens, [rows], DType::I32);
+    let greedy = empty(&tokens, [rows], DType::I32);
     let following = empty(&positions, [1, rows], DType::I32);
     let kernel = DecodeStepAnyShape { rows: rows.next_power_of_two(), shape: shape.clone() };
     let arguments = || {
-        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &likeliest, &following];
+        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &greedy, &following];
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(last_position);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
@@ -516,7 +516,7 @@ where
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
-    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(likeliest);
+    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(greedy);
     let predicted = Predicted { logits: float(logits), tokens: next.clone().reshape([1, rows]), next, drawn: false };
     let positions = Some([at.positions.clone(), Tensor::from_primitive(following)]);
     Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), positions })

@@ -94,11 +94,11 @@ pub(super) fn draw<R: CubeRuntime>(
     if !integers || !begins || !cuda::takes(logits, Arch::Sm90) || !works(kernel, logits) {
         return false;
     }
-    let texts = counts.map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
-    // SAFETY: the operands were checked: a number of each kind for each row, lines of the texts or below 0, and counts and biases of a
+    let n_lines = counts.map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
+    // SAFETY: the operands were checked: a number of each kind for each row, lines of the n_lines or below 0, and counts and biases of a
     // vocabulary each.
     unsafe {
-        launch(kernel, logits, [streams, positions, lines], numbers, counts, out, [batch_size, vocabulary, texts])
+        launch(kernel, logits, [streams, positions, lines], numbers, counts, out, [batch_size, vocabulary, n_lines])
     };
     true
 }

@@ -246,7 +246,7 @@ struct Step {
     const int *ids, *positions, *pages;                // [rows], [rows], [rows, pages_a_row]
     Half* hidden;                                      // [rows, D_MODEL]
     float* logits;                                     // [rows, VOCABULARY]
-    int *likeliest, *following;                        // [rows]
+    int *greedy, *following;                        // [rows]
     const Numbers& numbers;
     int rows, block, warp, lane, thread;
     u32 epoch;                                         // of the layer
@@ -809,7 +809,7 @@ struct Extras {
 // ---- the likeliest tokens
 
 // Of two equal logits the first token is meant; what is no number is above all, with a token of -1.
-struct Likeliest {
+struct Argmax {
     float logit;
     int token;
 
@@ -828,7 +828,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
     u64* largest = step.scratch + AT_LARGEST;
     #pragma unroll 1
     for (int row = 0; row < step.rows; row++) {
-        Likeliest best{-infinity, NO_TOKEN};
+        Argmax best{-infinity, NO_TOKEN};
         #pragma unroll 1
         for (int i = step.thread; i < part.own; i += THREADS) {
             float logit = sum_of(step, part, i, row);
@@ -841,7 +841,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
         if (step.lane == 0) of_warps[2 * step.warp] = best.logit, of_warps[2 * step.warp + 1] = __int_as_float(best.token);
         __syncthreads();
         if (step.warp == 0) {
-            best = Likeliest{of_warps[2 * (step.lane % WARPS)], __float_as_int(of_warps[2 * (step.lane % WARPS) + 1])};
+            best = Argmax{of_warps[2 * (step.lane % WARPS)], __float_as_int(of_warps[2 * (step.lane % WARPS) + 1])};
             best.of_lanes();
             if (step.lane == 0) {
                 u64* to = largest + 2 * (row * BLOCKS + step.block);
@@ -852,7 +852,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
     }
     if (step.block > 0) return;
     if (step.warp < step.rows) {
-        Likeliest best{-infinity, NO_TOKEN};
+        Argmax best{-infinity, NO_TOKEN};
         #pragma unroll 1
         for (int block = step.lane; block < BLOCKS; block += 32) {
             Two v;
@@ -865,7 +865,7 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
         __syncwarp();
         best.of_lanes();
         if (step.lane == 0) {
-            step.likeliest[step.warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
+            step.greedy[step.warp] = Watch::dead() || best.token == NO_TOKEN ? -1 : best.token;
             step.following[step.warp] = step.positions[step.warp] + 1;
         }
     }
@@ -873,9 +873,9 @@ __device__ __forceinline__ void predict(const Step& step, const Part& part) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
     const Layer* layers, State* state, u64* scratch, const int* ids, const int* positions, const int* pages, Half* hidden, float* logits,
-    int* likeliest, int* following, const __grid_constant__ Numbers numbers
+    int* greedy, int* following, const __grid_constant__ Numbers numbers
 ) {
-    Step step{layers, state, scratch, ids, positions, pages, hidden, logits, likeliest, following, numbers,
+    Step step{layers, state, scratch, ids, positions, pages, hidden, logits, greedy, following, numbers,
         static_cast<int>(numbers.rows), static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32),
         static_cast<int>(threadIdx.x), reinterpret_cast<volatile State*>(state)->layers};
     const float nan = __int_as_float(0x7fc00000);
@@ -885,7 +885,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
         for (u64 i = step.block * THREADS + step.thread; i < all; i += BLOCKS * THREADS) logits[i] = nan;
         if (step.block > 0) return;
         for (int i = step.thread; i < step.rows * D_MODEL; i += THREADS) hidden[i] = from_float(nan);
-        if (step.thread < step.rows) likeliest[step.thread] = -1, following[step.thread] = positions[step.thread] + 1;
+        if (step.thread < step.rows) greedy[step.thread] = -1, following[step.thread] = positions[step.thread] + 1;
         return;
     }
     if (step.thread == 0) Watch::begin();

@@ -5,14 +5,14 @@
 struct Draws {
     const int *streams, *lines;                        // [rows]
     const float* numbers;                              // [rows, WAY_NUMBERS]
-    const float* prompt;                               // [texts, vocabulary], as the next two
+    const float* prompt;                               // [n_lines, vocabulary], as the next two
     float* written;
     const float* bias;
-    int texts;
+    int n_lines;
     bool some;
 
     __device__ __forceinline__ Way way(const float* logits, int vocabulary, int row, int position) const {
-        const int line = lines[row] < texts ? lines[row] : -1;
+        const int line = lines[row] < n_lines ? lines[row] : -1;
         return {logits + static_cast<u64>(row) * vocabulary, {prompt, written, bias}, line, vocabulary, numbers + row * WAY_NUMBERS, static_cast<u32>(streams[row]), position};
     }
 };

@@ -52,7 +52,7 @@ static_assert(D_MODEL == SLICE && HEADS_WIDTH % SLICE == 0 && D_FF % SLICE == 0 
 #include "draw_rows.cuh"
 
 struct StepNumbers : Numbers {
-    u64 draws, texts;                                  // whether rows draw, and lines of counts
+    u64 draws, n_lines;                                  // whether rows draw, and lines of counts
     u64 steps, ends_a_row;
 };
 
@@ -1309,7 +1309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_few_rows(
         static_cast<int>(numbers.last_position), static_cast<int>(numbers.steps),
         min(static_cast<int>(numbers.ends_a_row), MOST_ENDS),
         reinterpret_cast<const Scales*>(numbers.scales),
-        {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.texts), numbers.draws != 0}};
+        {streams, lines, draw_numbers, prompt, written, bias, static_cast<int>(numbers.n_lines), numbers.draws != 0}};
     if (failed(state, hidden, step.rows)) {
         const u64 all = static_cast<u64>(step.rows) * step.vocabulary;
         for (u64 i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) logits[i] = __int_as_float(0x7fc00000);
