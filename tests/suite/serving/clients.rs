@@ -50,7 +50,7 @@ fn a_thousand_bad_clients_do_no_harm_to_sixteen_good_ones() {
             }
             drop(bad.join().expect("they come and go"));
         });
-        // All texts of those that have gone end, and their pages return.
+        // The sequences of clients that left end, and their pages are freed.
         let begun = Instant::now();
         while ["writing", "reading", "queued"].iter().any(|name| server.metric(&format!("fireclay_{name}")) > 0.0) {
             assert!(begun.elapsed() < Duration::from_secs(30), "sequences without clients go on");
