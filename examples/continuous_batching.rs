@@ -1,4 +1,5 @@
-//! Many outputs at once by the scheduler: requests with settings of their own come while others are written, and one is cancelled.
+//! Continuous batching: requests with their own settings join while others decode, and one is
+//! cancelled.
 //!
 //! `cargo run --release --example continuous_batching MODEL`, a folder with a language model.
 
@@ -26,7 +27,7 @@ fn main() -> Result<(), Failure> {
     let mut coming = prompts.iter().enumerate();
     let mut outputs = BTreeMap::new();
     loop {
-        // A new request at each step, until there are no more.
+        // A new request at each step, until all are added.
         if let Some((number, prompt)) = coming.next() {
             let sampling = Sampling::greedy().with_temperature(0.3 * number as f64).with_seed(7, number as u64);
             let request = Request { sampling, ..Request::new(tokenizer.encode_prompt(prompt)?, 24) };

@@ -1,8 +1,8 @@
-//! Sentence embeddings from an encoder of the hub's BERT family, such as all-MiniLM-L6-v2: the mean of its hidden
-//! states, of length one (Reimers and Gurevych, 2019, "Sentence-BERT").
+//! Sentence embeddings from an encoder of the hub's BERT family, such as all-MiniLM-L6-v2: the mean
+//! of its hidden states, normalized (Reimers and Gurevych, 2019, "Sentence-BERT").
 //!
-//! `cargo run --release --example embeddings -- MODEL_DIR "a text" "another"` prints an embedding a line, as JSON, and how
-//! alike the inputs are.
+//! `cargo run --release --example embeddings -- MODEL_DIR "a text" "another"` prints one embedding
+//! per line, as JSON, and the similarities of the inputs.
 
 use std::path::PathBuf;
 
@@ -37,9 +37,9 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// The embedding of a text; what the model's context does not hold is left out.
+/// The embedding of a text, truncated to the model's context.
 fn embed(model: &Transformer<B>, tokenizer: &Tokenizer, text: &str) -> Result<Vec<f32>, Failure> {
-    // With the tokens around a text that the tokenizer adds, [CLS] and [SEP].
+    // With the special tokens that the tokenizer adds, [CLS] and [SEP].
     let tokens: Vec<i32> = tokenizer.encode_prompt(text)?.into_iter().map(|token| token as i32).collect();
     let tokens = &tokens[..tokens.len().min(model.config().context_length)];
     let ids = Tensor::<B, 1, Int>::from_ints(tokens, &Default::default()).unsqueeze::<2>();

@@ -167,7 +167,8 @@ struct Pair {
 
 /// Special tokens, letters, and the most frequent merges, up to `vocab_size` pieces.
 ///
-/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from run to run.
+/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from
+/// run to run.
 fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<String>, DataError> {
     let alphabet: BTreeSet<char> = words.keys().flat_map(|word| word.chars()).collect();
     let mut pieces: Vec<String> = SPECIAL.map(str::to_owned).to_vec();

@@ -509,7 +509,7 @@ pub struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// For texts of any size.
+    /// For text of any size.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, words: Words::of(&tokenizer.0) }
     }

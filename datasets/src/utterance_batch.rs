@@ -114,7 +114,8 @@ impl UtteranceBatch {
 pub struct DeviceBatch<B: Backend> {
     /// Pieces, `[batch_size, seq_length]`.
     pub ids: Tensor<B, 2, Int>,
-    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size, seq_length]`.
+    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size,
+    /// seq_length]`.
     pub tags: Tensor<B, 2, Int>,
     /// Pieces of each row without padding, `[batch_size]`.
     pub lengths: Tensor<B, 1, Int>,

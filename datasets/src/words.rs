@@ -154,7 +154,7 @@ mod tests {
     use crate::random::Generator;
     use crate::tokenizer::TokenizerKind;
 
-    /// Texts with all character classes, and with arbitrary characters.
+    /// Strings with all character classes, and with arbitrary characters.
     fn samples() -> Vec<String> {
         let parts = [
             " ",

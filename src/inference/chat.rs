@@ -186,7 +186,7 @@ impl ChatTemplate {
             return Ok(tokenizer.encode(&plain)?);
         }
         let mut used = plain;
-        dialogue.texts(&mut |text| {
+        dialogue.map_strings(&mut |text| {
             used.push_str(text);
             Ok(String::new())
         })?;
@@ -211,7 +211,7 @@ impl Dialogue {
     /// Whether a text in it spells a control token.
     pub(crate) fn spells_control_token(&self, tokenizer: &Tokenizer) -> Result<bool, Failure> {
         let mut spelled = false;
-        self.texts(&mut |text| {
+        self.map_strings(&mut |text| {
             spelled |= tokenizer.spells_control_token(text)?;
             Ok(String::new())
         })?;
@@ -220,7 +220,7 @@ impl Dialogue {
 
     /// With `mark` in each control token that a text spells, so that it is none.
     pub(crate) fn escaped(&self, tokenizer: &Tokenizer, mark: char) -> Result<Self, Failure> {
-        self.texts(&mut |text| {
+        self.map_strings(&mut |text| {
             let escaped = tokenizer.escape(text, mark);
             match tokenizer.spells_control_token(&escaped)? {
                 true => Err(Failure::new("a message spells one of the model's control tokens: leave it out")),
@@ -230,7 +230,7 @@ impl Dialogue {
     }
 
     /// Applies `change` to every string, names of fields included.
-    fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
+    fn map_strings(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
         fn changed(value: &Value, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Value, Failure> {
             Ok(match value {
                 Value::String(text) => Value::String(change(text)?),

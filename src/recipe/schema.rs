@@ -31,7 +31,8 @@ pub struct Recipe {
     /// only dropout applies then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
-    /// Family and shape: `family`, and any field of [`TransformerConfig`](fireclay_model::TransformerConfig).
+    /// Family and shape: `family`, and any field of
+    /// [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
     pub model: Table,
     /// The training data.

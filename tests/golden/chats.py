@@ -86,7 +86,8 @@ cases.append(
     {"name": "generation", "template": GENERATION, "rows": rows, "trl": labels(GENERATION, rows, assistant_only_loss=True)}
 )
 tokenizer().save(str(OUT / "tokenizer.json"))
-(OUT / "labels.json").write_text(json.dumps({"cases": cases}, ensure_ascii=False, indent=0) + "\n")
+lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
+(OUT / "labels.json").write_text(f'{{"cases": [\n{lines}\n]}}\n')
 
 parquet = [
     {"messages": [turn("user", "q") | {"name": "n"}, turn("assistant", "a") | {"name": None}]},

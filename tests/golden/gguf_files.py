@@ -10,7 +10,7 @@ Needs no network: models have random weights, tokenizers are trained on the text
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
     vocab-<name>.gguf      vocabularies without a model
-    tokenizers.json        texts, and for each vocabulary the ids that the tokenizer it came from gives them
+    tokenizers.json        strings, and for each vocabulary the ids that the tokenizer it came from gives them
 """
 
 import json
@@ -138,7 +138,7 @@ def write(name, arch, model, golden, types=lambda name: T.F16, prepare=lambda wr
             continue
         values = value.float().numpy()
         own = gpt2_names(key) if arch == "gpt2" else llama_names(key)
-        # Conv1D lies [in, out].
+        # Conv1D stores [in, out].
         turned = arch == "gpt2" and ".h." in key and values.ndim == 2
         stored = values.T.copy() if turned else values
         heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, the ids that they give texts, and how texts go on behind a prompt.
+"""Writes tokenizer_kinds.json: tokenizers of 40 kinds, their ids for some strings, and how strings continue after a prompt.
 
     pip install tokenizers
     python3 tests/golden/tokenizer_kinds.py         # or: tokenizer_kinds.py OUTPUT_FILE
 
 A kind is one of the `bases` with some parts of its `tokenizer.json` replaced. `ids` are those of each text. `continued`
-are texts cut behind each of their first tokens: what is decoded of all tokens behind what is decoded of those before.
+are strings cut behind each of their first tokens: what is decoded of all tokens behind what is decoded of those before.
 """
 
 import json
@@ -125,7 +125,7 @@ def continued(tokenizer, text):
     whole = tokenizer.decode(ids)
     for cut in range(1, min(len(ids), 6)):
         before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
-        # Some decoders put what was there before right, and some texts end within a character.
+        # Some decoders correct earlier text, and some strings end within a character.
         if whole.startswith(before) and not whole.endswith("\ufffd"):
             yield [cut, whole[len(before):]]
 

@@ -72,7 +72,7 @@ def chat():
     stopped = say(stop=[stop, "never there"]).choices[0]
     assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(stop)]
 
-    # Log-probabilities are those of the tokens, the likeliest first.
+    # Log-probabilities are those of the tokens, in descending order.
     told = say(temperature=0, logprobs=True, top_logprobs=4, max_completion_tokens=8).choices[0].logprobs.content
     assert len(told) == 8
     for token in told:

@@ -1,4 +1,4 @@
-//! What must hold when many texts are written at once, and come and go at any step.
+//! Invariants of the scheduler when many sequences join and leave at any step.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ fn model<B: Backend>(device: &B::Device) -> Result<Transformer<B>, Failure> {
     Ok(config.init(3, device)?)
 }
 
-/// Numbers below a bound, the same each time.
+/// Reproducible numbers below a bound.
 struct Numbers(u64);
 
 impl Numbers {
@@ -32,7 +32,7 @@ impl Numbers {
     }
 }
 
-/// Requests of all lengths, no two of which draw in one way.
+/// Requests of all lengths, no two with the same sampling.
 fn requests(count: usize) -> Vec<Request> {
     let mut numbers = Numbers(7);
     let request = |at: usize| {
@@ -59,10 +59,10 @@ fn requests(count: usize) -> Vec<Request> {
     (0..count).map(request).collect()
 }
 
-/// What was written of each request, and how it ended.
+/// The output of each request, and how it finished.
 pub(crate) type Outputs = BTreeMap<RequestId, (Vec<u32>, Option<Finish>)>;
 
-/// A step, and what is ready after it.
+/// Runs a step and collects its output.
 pub(crate) fn step<B: Backend>(
     scheduler: &mut Scheduler<B>,
     model: &Transformer<B>,
@@ -78,7 +78,7 @@ pub(crate) fn step<B: Backend>(
     Ok(())
 }
 
-/// The text of a request alone.
+/// The output of a request alone.
 fn alone<B: Backend>(model: &Transformer<B>, request: &Request, device: &B::Device) -> Result<Vec<u32>, Failure> {
     let mut scheduler = Scheduler::new(model, ROOMY, device.clone());
     let id = scheduler.add(request.clone())?;
@@ -89,7 +89,7 @@ fn alone<B: Backend>(model: &Transformer<B>, request: &Request, device: &B::Devi
     Ok(outputs.remove(&id).expect("a text").0)
 }
 
-/// All requests in one scheduler, each of which comes when some steps were made; none is left with anything.
+/// All requests in one scheduler, each added after some steps; finally no pages are left in use.
 fn together<B: Backend>(
     model: &Transformer<B>,
     requests: &[Request],
@@ -150,7 +150,7 @@ backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(dev
     let model = model::<B>(&device)?;
     let tight = SchedulerOptions { cache_tokens: 7 * 64, ..ROOMY };
     let mut scheduler = Scheduler::new(&model, tight, device.clone());
-    // The first has the cache for itself, and takes pages ahead.
+    // The first one has the cache for itself, and reserves pages in advance.
     scheduler.add(Request::new(vec![1; 20], 100))?;
     let mut outputs = Outputs::new();
     for _ in 0..3 {
@@ -166,7 +166,7 @@ backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(dev
         let running = load.prefilling + load.decoding;
         if load.waiting > 0 && load.free_pages == 0 && running < tight.rows {
             let held = (load.pages - load.free_pages) * 64;
-            // A token on its way has its place, too.
+            // A token in flight occupies a position, too.
             assert!(held <= load.tokens + running * 64, "{load:?}");
             waited += 1;
         }
@@ -183,7 +183,7 @@ backend_test!(a_prompt_that_was_read_ahead_is_written_as_soon_as_another_text_en
     let mut outputs = Outputs::new();
     step(&mut scheduler, &model, &mut outputs)?;
     let load = scheduler.load();
-    // Four are written; of one that waits all is read but its last token.
+    // Four are decoding; one waits, prefilled up to its last token.
     assert_eq!((load.waiting, load.prefilling, load.decoding, load.tokens), (1, 1, 4, 4 * 8 + 7), "{load:?}");
     scheduler.cancel(ids[0]);
     step(&mut scheduler, &model, &mut outputs)?;
@@ -205,7 +205,7 @@ backend_test!(a_prompt_that_does_not_fit_its_step_is_read_ahead_in_part::<B>(dev
     let mut scheduler = Scheduler::new(&model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
     let mut outputs = Outputs::new();
-    // As much as there is room for; no more while it waits for its turn; and the rest in that.
+    // As much as the budget allows; no more while it waits for a slot; the rest once it has one.
     for (cancelled, tokens) in [(None, 4 * 8 + 70), (None, 4 * 9 + 70), (Some(0), 3 * 10 + 100)] {
         if let Some(at) = cancelled {
             scheduler.cancel(ids[at]);
@@ -228,7 +228,7 @@ backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>
     let add = |scheduler: &mut Scheduler<B>, at: usize| scheduler.add(requests[at].clone()).expect("it fits");
     let ids: Vec<RequestId> = (0..6).map(|at| add(&mut scheduler, at)).collect();
     let mut outputs = Outputs::new();
-    // One that is being written, one that may be read yet, and one that waits.
+    // One decoding, one in prefill, and one waiting.
     for (steps, cancelled) in [(12, 1), (1, 4), (1, 5)] {
         for _ in 0..steps {
             step(&mut scheduler, &model, &mut outputs)?;
@@ -252,7 +252,7 @@ backend_test!(a_warm_up_leaves_nothing_behind::<B>(device) {
     let model = model::<B>(&device)?;
     let request = Request { sampling: Sampling::greedy().with_temperature(1.0).with_seed(3, 5), ..Request::new(vec![1, 2, 3], 20) };
     let wanted = alone(&model, &request, &device)?;
-    // Room for many; for a page or two; and cut short.
+    // Room for many; for a page or two; and limited.
     for (options, steps) in [
         (ROOMY, usize::MAX),
         (SchedulerOptions { rows: 3, step_tokens: 5, cache_tokens: 64 }, usize::MAX),
@@ -298,11 +298,13 @@ backend_test!(prompts_that_begin_alike_are_read_once::<B>(device) {
         }
         assert_eq!(&outputs[&id].0, wanted);
     }
-    // 200 tokens, 48 a step; then all but the first three pages, which are 8, and all but the first two, 25.
+    // 200 tokens, 48 per step; then all but the first three pages, which are 8, and all but the
+    // first two, 25.
     assert_eq!(steps, [5, 1, 1]);
 });
 
-// A launch of several steps that begins at the end of all texts computes nothing, nor the keys of the token that ends one.
+// A multi-step launch in which all sequences have ended computes nothing, not even the keys of a
+// stop token.
 backend_test!(a_token_that_ends_a_text_is_in_no_page_that_others_share::<B>(device) {
     let model = model::<B>(&device)?;
     let prompt: Vec<u32> = (0..56).map(|at| at * 7 % VOCABULARY as u32).collect();
@@ -325,7 +327,7 @@ backend_test!(a_token_that_ends_a_text_is_in_no_page_that_others_share::<B>(devi
     };
     let ended = Request { stop_tokens: vec![end], ..Request::new(prompt.clone(), 40) };
     assert_eq!(write(&ended)?.1, written, "it stop_tokens at the last cell of its page");
-    // What goes on from there reads the page again: 97 tokens, 48 a step.
+    // The next request recomputes the page: 97 tokens, 48 per step.
     let next: Vec<u32> = prompt.iter().chain(&written).copied().chain(0..33).collect();
     let next = Request::new(next, 9);
     assert_eq!(write(&next)?, (3, alone(&model, &next, &device)?));
@@ -358,7 +360,7 @@ backend_test!(a_text_that_is_paused_goes_on_where_it_was::<B>(device) {
 
 backend_test!(where_pages_run_out_the_client_that_has_most_is_preempted::<B>(device) {
     let model = model::<B>(&device)?;
-    // Five of one client have all pages when one of another comes.
+    // Five of one client hold all pages when one of another arrives.
     let mut scheduler = Scheduler::new(&model, SchedulerOptions { cache_tokens: 10 * 64, ..ROOMY }, device.clone());
     let request = |client, length: u32, more| {
         let prompt = (0..length).map(|at| (at * 7 + client as u32) % VOCABULARY as u32).collect();
@@ -388,7 +390,7 @@ backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
     let model = model::<B>(&device)?;
     let prompts: Vec<Vec<u32>> =
         [1, 2, 48, 49, 300].map(|length| (0..length).map(|at| at * 7 % VOCABULARY as u32).collect()).into();
-    // In parts of a step, among others that are decoded, and where pages run out.
+    // Prefilled in parts of steps, among decoding sequences, and with pages running out.
     for cache_tokens in [ROOMY.cache_tokens, 6 * 64] {
         let mut scheduler = Scheduler::new(&model, SchedulerOptions { cache_tokens, ..ROOMY }, device.clone());
         let ask = |prompt: &Vec<u32>| Request { prompt_top_logprobs: Some(2), ..Request::new(prompt.clone(), 20) };
@@ -433,7 +435,7 @@ backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
     let sampling = Sampling::greedy().with_temperature(1.5).with_seed(4, 0).with_top_k(Some(40));
     let request = Request { sampling, top_logprobs: Some(3), ..Request::new(vec![4, 5, 6], 6) };
     let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
-    // Beside one that did not ask for any.
+    // Together with a request without log-probabilities.
     let plain = scheduler.add(Request::new(vec![9, 9], 4)).expect("it fits");
     let id = scheduler.add(request.clone()).expect("it fits");
     let mut tokens: Vec<OutputToken> = Vec::new();
@@ -486,7 +488,7 @@ backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
 #[test]
 fn rows_that_come_and_go_leave_nothing_behind() {
     type B = burn::backend::NdArray;
-    // `FIRECLAY_TEST_ROWS` makes it as many as one likes.
+    // `FIRECLAY_TEST_ROWS` sets their number.
     let count = std::env::var("FIRECLAY_TEST_ROWS").ok().and_then(|count| count.parse().ok()).unwrap_or(1000);
     let device = Default::default();
     let config = TransformerConfig::llama(16, 320, 8, 1, 1);

@@ -108,7 +108,7 @@ fn what_was_stopped_goes_on_and_what_is_whole_is_taken_as_it_is() {
     let shards = |files: &TokenFiles| files.manifest.train.iter().map(|shard| shard.crc32).collect::<Vec<_>>();
     assert_eq!(shards(&files), shards(&expected));
     let mut never = |_| -> ControlFlow<()> { panic!("there is nothing to do") };
-    prepare(&open(), &tokenizer, &stopped, options, &mut never).expect("it is there");
+    prepare(&open(), &tokenizer, &stopped, options, &mut never).expect("it exists");
 }
 
 #[test]

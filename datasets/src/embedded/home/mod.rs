@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// All texts of a value.
+    /// All strings of a value.
     fn value_texts(parts: &[Part]) -> Vec<String> {
         parts.iter().fold(vec![String::new()], |before, part| {
             let after: Vec<String> = match part {

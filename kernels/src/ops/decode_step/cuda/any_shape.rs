@@ -505,13 +505,15 @@ where
         let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(last_position);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
     };
-    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those
-    // that the kernel is compiled for, and that they begin where 16 bytes can be read at once; scales have no gaps; vectors
-    // and tables are f32 by a cast, or checked; it holds the memory at the addresses in its table. The caches are the plan's
-    // own, by the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions to the tables and
-    // the table of pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
-    // any number of rows, and results have a line for each row. All blocks are resident at once, one on each multiprocessor,
-    // for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
+    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the
+    // distances of their rows are those that the kernel is compiled for, and that they begin where
+    // 16 bytes can be read at once; scales have no gaps; vectors and tables are f32 by a cast, or
+    // checked; it holds the memory at the addresses in its table. The caches are the plan's own, by
+    // the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions
+    // to the tables and the table of pages, and pages are the host's, checked against the caches.
+    // The scratch is as large as the source says for any number of rows, and results have a line
+    // for each row. All blocks are resident at once, one on each multiprocessor, for which there is
+    // shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
     // families on CUDA, and by compute-sanitizer.
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())

@@ -1,7 +1,7 @@
-// Draws for all rows of a whole step, in its own launch: each block groups the logits that it gave, and the first blocks draw for a row each, once
-// all groups are there. See draw.cuh.
+// Draws for all rows of a whole step, in its own launch: each block groups the logits that it gave,
+// and the first blocks draw for a row each, once all groups are there. See draw.cuh.
 
-// How rows draw, if they draw: else each takes its likeliest token.
+// Sampling parameters of rows; without sampling, each row is greedy.
 struct Draws {
     const int *streams, *lines;                        // [rows]
     const float* numbers;                              // [rows, WAY_NUMBERS]
@@ -40,7 +40,8 @@ struct WarpTokens {
     }
 };
 
-// By 512 threads of each block, those that gave its logits among them; those of the first blocks are told the token of their row, which stands
+// By 512 threads of each block, those that gave its logits among them; those of the first blocks
+// are told the token of their row, which stands
 // `at` behind its position. What lay in shared memory is lost. Apart from the rest of a step, whose registers are scarce.
 template <class Begin>
 __device__ __noinline__ int draw_rows(Draws draws, const float* logits, int vocabulary, const int* positions, int at, int rows, Begin begin, GroupBoard board, u32 epoch) {
