@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::{self, File};
+use std::fs;
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -24,6 +24,7 @@ use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
 use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
+use crate::synced::write_synced;
 use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
 
@@ -407,18 +408,6 @@ impl ModelFolder {
     fn wrong(&self, reason: String) -> WeightsError {
         WeightsError::Weights { path: self.path.clone(), reason }
     }
-}
-
-/// Writes a file beside `path`, syncs it and renames it over `path`.
-pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
-    let partial = path.with_extension("partial");
-    let written =
-        write(&partial).and_then(|()| File::open(&partial)?.sync_all()).and_then(|()| fs::rename(&partial, path));
-    written.map_err(|error| {
-        // The first error is the one to tell; what is left beside may not be there at all.
-        let _ = fs::remove_file(&partial);
-        WeightsError::Io { path: path.to_path_buf(), error }
-    })
 }
 
 /// How files name the tensors of a model.

@@ -10,7 +10,6 @@
 
 mod config;
 mod files;
-mod merge;
 mod training;
 
 pub use config::{LoraConfig, Targets};

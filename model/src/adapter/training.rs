@@ -17,8 +17,8 @@ use crate::error::WeightsError;
 use crate::hub::{Family, HubTensor};
 use crate::linear::{Adapter, Linear};
 use crate::parameters::{named_parameters, parameter_shapes, path_of, segment};
+use crate::synced::write_synced;
 use crate::transformer::Transformer;
-use crate::weights::write_synced;
 
 /// A module's part of an adapter on a parameter that holds several modules, such as queries, keys and values.
 struct Block {

@@ -11,10 +11,11 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use super::files::ModuleUpdate;
+use crate::adapter::ModuleUpdate;
 use crate::error::WeightsError;
+use crate::synced::write_synced;
 use crate::tensor_files::{Encoding, StoredTensor, TensorFiles};
-use crate::weights::{CONFIG, ModelFolder, Part, WEIGHTS, write_synced};
+use crate::weights::{CONFIG, ModelFolder, Part, WEIGHTS};
 
 /// A tensor as it is written: read and changed when its turn comes, so that the host holds one at a time.
 struct Merged<'a> {
