@@ -190,10 +190,15 @@ fn base_and_chats(folder: &Path) {
     std::fs::create_dir(&base).expect("writable");
     fireclay_model::ModelFolder::new(&base).save(&model).expect("saves");
     tokenizer().save(&base.join("tokenizer.json")).expect("saves");
+    write_chats(folder, 0);
+}
+
+/// Conversations in which the answer to each word is the word that is `shift` places behind it.
+fn write_chats(folder: &Path, shift: usize) {
     let words = ["kiln", "cone", "clay", "glaze", "ash", "hot", "brief", "cools"];
     let line = |at: usize| {
-        let word = words[at % words.len()];
-        json!({ "messages": turns(&[("user", &format!("Say {word}. ({at})")), ("assistant", word)]) }).to_string()
+        let [asked, answer] = [at, at + shift].map(|at| words[at % words.len()]);
+        json!({ "messages": turns(&[("user", &format!("Say {asked}. ({at})")), ("assistant", answer)]) }).to_string()
     };
     std::fs::write(folder.join("chats.jsonl"), (0..80).map(line).collect::<Vec<_>>().join("\n")).expect("writable");
 }
@@ -303,8 +308,9 @@ fn an_adapter_learns_to_answer_is_small_goes_on_and_merges() {
     let folder = folder.path();
     base_and_chats(folder);
     // The base knows the template's tokens then, so that nothing but the adapter is trained.
-    assert!(tune(folder, "base2", &["steps=20"]).status.success());
-    let lora = ["init=base2", "adapter=lora", "rank=8", "steps=60", "learning_rate=2e-2", "checkpoint_every=30"];
+    assert!(tune(folder, "base2", &["steps=60"]).status.success());
+    write_chats(folder, 1);
+    let lora = ["init=base2", "adapter=lora", "rank=8", "steps=60", "learning_rate=1e-2", "checkpoint_every=30"];
     let run = tune(folder, "run", &lora);
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     let done = |run: &str| -> Value {
@@ -312,8 +318,7 @@ fn an_adapter_learns_to_answer_is_small_goes_on_and_merges() {
             .expect("JSON")
     };
     let loss = done("run")["valid_loss"].as_f64().expect("a loss");
-    let before = done("base2")["valid_loss"].as_f64().expect("a loss");
-    assert!(loss < before - 0.5, "from {before} to {loss}");
+    assert!(loss < 1.0, "other answers than the base's: {loss}");
     assert!(!folder.join("run/model.safetensors").exists());
     let adapter =
         std::fs::read(folder.join("run/training/step-00000060/adapter_model.safetensors")).expect("an adapter");
