@@ -69,7 +69,7 @@ fn centred<Q: Iterator<Item = i8>>(out: &mut [f32], d: f32, scale: impl Fn(usize
     }
 }
 
-pub(super) struct Q2K;
+pub(crate) struct Q2K;
 
 impl Block for Q2K {
     const NAME: &'static str = "Q2_K";
@@ -83,7 +83,7 @@ impl Block for Q2K {
     }
 }
 
-pub(super) struct Q3K;
+pub(crate) struct Q3K;
 
 impl Block for Q3K {
     const NAME: &'static str = "Q3_K";
@@ -100,7 +100,7 @@ impl Block for Q3K {
     }
 }
 
-pub(super) struct Q4K;
+pub(crate) struct Q4K;
 
 impl Block for Q4K {
     const NAME: &'static str = "Q4_K";
@@ -114,7 +114,7 @@ impl Block for Q4K {
     }
 }
 
-pub(super) struct Q5K;
+pub(crate) struct Q5K;
 
 impl Block for Q5K {
     const NAME: &'static str = "Q5_K";
@@ -131,7 +131,7 @@ impl Block for Q5K {
     }
 }
 
-pub(super) struct Q6K;
+pub(crate) struct Q6K;
 
 impl Block for Q6K {
     const NAME: &'static str = "Q6_K";

@@ -36,7 +36,7 @@ fn shifted(out: &mut [f32], scale: f32, least: f32, quants: impl Iterator<Item =
 
 macro_rules! block {
     ($type:ident, $name:literal, $bytes:literal, |$block:ident, $out:ident| $body:expr) => {
-        pub(super) struct $type;
+        pub(crate) struct $type;
 
         impl Block for $type {
             const NAME: &'static str = $name;
