@@ -13,6 +13,7 @@
 //! of Q6_K), the first of them lowest.
 
 use super::{Block, half_at};
+use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 256;
 
@@ -106,6 +107,8 @@ impl Block for Q4K {
     const NAME: &'static str = "Q4_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 144;
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 2, count: 2 }, Field { unit: 1, count: 12 }, Field { unit: 4, count: 32 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, low) = (&block[4..16], &block[16..]);
@@ -137,6 +140,8 @@ impl Block for Q6K {
     const NAME: &'static str = "Q6_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 210;
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 4, count: 48 }, Field { unit: 1, count: 16 }, Field { unit: 2, count: 1 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);

@@ -12,6 +12,7 @@ pub(crate) mod simple;
 
 use half::f16;
 
+use super::tiles::Fields;
 use super::{QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// A format of blocks.
@@ -47,6 +48,8 @@ pub(crate) trait Block {
     const WEIGHTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+    /// A block in tiles, where the CPU has a kernel for them, which multiplies integers.
+    const TILES: Option<Fields> = None;
 
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);
@@ -65,6 +68,8 @@ pub(crate) fn bytes_of(words: &[i32]) -> &[u8] {
 impl<T: Block> RowFormat for T {
     const NAME: &'static str = T::NAME;
     const READERS: &'static [Reader] = &[Reader::Rows];
+    const TILES: Option<Fields> = T::TILES;
+    const ROUNDS_INPUTS: bool = T::TILES.is_some();
 
     fn layout(d_input: usize) -> Option<RowLayout> {
         let whole = d_input > 0 && d_input.is_multiple_of(T::WEIGHTS);
