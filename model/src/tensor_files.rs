@@ -27,7 +27,7 @@ const LONGEST_HEADER: u64 = 100_000_000;
 const BLOCKS: usize = 64;
 /// Bytes of a word of a quantized matrix.
 const WORD: usize = 4;
-/// The most weights of a block.
+/// Maximum weights per block.
 const LONGEST_BLOCK: usize = 256;
 
 /// Open files, and their tensors.
@@ -93,7 +93,7 @@ impl Encoding {
         }
     }
 
-    /// Whether it can be read.
+    /// Whether it is supported.
     pub(crate) fn is_readable(self) -> bool {
         match self {
             Self::Float(dtype) => READABLE.contains(&dtype),
@@ -283,7 +283,7 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Whether two tensors of one shape have the same values, whatever their dtypes.
+    /// Whether two tensors of one shape have equal values, whatever their dtypes.
     ///
     /// # Errors
     /// If the file system fails, or a dtype is not supported.
@@ -469,8 +469,8 @@ fn interleaved_row(at: usize, rows: usize) -> usize {
     2 * pair + half
 }
 
-/// What is to be done with a GGUF file in a folder.
-const BY_ITSELF: &str = "a GGUF file is a model by itself: give it in place of its folder";
+/// Advice for a GGUF file in a folder.
+const BY_ITSELF: &str = "a GGUF file is a whole model: pass the file instead of its folder";
 
 /// The message for a folder without `file` that has a GGUF file.
 pub(crate) fn gguf_instead(folder: &Path, file: &str) -> Option<String> {

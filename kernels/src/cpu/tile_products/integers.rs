@@ -5,6 +5,8 @@
 //! offset has it times the sum of the inputs taken away first, and one that adds a least value has
 //! that times the same sum added.
 
+#![allow(clippy::needless_range_loop, reason = "registers are arrays, of which several have the same index")]
+
 use super::lanes::Lanes;
 use crate::quant::tiles::TILE;
 
