@@ -115,7 +115,7 @@ impl QuantizedRows {
         with_format!(self.format, F => self.for_stored(range, |at, row| {
             if !F::dots(x, row, sums) {
                 F::dequantize(row, scratch);
-                DotProducts { a: x, b: scratch, size: self.d_input, out: sums }.compute();
+                DotProducts { a: x, b: &*scratch, size: self.d_input, out: &mut *sums }.compute();
             }
             sums.iter().enumerate().for_each(|(row, sum)| out[row * width + at - first] = *sum);
         }));

@@ -24,8 +24,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use self::blocks::BlockFormat;
+#[cfg(feature = "cubecl")]
+pub(crate) use self::row::Reader;
 pub use self::row::RowLayout;
-pub(crate) use self::row::{QuantizedRow, Reader, RowFormat};
+pub(crate) use self::row::{QuantizedRow, RowFormat};
 use self::tiles::Fields;
 use crate::checked::{Part, part};
 use crate::recorder::{self, Operand};

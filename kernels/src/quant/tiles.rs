@@ -60,6 +60,7 @@ fn bytes_mut(words: &mut [i32]) -> &mut [u8] {
 }
 
 /// Sixteen rows, `[16, words of a row]`, as a tile.
+#[cfg(feature = "ndarray")]
 pub(crate) fn tile_rows(fields: Fields, words: &mut [i32], scratch: &mut Vec<i32>) {
     reorder(fields, words, scratch, |stored, tile, in_row, in_tile, unit| {
         tile[in_tile..in_tile + unit].copy_from_slice(&stored[in_row..in_row + unit]);
