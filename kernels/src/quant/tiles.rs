@@ -59,11 +59,22 @@ fn bytes_mut(words: &mut [i32]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), std::mem::size_of_val(words)) }
 }
 
+/// Copies as many bytes, of which there are few: moves in place of a call.
+#[inline(always)]
+fn copy_unit(from: &[u8], to: &mut [u8], unit: usize) {
+    match unit {
+        1 => to[0] = from[0],
+        2 => to[..2].copy_from_slice(&from[..2]),
+        4 => to[..4].copy_from_slice(&from[..4]),
+        _ => to[..unit].copy_from_slice(&from[..unit]),
+    }
+}
+
 /// Sixteen rows, `[16, words of a row]`, as a tile.
 #[cfg(feature = "ndarray")]
 pub(crate) fn tile_rows(fields: Fields, words: &mut [i32], scratch: &mut Vec<i32>) {
     reorder(fields, words, scratch, |stored, tile, in_row, in_tile, unit| {
-        tile[in_tile..in_tile + unit].copy_from_slice(&stored[in_row..in_row + unit]);
+        copy_unit(&stored[in_row..], &mut tile[in_tile..], unit);
     });
 }
 
@@ -72,7 +83,7 @@ pub(crate) fn untile(fields: Fields, words: &mut [i32], [rows, words_each]: [usi
     let mut scratch = Vec::new();
     for tile in words[..rows / TILE * TILE * words_each].chunks_exact_mut(TILE * words_each) {
         reorder(fields, tile, &mut scratch, |stored, rows, in_row, in_tile, unit| {
-            rows[in_row..in_row + unit].copy_from_slice(&stored[in_tile..in_tile + unit]);
+            copy_unit(&stored[in_tile..], &mut rows[in_row..], unit);
         });
     }
 }
