@@ -81,10 +81,11 @@ pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
 pub use ops::upload::{upload, upload_pieces};
+pub use ops::weight::HostWeight;
 pub use packed_heads::PackedHeads;
 pub use products::{F32Products, F32ProductsScope};
 pub use quant::blocks::BlockFormat;
-pub use quant::{Format, QuantizedWeight, RowLayout, Weight};
+pub use quant::{Format, QuantizedWeight, RowLayout, RowOrder, Weight};
 pub use random::RandomKey;
 pub use selection::{Kernels, use_kernels, use_wait_seconds};
 

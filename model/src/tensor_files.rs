@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use fireclay_kernels::BlockFormat;
+use fireclay_kernels::{BlockFormat, Format};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
@@ -25,6 +25,8 @@ const PIECE: usize = 8 << 20;
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Minimum blocks per thread when dequantizing.
 const BLOCKS: usize = 64;
+/// Bytes of a word of a quantized matrix.
+const WORD: usize = 4;
 /// Maximum weights per block.
 const LONGEST_BLOCK: usize = 256;
 
@@ -78,6 +80,16 @@ impl Encoding {
         match self {
             Self::Float(dtype) => format!("{dtype:?}"),
             Self::Blocks(format) => format.name().into(),
+        }
+    }
+
+    /// The format in which operations read it as it is stored, if there is one.
+    pub(crate) fn format(self) -> Option<Format> {
+        match self {
+            Self::Float(Dtype::F16) => Some(Format::F16),
+            Self::Float(Dtype::BF16) => Some(Format::Bf16),
+            Self::Float(_) => None,
+            Self::Blocks(format) => Some(Format::Blocks(format)),
         }
     }
 
@@ -248,6 +260,44 @@ impl TensorFiles {
         Ok(())
     }
 
+    /// Reads the rows of a matrix as they are stored, in the model's order, each into `words_each` words of its own, the
+    /// last filled with zeros. `progress` is told the bytes of each piece.
+    ///
+    /// # Errors
+    /// If the file system fails.
+    pub(crate) fn read_rows(
+        &self,
+        tensor: &StoredTensor,
+        words_each: usize,
+        words: &mut [i32],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        let (rows, row_bytes) = (tensor.shape[0], tensor.encoding.bytes_before(tensor.shape[1]) as usize);
+        // Rows of a head are read together.
+        let head = tensor.interleaved.unwrap_or(1);
+        let together = (PIECE / row_bytes / head).max(1) * head;
+        let mut bytes = vec![0; together.min(rows) * row_bytes];
+        for (piece, words) in words.chunks_mut(together * words_each).enumerate() {
+            let bytes = &mut bytes[..words.len() / words_each * row_bytes];
+            self.bytes(tensor.file, tensor.start + (piece * together * row_bytes) as u64, bytes)?;
+            for (at, words) in words.chunks_exact_mut(words_each).enumerate() {
+                let stored = match tensor.interleaved {
+                    None => at,
+                    Some(rows) => at / rows * rows + interleaved_row(at % rows, rows),
+                };
+                let mut stored = bytes[stored * row_bytes..][..row_bytes].chunks(WORD);
+                for word in words {
+                    let mut own = [0; WORD];
+                    let stored = stored.next().unwrap_or_default();
+                    own[..stored.len()].copy_from_slice(stored);
+                    *word = i32::from_ne_bytes(own);
+                }
+            }
+            progress(bytes.len() as u64);
+        }
+        Ok(())
+    }
+
     /// Whether two tensors of one shape have equal values, whatever their dtypes.
     ///
     /// # Errors
@@ -354,8 +404,7 @@ impl<'a> TensorRow<'a> {
             self.read_at::<T>(tensor, number * head, &mut stored)?;
             let row = stored.len() / rows;
             for (at, out) in ordered.chunks_exact_mut(row).enumerate() {
-                let (half, pair) = (at / (rows / 2), at % (rows / 2));
-                out.copy_from_slice(&stored[(2 * pair + half) * row..][..row]);
+                out.copy_from_slice(&stored[interleaved_row(at, rows) * row..][..row]);
             }
             self.head = Some((number, ordered));
         }
@@ -427,6 +476,12 @@ impl<'a> TensorRow<'a> {
         outs.zip(blocks.par_chunks_exact(bytes)).for_each(|(out, block)| values(block, 0, out));
         Ok(())
     }
+}
+
+/// Where a row of a head is in one that has the rows of its halves in turn.
+fn interleaved_row(at: usize, rows: usize) -> usize {
+    let (half, pair) = (at / (rows / 2), at % (rows / 2));
+    2 * pair + half
 }
 
 /// Advice for a GGUF file in a folder.

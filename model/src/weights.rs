@@ -16,7 +16,7 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
+use fireclay_kernels::{Backend, Format, HostWeight, QuantizedWeight, upload, upload_pieces};
 
 use crate::adapter::{LoraFiles, ModuleUpdate};
 use crate::config::{ConfigError, TransformerConfig};
@@ -47,6 +47,9 @@ pub enum MatrixDtype {
     /// Quantized: projections, the head and the embedding table, where the format stores rows of
     /// their length. Other matrices are f32.
     Quantized(Format),
+    /// As they are stored: blocks of GGUF files as blocks, and floats of 16 bits as such, in their own dtype where the
+    /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
+    Stored,
 }
 
 impl From<FloatDType> for MatrixDtype {
@@ -124,6 +127,24 @@ impl ModelFolder {
     /// is not read.
     pub fn gguf_metadata(&self) -> Result<Option<gguf::Metadata>, WeightsError> {
         Ok(self.gguf()?.map(|gguf| gguf.metadata))
+    }
+
+    /// How the model's matrices are stored, as messages call it, and the bytes that each way takes, the most first.
+    ///
+    /// # Errors
+    /// If a file is missing, truncated or damaged.
+    pub fn encodings(&self) -> Result<Vec<(String, u64)>, WeightsError> {
+        let files = match self.gguf()? {
+            Some(gguf) => gguf.files,
+            None => TensorFiles::open(&self.path)?,
+        };
+        let mut bytes = BTreeMap::<String, u64>::new();
+        for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() == 2) {
+            *bytes.entry(tensor.encoding.name()).or_default() += tensor.bytes();
+        }
+        let mut bytes: Vec<_> = bytes.into_iter().collect();
+        bytes.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        Ok(bytes)
     }
 
     fn gguf(&self) -> Result<Option<Gguf>, WeightsError> {
@@ -496,7 +517,7 @@ struct Reader<'a, B: Backend> {
     /// Paths of the matrices that may be quantized.
     matrices: BTreeSet<String>,
     /// Those that are.
-    quantized: HashMap<String, QuantizedWeight<B>>,
+    quantized: HashMap<String, Vec<QuantizedWeight<B>>>,
     failure: Option<WeightsError>,
 }
 
@@ -507,8 +528,8 @@ impl<B: Backend> Reader<'_, B> {
             return Err(failure);
         }
         for (path, matrix) in model.matrices_mut() {
-            if let Some(weight) = self.quantized.remove(&path) {
-                matrix.store_quantized(weight);
+            if let Some(parts) = self.quantized.remove(&path) {
+                matrix.store_quantized(parts);
             }
         }
         Ok(model)
@@ -548,6 +569,44 @@ impl<B: Backend> Reader<'_, B> {
             out.iter_mut().zip(row).for_each(|(out, value)| *out = value.elem());
         })?;
         Ok(weight.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
+    }
+
+    /// The parts of a matrix as they are stored, those of one format together. None where one of them is in no format.
+    fn read_stored(
+        &mut self,
+        parts: &[Part],
+        columns: usize,
+        device: &B::Device,
+    ) -> Result<Option<Vec<QuantizedWeight<B>>>, WeightsError> {
+        let format = |part: &Part| {
+            let format = part.stored.encoding.format().filter(|_| !part.transposed);
+            format.and_then(|format| Some((format, format.layout(columns)?.words)))
+        };
+        let Some(formats) = parts.iter().map(format).collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let parts: Vec<_> = formats.into_iter().zip(parts).collect();
+        let mut weights = Vec::new();
+        for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
+            let [((format, words_each), _), ..] = *alike else { continue };
+            let rows = alike.iter().map(|(_, part)| part.stored.shape[0]).sum();
+            let mut words = vec![0; rows * words_each];
+            let mut rest = &mut words[..];
+            for (_, part) in alike {
+                let (own, behind) = rest.split_at_mut(part.stored.shape[0] * words_each);
+                self.files.read_rows(&part.stored, words_each, own, self.progress)?;
+                rest = behind;
+            }
+            let host = HostWeight { format, shape: [rows, columns], words, scales: Vec::new(), device: device.clone() };
+            weights.push(QuantizedWeight::stored(host)?);
+        }
+        Ok(Some(weights))
+    }
+
+    /// The dtype that all parts have and the device, too, if it is one of 16 bits.
+    fn common_half(&self, parts: &[Part], device: &B::Device) -> Option<FloatDType> {
+        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
+        let halves = [(Dtype::F16, FloatDType::F16), (Dtype::BF16, FloatDType::BF16)];
+        let half = halves.into_iter().find(|(dtype, _)| all(*dtype)).map(|(_, half)| half);
+        half.filter(|half| B::supports_dtype(device, DType::from(*half)))
     }
 
     /// The values of a parameter on the device, in one row.
@@ -612,11 +671,25 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             (MatrixDtype::Quantized(format), &[rows, columns]) if self.matrices.contains(&path) => {
                 match self.read_quantized(format, &parts, [rows, columns], &device) {
                     Ok(Ok(weight)) => {
-                        self.quantized.insert(path, weight);
+                        self.quantized.insert(path, vec![weight]);
                         return param;
                     }
                     Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
                     Err(failure) => Err(failure),
+                }
+            }
+            (MatrixDtype::Stored, &[_, columns]) if self.matrices.contains(&path) => {
+                match self.common_half(&parts, &device) {
+                    Some(FloatDType::F16) => self.read_as(&parts, shape.as_slice(), f16::ZERO, &device),
+                    Some(_) => self.read_as(&parts, shape.as_slice(), bf16::ZERO, &device),
+                    None => match self.read_stored(&parts, columns, &device) {
+                        Ok(Some(weights)) => {
+                            self.quantized.insert(path, weights);
+                            return param;
+                        }
+                        Ok(None) => self.read(&parts, shape.as_slice(), &device),
+                        Err(failure) => Err(failure),
+                    },
                 }
             }
             (_, shape) => self.read(&parts, shape, &device),

@@ -61,7 +61,7 @@ impl RunArgs {
 #[derive(Args)]
 pub(super) struct DtypeArgs {
     /// Data type of matrices and activations
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "auto")]
     pub(super) precision: Precision,
     /// Data type of the KV cache
     #[arg(long, value_name = "DTYPE", default_value = "auto")]

@@ -32,7 +32,6 @@ impl<B: Backend> LanguageModel<B> {
     pub fn open(model: impl Into<ModelSource>, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
         let source = model.into();
         let folder = source.weights();
-        let dtype = precision.activations::<B>(device)?;
         let files = source.files()?;
         let (_, config) = files.config()?;
         let shown = folder.display();
@@ -41,8 +40,10 @@ impl<B: Backend> LanguageModel<B> {
         }
         warn_of_config(folder)?;
         let tokenizer = tokenizer(source.text())?;
-        let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
-        let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&files, &mut show_reading(folder), device)?;
+        if std::io::stderr().is_terminal() && files.is_gguf() {
+            eprintln!("{shown}: {}", precision.described(&files)?);
+        }
         Ok(Self { model, tokenizer })
     }
 }

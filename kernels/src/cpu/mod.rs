@@ -4,6 +4,9 @@
 //! would be one more pass over it, by one thread.
 
 mod dot_products;
+mod stored;
+mod team;
+mod tile_products;
 mod words;
 
 use std::ops::Range;
@@ -15,7 +18,9 @@ use ndarray::IxDyn;
 use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
-pub(crate) use self::words::{QuantizedRows, Words, words_tensor};
+pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gradient, stored_product};
+pub(crate) use self::tile_products::Instructions;
+pub(crate) use self::words::{Words, words_tensor};
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up
 /// to three times as many where that leaves an even number of slabs.
