@@ -678,7 +678,10 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
                     Err(failure) => Err(failure),
                 }
             }
-            (MatrixDtype::Stored, &[_, columns]) if self.matrices.contains(&path) => {
+            // What an adapter changes is no longer as it is stored.
+            (MatrixDtype::Stored, &[_, columns])
+                if self.matrices.contains(&path) && !parts.iter().any(|part| part.updated) =>
+            {
                 match self.common_half(&parts, &device) {
                     Some(FloatDType::F16) => self.read_as(&parts, shape.as_slice(), f16::ZERO, &device),
                     Some(_) => self.read_as(&parts, shape.as_slice(), bf16::ZERO, &device),
