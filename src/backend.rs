@@ -119,22 +119,17 @@ impl BackendName {
     /// # Errors
     /// If the backend is not there, and whatever the work runs into.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
+        self.found()?.run(work)
+    }
+
+    /// This backend, with its devices looked for and the process set up for it: once, for work that comes piece by piece.
+    ///
+    /// # Errors
+    /// If the backend is not there.
+    pub fn found(self) -> Result<FoundBackend, Failure> {
         self.configure(&self.devices()?);
         wait_as_asked()?;
-        match self {
-            #[cfg(feature = "ndarray")]
-            Self::Cpu => {
-                devices::keep_freed_memory();
-                // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
-                rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work))
-            }
-            #[cfg(feature = "wgpu")]
-            Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
-            #[cfg(feature = "cuda")]
-            Self::Cuda => run_on::<burn::backend::Cuda, W>(work),
-            #[allow(unreachable_patterns)]
-            _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
-        }
+        Ok(FoundBackend(self))
     }
 
     /// Sets CubeCL up, with the compiled kernels in the user's cache folder, where there is one.
@@ -159,6 +154,43 @@ impl BackendName {
             Self::Vulkan => "kernels in SPIR-V",
             Self::Cuda => "kernels compiled by NVRTC",
             Self::Cpu => "",
+        }
+    }
+}
+
+/// A backend that is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FoundBackend(BackendName);
+
+impl FoundBackend {
+    /// Which one it is.
+    pub fn name(self) -> BackendName {
+        self.0
+    }
+
+    /// Does `work` on the default device, and waits until the device is done with it.
+    ///
+    /// # Errors
+    /// Whatever the work runs into.
+    pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
+        match self.0 {
+            #[cfg(feature = "ndarray")]
+            BackendName::Cpu => self.enter(|| run_on::<burn::backend::NdArray, W>(work)),
+            #[cfg(feature = "wgpu")]
+            BackendName::Wgpu | BackendName::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
+            #[cfg(feature = "cuda")]
+            BackendName::Cuda => run_on::<burn::backend::Cuda, W>(work),
+            #[allow(unreachable_patterns)]
+            other => Err(Failure::new(format!("backend {} is not built into this binary", other.as_str()))),
+        }
+    }
+
+    /// Does `work` with what [`run`](Self::run) gave, where it is done fastest, and waits for no device. On the CPU that is
+    /// one of the threads that compute: from outside, each operation would wake two and wait for them.
+    pub fn enter<R: Send>(self, work: impl FnOnce() -> R + Send) -> R {
+        match self.0 {
+            BackendName::Cpu => rayon::scope(|_| work()),
+            _ => work(),
         }
     }
 }

@@ -3,6 +3,8 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
+use crate::error::DataError;
+
 /// The target of a position that does not count.
 pub const IGNORED_TARGET: i32 = -100;
 
@@ -18,6 +20,21 @@ pub struct TokenBatch {
 }
 
 impl TokenBatch {
+    /// Rows of `seq_length` tokens, one row behind the other, and what should follow each token, or [`IGNORED_TARGET`].
+    ///
+    /// # Errors
+    /// If there are no whole rows, or not as many targets as tokens.
+    pub fn new(inputs: Vec<i32>, targets: Vec<i32>, seq_length: usize) -> Result<Self, DataError> {
+        let (tokens, wanted) = (inputs.len(), targets.len());
+        if tokens == 0 || seq_length == 0 || !tokens.is_multiple_of(seq_length) {
+            return Err(DataError::Batch(format!("{tokens} tokens are no whole rows of {seq_length}")));
+        }
+        if tokens != wanted {
+            return Err(DataError::Batch(format!("{tokens} tokens have {wanted} targets: each has one")));
+        }
+        Ok(Self { inputs, targets, documents: None, seq_length })
+    }
+
     /// A batch without rows, of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
         Self { inputs: Vec::new(), targets: Vec::new(), documents: None, seq_length }

@@ -61,6 +61,9 @@ pub enum DataError {
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),
+    /// Tokens and targets are no rows of a batch.
+    #[error("{0}")]
+    Batch(String),
     /// The text is shorter than what one batch row needs.
     #[error("the text has {tokens} tokens; training on blocks of {seq_length} needs at least {needed}")]
     Short {

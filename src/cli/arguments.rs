@@ -27,7 +27,7 @@ pub(super) struct RunArgs {
 
 impl RunArgs {
     pub(super) fn backend(&self) -> BackendName {
-        self.backend.unwrap_or_else(BackendName::best)
+        chosen(self.backend)
     }
 
     /// Takes `kernels=fused` or `kernels=reference` out of the settings, and obeys it.
@@ -53,6 +53,16 @@ impl RunArgs {
             None => Ok(()),
         }
     }
+}
+
+/// The backend that is asked for, or the best one; the allocator is set up for it.
+pub(super) fn chosen(asked: Option<BackendName>) -> BackendName {
+    let backend = asked.unwrap_or_else(BackendName::best);
+    #[cfg(all(feature = "ndarray", feature = "mimalloc"))]
+    if backend == BackendName::Cpu {
+        fireclay_kernels::devices::keep_freed_memory();
+    }
+    backend
 }
 
 /// What a model that writes computes in.

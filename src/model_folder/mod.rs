@@ -6,6 +6,7 @@ mod gguf;
 use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
+use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
@@ -54,7 +55,9 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     if !unknown.is_empty() {
         let described = if files.is_gguf() { folder.to_path_buf() } else { folder.join("config.json") };
         let (shown, keys) = (described, unknown.join(", "));
-        eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+        let shown = shown.display();
+        let text = format!("{shown}: nothing is known of {keys}, which may change what the model computes");
+        notice(Level::Warning, &text);
     }
     let (_, config) = files.config()?;
     // In GGUF files factors may hold for the whole context.
@@ -62,9 +65,9 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        eprintln!(
-            "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
-        );
+        let text =
+            format!("{shown}: the context is {context} tokens, as far as the short factors of its longrope are for");
+        notice(Level::Note, &text);
     }
     Ok(())
 }

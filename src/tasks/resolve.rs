@@ -8,10 +8,11 @@ use fireclay_model::{ModelFolder, Transformer, TransformerConfig};
 use toml::Value;
 
 use super::Task;
+use crate::download::{FileProgress, dataset_folder, model_folder};
 use crate::failure::Failure;
 use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
-use crate::recipe::{ModelSizes, Recipe};
+use crate::recipe::{EMBEDDED, ModelSizes, Recipe, TaskName};
 
 impl Recipe {
     /// Refuses a model that the task's data does not fit.
@@ -92,5 +93,29 @@ impl Recipe {
     pub fn sized_for(mut self, task: &Task) -> Self {
         self.sizes = task.sizes();
         self
+    }
+
+    /// With its data, and the model that it begins from unless it has `begun`, in the place of their names on the hub: what is missing
+    /// of them is fetched, and `progress` told.
+    ///
+    /// # Errors
+    /// If something cannot be fetched.
+    pub fn fetched(mut self, begun: bool, progress: FileProgress<'_>) -> Result<Self, Failure> {
+        if self.task == TaskName::Language {
+            let mut fetched = |source: &str| -> Result<String, Failure> {
+                Ok(dataset_folder(Path::new(source), progress)?.display().to_string())
+            };
+            if !EMBEDDED.contains(&self.data.source.as_str()) && !self.data.source.is_empty() {
+                self.data.source = fetched(&self.data.source)?;
+            }
+            let corpora = std::mem::take(&mut self.data.corpora).into_iter();
+            self.data.corpora =
+                corpora.map(|(source, weight)| Ok((fetched(&source)?, weight))).collect::<Result<_, Failure>>()?;
+        }
+        // A run that goes on has its weights.
+        if !begun && let Some(init) = self.begins_with()? {
+            self.init = Some(model_folder(init, progress)?);
+        }
+        Ok(self)
     }
 }

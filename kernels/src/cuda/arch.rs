@@ -10,6 +10,8 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
+use crate::notices::{Level, notice};
+
 /// Makes a newer device take the kernels of an older family, cut for as many multiprocessors: to try these where there is no
 /// such device. What else the device has, such as TMA for CubeCL's kernels, stays in use.
 pub(crate) const VARIABLE: &str = "FIRECLAY_CUDA_ARCH";
@@ -132,10 +134,11 @@ pub(super) fn of_device(index: usize) -> Option<Arch> {
         TOLD.call_once(|| {
             let (major, minor) = capability;
             let asked = asked_for().map_or(String::new(), |asked| format!(", and takes those of {}", asked.name()));
-            eprintln!(
-                "note: this device has compute capability {major}.{minor}{asked}; the kernels written for 9.0 (H100, H200) \
+            let text = format!(
+                "this device has compute capability {major}.{minor}{asked}; the kernels written for 9.0 (H100, H200) \
                  are not for it, and the portable ones run"
             );
+            notice(Level::Note, &text);
         });
     }
     taken

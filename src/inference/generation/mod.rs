@@ -219,8 +219,13 @@ impl<B: Backend> Generator<B> {
 
     /// With something else to end texts by.
     pub fn with_interrupt(mut self, interrupt: Interrupt) -> Self {
-        self.interrupt = interrupt;
+        self.set_interrupt(interrupt);
         self
+    }
+
+    /// From here on texts end when `interrupt` is set.
+    pub fn set_interrupt(&mut self, interrupt: Interrupt) {
+        self.interrupt = interrupt;
     }
 
     /// The model.
@@ -246,7 +251,15 @@ impl<B: Backend> Generator<B> {
     /// the model has no window.
     pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
-        let tokens = self.tokenizer.encode_prompt(prompt)?;
+        self.prepare_tokens(self.tokenizer.encode_prompt(prompt)?, options)
+    }
+
+    /// [`prepare`](Self::prepare) for a prompt that is tokens already.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn prepare_tokens(&self, tokens: Vec<u32>, options: &GenerationOptions) -> Result<Prepared, Failure> {
+        options.validate()?;
         if tokens.is_empty() {
             return Err(Failure::usage("the prompt is empty: the model needs at least one token to begin from"));
         }

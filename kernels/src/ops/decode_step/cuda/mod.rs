@@ -22,6 +22,7 @@ use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decode
 use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arch, Arguments, CudaKernel};
+use crate::notices::{Level, notice};
 use crate::ops::head_sample::cubecl::ways::{Ways, own_counts};
 use crate::ops::weight::cubecl::{CubeQuantized, cube_quantized};
 use crate::quant::{Format, Reader, Weight};
@@ -179,7 +180,10 @@ where
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| eprintln!("note: decoding runs operation by operation, not in one launch a step: {reason}"));
+        TOLD.call_once(|| {
+            let text = format!("decoding runs operation by operation, not in one launch a step: {reason}");
+            notice(Level::Note, &text);
+        });
     }
     made
 }
