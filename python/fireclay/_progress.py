@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,10 @@ def with_bar(steps: int | None, on_event: Callable[[Event], object] | None) -> C
     if not _in_notebook():
         return on_event
     try:
-        from tqdm.auto import tqdm
+        tqdm = importlib.import_module("tqdm.auto")
     except ImportError:
         return on_event
-    bar = tqdm(total=steps, unit="step")
+    bar = tqdm.tqdm(total=steps, unit="step")
 
     def told(event: Event) -> None:
         if event.get("event") == "train":

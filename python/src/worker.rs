@@ -173,7 +173,7 @@ pub(crate) fn nothing(py: Python<'_>) -> PyErr {
 }
 
 /// The next message; `None` when there will be none. A signal's exception has `stop` called, and is raised when the messages
-/// have ended or `grace` is over, with what came until then lost.
+/// have ended or `grace` is over, with what came until then lost; at once, and with nothing lost, where there is none.
 pub(crate) fn next<T: Send>(
     py: Python<'_>,
     mailbox: &Mailbox<T>,
@@ -191,7 +191,9 @@ pub(crate) fn next<T: Send>(
         }
         if let Err(error) = py.check_signals() {
             stop();
-            py.detach(|| drain(mailbox, grace));
+            if !grace.is_zero() {
+                py.detach(|| drain(mailbox, grace));
+            }
             return Err(error);
         }
         if is_ending() {

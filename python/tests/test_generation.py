@@ -72,7 +72,8 @@ def test_utterances_are_predicted_as_on_the_command_line(home: Path, command: Co
     [wanted] = command("predict", "--model", str(home), "--text", text)
     with fireclay.load(home, backend=BACKEND) as model:
         found = model.predict(text)
-        assert (found.intent, found.probability) == (wanted["intent"], pytest.approx(wanted["probability"], rel=1e-5))
+        assert found.intent == wanted["intent"]
+        assert found.probability == pytest.approx(wanted["probability"], rel=1e-5)
         spans = [{"slot": span.slot, "start": span.start, "end": span.end, "text": span.text} for span in found.spans]
         assert spans == wanted["spans"]
         assert [one.intent for one in model.predict([text, text])] == [found.intent] * 2

@@ -77,7 +77,7 @@ def test_ids_that_the_model_does_not_know_are_refused(model: fireclay.Model) -> 
 @on_cpu
 def test_numpy_reads_in_place(model: fireclay.Model) -> None:
     logits = model.logits([1, 2, 3])
-    first, second = np.from_dlpack(logits), np.from_dlpack(logits)  # type: ignore[arg-type]
+    first, second = np.from_dlpack(logits), np.from_dlpack(logits)
     assert first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
     assert not first.flags.writeable
     kept = first.copy()
@@ -108,7 +108,7 @@ def test_pytorch_reads_in_place(model: fireclay.Model) -> None:
     torch = pytest.importorskip("torch")
     logits = model.logits([1, 2, 3])
     view = torch.from_dlpack(logits)
-    assert view.data_ptr() == np.from_dlpack(logits).__array_interface__["data"][0]  # type: ignore[arg-type]
+    assert view.data_ptr() == np.from_dlpack(logits).__array_interface__["data"][0]
     assert torch.equal(view, torch.tensor(logits.tolist()))
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(torch.from_dlpack(model.logits(ids)), view)

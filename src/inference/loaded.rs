@@ -15,7 +15,6 @@ use crate::inference::embedding::Embedder;
 use crate::inference::evaluation::{Evaluation, evaluate};
 use crate::inference::generation::{Generated, GenerationOptions, Generator, Interrupt, Prepared};
 use crate::inference::prediction::{Prediction, Predictor};
-use crate::model_folder::tokenizer;
 use crate::precision::{CachePrecision, Precision};
 
 /// A model's folder, or its GGUF file, to be opened.

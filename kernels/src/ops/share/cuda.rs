@@ -89,7 +89,9 @@ impl Drop for HeldBuffer {
             Ok(event) => lock().push(Passed { event, context: self.context, buffer }),
             // The stream is gone, or the driver is unloaded: what was asked for is waited for, and the buffer is free.
             // SAFETY: waits for the context that is current.
-            Err(_) => drop(self.context.within(|_| accepted(unsafe { sys::cuCtxSynchronize() }))),
+            Err(_) => {
+                let _ = self.context.within(|_| accepted(unsafe { sys::cuCtxSynchronize() }));
+            }
         }
     }
 }
@@ -120,10 +122,11 @@ pub(super) fn reclaim() -> usize {
     let left = passed.len();
     drop(passed);
     for Passed { event, context, buffer } in free {
-        drop(context.within(|_| {
+        // Where that cannot be done, the driver is gone, and the event with it.
+        let _ = context.within(|_| {
             drop(event);
             Ok(())
-        }));
+        });
         drop(buffer);
     }
     left
