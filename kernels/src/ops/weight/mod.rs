@@ -1,4 +1,4 @@
-//! Weights of projections and tables, as operations take them.
+//! Weights of projections and tables, as operands.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -17,17 +17,18 @@ use crate::quant::{Format, QuantizedWeight, RowFormat, RowLayout, Weight, with_f
 use crate::selection::dispatch;
 
 impl<B: WeightOps> Weight<B> {
-    /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
-    /// gradient is the parameter's, f32, as long as only operations of this crate read it: Burn adds gradients of several dtypes as if they were of one. [`optimizer_step`](crate::optimizer_step)
-    /// refreshes copies.
+    /// A parameter `value` with its `copy` in another dtype, both `[d_output, d_input]`. Operations
+    /// read the copy, and the gradient is the parameter's, in f32. Only this crate's operations may
+    /// read it: Burn adds gradients of different dtypes as if they were of one.
+    /// [`optimizer_step`](crate::optimizer_step) refreshes copies.
     ///
     /// # Panics
-    /// If the two differ in shape or device.
+    /// If they differ in shape or device.
     pub fn rounded(value: Tensor<B, 2>, copy: Tensor<B, 2>) -> Self {
         Self::Float(call!(B: WeightOps::rounded(Checked::new(Rounded { value, copy }))))
     }
 
-    /// As floats: what is quantized becomes a new tensor of `dtype`, floats stay as they are.
+    /// As floats: a quantized weight becomes a new tensor of `dtype`, floats stay unchanged.
     pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
         match self {
             Self::Float(weight) => weight,
@@ -52,7 +53,7 @@ impl<B: Backend> Operands for Rounded<B> {
     }
 }
 
-/// A quantized weight, and the dtype of the floats that it becomes.
+/// A quantized weight, and the dtype to convert it to.
 #[derive(Clone, Debug)]
 pub struct Dequantize<B: Backend> {
     /// `[d_output, d_input]`.
@@ -68,21 +69,22 @@ impl<B: Backend> Operands for Dequantize<B> {
     }
 }
 
-/// Panics unless kernels compute with `dtype`.
+/// Panics unless kernels support `dtype`.
 #[track_caller]
 pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
     let known = matches!(dtype, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16);
     assert!(known, "{op}: the result cannot be {dtype:?}, but f32, f16 or bf16");
 }
 
-/// Weights as they are stored, on a backend.
+/// Stored weights of a backend.
 pub trait WeightOps: UploadOps {
-    /// Body of [`Weight::into_float`]: a quantized weight as floats.
+    /// [`Weight::into_float`]: a quantized weight as floats.
     fn dequantize(operands: Checked<Dequantize<Self>>) -> Tensor<Self, 2> {
         reference::dequantize(operands.into_inner())
     }
 
-    /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
+    /// [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) replaces the parameter by the
+    /// copy in the graph.
     fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
         operands.into_inner().copy
     }
@@ -93,13 +95,14 @@ fn dequantize<B: WeightOps>(weight: QuantizedWeight<B>, dtype: FloatDType) -> Te
 }
 
 impl<B: UploadOps> QuantizedWeight<B> {
-    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that length cannot be stored.
+    /// Quantizes `values` `[d_output, d_input]`. None if the format does not support the row
+    /// length.
     ///
     /// # Errors
     /// If the device fails.
     ///
     /// # Panics
-    /// If there are not as many values as the shape says.
+    /// If the number of values does not match the shape.
     pub fn quantize(
         format: Format,
         values: &[f32],
@@ -111,7 +114,7 @@ impl<B: UploadOps> QuantizedWeight<B> {
         Self::quantize_rows(format, shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
     }
 
-    /// [`quantize`](Self::quantize) of rows that `read` puts where it is told to, one after the other.
+    /// [`quantize`](Self::quantize) of rows that `read` fills one after the other.
     ///
     /// # Errors
     /// If the device fails.
@@ -130,7 +133,7 @@ impl<B: UploadOps> QuantizedWeight<B> {
             let (words, scales) = (&mut packed[at * words..][..words], &mut scales[at * scales_each..][..scales_each]);
             with_format!(format, F => F::quantize(&row, words, scales));
         }
-        // In one row: some devices leave gaps between the rows of a matrix.
+        // Flat first: some devices pad the rows of a matrix.
         let sizes = [packed.len(), scales.len()];
         let packed = upload::<B, Int>(TensorData::new(packed, [sizes[0]]), device)?.reshape([d_output, words]);
         let scales = upload(TensorData::new(scales, [sizes[1]]), device)?;
