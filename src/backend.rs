@@ -122,10 +122,10 @@ impl BackendName {
         self.found()?.run(work)
     }
 
-    /// This backend, with its devices looked for and the process set up for it: once, for work that comes piece by piece.
+    /// Finds the devices and configures the process, for work in several pieces.
     ///
     /// # Errors
-    /// If the backend is not there.
+    /// If the backend is not available.
     pub fn found(self) -> Result<FoundBackend, Failure> {
         self.configure(&self.devices()?);
         wait_as_asked()?;
@@ -158,20 +158,20 @@ impl BackendName {
     }
 }
 
-/// A backend that is there.
+/// An available backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FoundBackend(BackendName);
 
 impl FoundBackend {
-    /// Which one it is.
+    /// Its name.
     pub fn name(self) -> BackendName {
         self.0
     }
 
-    /// Does `work` on the default device, and waits until the device is done with it.
+    /// Runs `work` on the default device, and waits for the device.
     ///
     /// # Errors
-    /// Whatever the work runs into.
+    /// If the work fails.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
         match self.0 {
             #[cfg(feature = "ndarray")]
@@ -185,8 +185,8 @@ impl FoundBackend {
         }
     }
 
-    /// Does `work` with what [`run`](Self::run) gave, where it is done fastest, and waits for no device. On the CPU that is
-    /// one of the threads that compute: from outside, each operation would wake two and wait for them.
+    /// Runs `work`, which uses an output of [`run`](Self::run), on a suitable thread, and does not wait for the device. On the
+    /// CPU that is a thread of the pool: from outside, each operation would wake two threads and wait for them.
     pub fn enter<R: Send>(self, work: impl FnOnce() -> R + Send) -> R {
         match self.0 {
             BackendName::Cpu => rayon::scope(|_| work()),

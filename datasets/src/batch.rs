@@ -20,17 +20,17 @@ pub struct TokenBatch {
 }
 
 impl TokenBatch {
-    /// Rows of `seq_length` tokens, one row behind the other, and what should follow each token, or [`IGNORED_TARGET`].
+    /// Concatenated rows of `seq_length` tokens, and a target for each token, or [`IGNORED_TARGET`].
     ///
     /// # Errors
-    /// If there are no whole rows, or not as many targets as tokens.
+    /// If the rows are incomplete, or the number of targets differs.
     pub fn new(inputs: Vec<i32>, targets: Vec<i32>, seq_length: usize) -> Result<Self, DataError> {
         let (tokens, wanted) = (inputs.len(), targets.len());
         if tokens == 0 || seq_length == 0 || !tokens.is_multiple_of(seq_length) {
-            return Err(DataError::Batch(format!("{tokens} tokens are no whole rows of {seq_length}")));
+            return Err(DataError::Batch(format!("{tokens} tokens do not divide into rows of {seq_length}")));
         }
         if tokens != wanted {
-            return Err(DataError::Batch(format!("{tokens} tokens have {wanted} targets: each has one")));
+            return Err(DataError::Batch(format!("{tokens} tokens have {wanted} targets: each needs one")));
         }
         Ok(Self { inputs, targets, documents: None, seq_length })
     }

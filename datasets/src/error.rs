@@ -61,7 +61,7 @@ pub enum DataError {
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),
-    /// Tokens and targets are no rows of a batch.
+    /// Invalid tokens or targets of a batch.
     #[error("{0}")]
     Batch(String),
     /// The text is too short for a row.

@@ -1,29 +1,29 @@
-//! Words to people while work goes on: standard error has them, unless the program takes them.
+//! Messages for users: printed to standard error unless the program handles them.
 
 use std::sync::OnceLock;
 
-/// How much a notice matters.
+/// Severity of a notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// What is being done.
+    /// Progress.
     Info,
-    /// What may surprise.
+    /// Unexpected but harmless.
     Note,
-    /// What may be wrong.
+    /// A possible error.
     Warning,
 }
 
 static TAKEN: OnceLock<fn(Level, &str)> = OnceLock::new();
 
-/// Has `take` told of each notice, in place of standard error; the first call in a process counts.
+/// Calls `take` with each notice instead of printing it; the first call in a process counts.
 ///
 /// Notices come from any thread.
 pub fn take_notices(take: fn(Level, &str)) {
-    // A second one is passed over, as documented.
+    // A second call is ignored, as documented.
     let _ = TAKEN.set(take);
 }
 
-/// Tells people something.
+/// Reports `text` to the user.
 pub fn notice(level: Level, text: &str) {
     match (TAKEN.get(), level) {
         (Some(take), _) => take(level, text),

@@ -107,7 +107,7 @@ pub fn trained_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, 
     found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
 }
 
-/// Every parameter of a module by its path, in the order of its fields and its own shape.
+/// Every parameter of a module by its path, in the order of the fields.
 pub(crate) fn shaped_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, DeviceTensor)> {
     struct Collector {
         path: Vec<String>,

@@ -9,9 +9,9 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
     AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
-    DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey, RotaryTable,
-    SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
-    head_sample_logits, linear, norm, reshape,
+    DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
+    RotaryTable, SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss,
+    head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -284,13 +284,13 @@ impl<B: Backend> Transformer<B> {
         set_trained(self, |path| trained(path) && !quantized.contains(path))
     }
 
-    /// Paths of the matrices that operations read quantized.
+    /// Paths of the quantized matrices.
     fn quantized(&mut self) -> HashSet<String> {
         self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect()
     }
 
     /// Every parameter by its path, such as `blocks.0.attention.qkv`, as it is stored: `[d_output, d_input]` for
-    /// matrices. Those that are quantized are none of them.
+    /// matrices. Quantized matrices are left out.
     pub fn parameters(&self) -> Vec<(String, DeviceTensor)> {
         let quantized = self.clone().quantized();
         shaped_parameters(self).into_iter().filter(|(path, _)| !quantized.contains(path)).collect()

@@ -4,8 +4,8 @@
 >>> model = fireclay.load("runs/stories", backend="cpu")  # doctest: +SKIP
 >>> model.generate("Once", max_tokens=20)  # doctest: +SKIP
 
-Everything that computes does so without the interpreter's lock, and ends with ``KeyboardInterrupt`` on Ctrl-C. What goes wrong is a
-:class:`fireclay.Error`. Nothing is printed: notices go to the logger ``fireclay``.
+Calls release the GIL while they compute, and Ctrl-C interrupts them. Errors are :class:`fireclay.Error`. Nothing is printed: notices go
+to the logger ``fireclay``.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = [
     "train",
 ]
 
-# Before the interpreter takes its lock away from threads that compute.
+# Stops all work while its threads can still take the GIL.
 atexit.register(_native._end)
 
 Path_ = str | os.PathLike[str]
 BackendName = Literal["cpu", "cuda", "vulkan", "wgpu"]
 Precision = Literal["f32", "tf32", "bf16", "f16", "int8"]
 Event = dict[str, Any]
-"""News of a run, as ``metrics.jsonl`` has it: ``event`` is ``train``, ``valid``, ``sample``, ``confusions`` or ``warning``."""
+"""An event of a run, in the format of ``metrics.jsonl``: ``event`` is ``train``, ``valid``, ``sample``, ``confusions`` or ``warning``."""
 
 
 def load(
@@ -64,10 +64,10 @@ def load(
     precision: Precision = "f32",
     cache_dtype: Literal["auto", "int8"] = "auto",
 ) -> Model:
-    """Load a model: a folder as the hub lays it out, a ``.gguf`` file, or ``OWNER/NAME``, which is fetched where it is missing.
+    """Load a model: a folder in the layout of the hub, a ``.gguf`` file, or ``OWNER/NAME``, which is downloaded once.
 
-    ``backend`` is the fastest one that is there, where it is not said. ``precision`` is what matrices and activations are in;
-    ``cache_dtype`` what the cache keeps keys and values as.
+    ``backend`` defaults to the fastest one available. ``precision`` is the data type of matrices and activations, ``cache_dtype`` that
+    of the KV cache.
     """
     _cuda.prepare()
     return _native.load(model, backend=backend, precision=precision, cache_dtype=cache_dtype)
@@ -75,22 +75,22 @@ def load(
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has come to its end."""
+    """A finished run."""
 
     path: Path
-    """Its folder: a model as the hub lays it out, with ``training/`` to go on from, ``metrics.jsonl`` and ``loss.svg``."""
+    """The run folder: the model in the layout of the hub, checkpoints in ``training/``, ``metrics.jsonl`` and ``loss.svg``."""
     summary: dict[str, Any]
-    """What ``train --json`` ends with: ``valid_loss``, ``tokens_per_second`` and so on."""
+    """The last line of ``train --json``: ``valid_loss``, ``tokens_per_second`` and so on."""
 
     @property
     def metrics(self) -> list[Event]:
-        """All events of the run, in their order."""
+        """All events of the run, in order."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     @property
     def losses(self) -> tuple[list[int], list[float]]:
-        """Steps, and the training loss of each in nats a target."""
+        """Steps and their training losses, in nats per target."""
         trained = [event for event in self.metrics if event["event"] == "train"]
         return [event["step"] for event in trained], [event["loss"] for event in trained]
 
@@ -114,15 +114,15 @@ def train(
     on_event: Callable[[Event], object] | None = None,
     **overrides: Any,
 ) -> Run:
-    """Train a model, as ``fireclay train`` does: a recipe by its name or its file, with settings in the place of its own.
+    """Train a model, as ``fireclay train`` does, from a recipe (a name or a file) with changed settings.
 
-    ``overrides`` are keys of the recipe, such as ``steps=100``, or with their section ``training__steps=100``. ``on_event`` is told of
-    each event, on this thread and somewhat later than it happened. What it raises stops the run, as Ctrl-C does; the exception
-    comes when the run is saved, and ``train(resume=FOLDER)`` goes on from there.
+    ``overrides`` are keys of the recipe, such as ``steps=100``, or with their section ``training__steps=100``. ``on_event`` is called with
+    each event, on this thread. An exception in it stops the run, as Ctrl-C does; the exception is raised once the run is saved, and
+    ``train(resume=FOLDER)`` continues the run.
     """
     _cuda.prepare()
     if resume is not None and not (recipe is task is data is init is out is None):
-        raise UsageError("resume goes on with a run as it is: leave out recipe, task, data, init and out")
+        raise UsageError("resume continues a run: leave out recipe, task, data, init and out")
     steps = overrides.get("steps", overrides.get("training__steps"))
     path, summary = _native._train(
         recipe,
@@ -142,12 +142,12 @@ def train(
 
 
 class Trainer(_native.Trainer):
-    """A model in training, for a loop of one's own.
+    """A model in training, for custom loops.
 
     >>> trainer = fireclay.Trainer("stories", backend="cpu", d_model=16, n_layers=1)  # doctest: +SKIP
     >>> loss = float(trainer.step(input_ids, target_ids))  # doctest: +SKIP
 
-    The recipe gives shape, optimizer, schedule and, with its data, the tokenizer; ``init`` a model to begin from.
+    The recipe determines shape, optimizer, schedule and tokenizer; ``init`` is a model to start from.
     """
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Trainer:
@@ -169,7 +169,7 @@ def profile(
     count: int = 20,
     warm_up: int = 10,
 ) -> Profile:
-    """Show where the time goes, as ``fireclay profile`` does: ``print`` it, or look at ``to_dict()``."""
+    """Profile training, generation or prediction, as ``fireclay profile`` does. ``print`` shows the table."""
     _cuda.prepare()
     return _native._profile(
         what, recipe, data, model, prompt, None if texts is None else list(texts), batch, precision, backend, count, warm_up
@@ -186,19 +186,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend, and what it finds here."""
+    """A backend and its devices."""
 
     name: str
     built_in: bool
     default: bool
-    """Whether it is the one that is taken where none is asked for."""
+    """Whether it is the default."""
     missing: str | None
-    """Why it cannot be used, if it cannot."""
+    """Why it is not available, if so."""
     devices: list[Device] = field(default_factory=list)
 
 
 def devices() -> list[Backend]:
-    """Backends, the fastest first: what is built in, and what is there."""
+    """All backends, the fastest first, with their devices."""
     _cuda.prepare()
     return [
         Backend(

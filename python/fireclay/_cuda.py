@@ -1,4 +1,4 @@
-"""Finds CUDA's compiler and headers in pip's ``nvidia-*`` wheels, where the system has none."""
+"""Finds NVRTC and CUDA's headers in pip's ``nvidia-*`` wheels if the system has no toolkit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _prepared = False
 
 
 def _folders() -> list[Path]:
-    """Folders of wheels with ``include`` and ``lib``: one for all of CUDA 13, one for each part before."""
+    """Folders of wheels with ``include`` and ``lib``: a common one since CUDA 13, one per package before."""
     spec = importlib.util.find_spec("nvidia")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     return sorted(folder for place in places for folder in Path(place).glob("*") if folder.is_dir())
 
 
 def prepare() -> None:
-    """Called before CUDA is looked for; changes nothing where the system or ``CUDA_PATH`` has a toolkit."""
+    """Call before using CUDA. Does nothing if the system or ``CUDA_PATH`` has a toolkit."""
     global _prepared
     if _prepared or sys.platform != "linux":
         return
@@ -37,7 +37,7 @@ def prepare() -> None:
     for pattern in _LIBRARIES:
         for library in sorted(path for folder in folders for path in (folder / "lib").glob(pattern)):
             try:
-                # A library that is loaded is found by its name from here on.
+                # The dynamic linker finds loaded libraries by name.
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
             except OSError:
                 continue

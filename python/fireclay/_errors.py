@@ -1,16 +1,16 @@
-"""What goes wrong, in one line that says what, where and how to mend it."""
+"""Exceptions. Their messages are one line: what failed, where, and how to fix it."""
 
 
 class Error(Exception):
-    """Something could not be done."""
+    """A failure."""
 
 
 class UsageError(Error, ValueError):
-    """Something was asked for wrongly: an argument, a setting, a recipe."""
+    """An invalid argument, setting or recipe."""
 
 
 class DeviceError(Error, RuntimeError):
-    """The device failed; this process cannot compute on it any more."""
+    """The device failed; this process cannot use it any more."""
 
 
 for _error in (Error, UsageError, DeviceError):

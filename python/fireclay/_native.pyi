@@ -21,7 +21,7 @@ _Ids = Sequence[int] | Sequence[Sequence[int]] | _Array
 
 @final
 class Tensor:
-    """A tensor on a model's device. Libraries of arrays read it in place: ``torch.from_dlpack(tensor)``."""
+    """A tensor on a model's device. Array libraries read it in place: ``torch.from_dlpack(tensor)``."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,25 +37,25 @@ class Tensor:
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def numpy(self) -> npt.NDArray[Any]:
-        """A NumPy array: of the same memory, read-only, where the host has it; else a copy, in float32."""
+        """A NumPy array: a read-only view of host memory, or else a copy in float32."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
     def tolist(self) -> list[Any]: ...
     def __len__(self) -> int: ...
 
 @final
 class Tokenizer:
-    """Text to tokens and back."""
+    """Converts between text and token ids."""
 
     @property
     def vocab_size(self) -> int: ...
     def encode(self, text: str, *, prompt: bool = False) -> list[int]:
-        """The tokens of a text; ``prompt`` adds those that the model wants before and behind one."""
+        """Token ids of a text; ``prompt`` adds special tokens before and after it."""
     def decode(self, ids: Sequence[int] | _Array) -> str: ...
     def token_id(self, token: str) -> int | None: ...
 
 @final
 class Generated:
-    """What came of a prompt."""
+    """The output of a prompt."""
 
     @property
     def text(self) -> str: ...
@@ -72,7 +72,7 @@ class Generated:
 
 @final
 class Span:
-    """A part of an utterance that fills a slot: characters ``start`` to ``end``."""
+    """A slot in an utterance: characters ``start`` to ``end``."""
 
     @property
     def slot(self) -> str: ...
@@ -85,7 +85,7 @@ class Span:
 
 @final
 class Prediction:
-    """What an utterance asks for."""
+    """Intent and slots of an utterance."""
 
     @property
     def intent(self) -> str | None: ...
@@ -96,7 +96,7 @@ class Prediction:
 
 @final
 class Stream(Iterator[str]):
-    """A text as it is written, piece by piece. It ends early when it is closed or dropped."""
+    """Streamed output. Closing or dropping it stops the generation."""
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> str: ...
@@ -104,7 +104,7 @@ class Stream(Iterator[str]):
 
 @final
 class Model:
-    """A model on a device; threads may share it, whose calls it does one after the other."""
+    """A model on a device. Threads may share it; its calls run in order."""
 
     @property
     def config(self) -> dict[str, Any]: ...
@@ -180,10 +180,10 @@ class Model:
         stop: str | Sequence[str] | None = None,
         seed: int = 1337,
     ) -> list[Generated]:
-        """What is written after a prompt, or after each of several, which are written together.
+        """Generates from a prompt, or from several concurrently.
 
-        ``max_tokens`` is as many as fit, up to 256, where it is not said. ``temperature`` 0 takes the top token each time.
-        The same seed gives the same text as the command line.
+        ``max_tokens`` defaults to what fits the context, up to 256. ``temperature`` 0 is greedy. A seed gives the same output as
+        the command line.
         """
     def stream(
         self,
@@ -260,26 +260,26 @@ class Model:
         stop: str | Sequence[str] | None = None,
         seed: int = 1337,
     ) -> Generated:
-        """The answer to messages with ``role`` and ``content``, by the model's own chat template."""
+        """Answers messages with ``role`` and ``content``, using the model's chat template."""
     def logits(self, ids: _Ids) -> Tensor:
-        """Logits ``[rows, length, vocab_size]`` of what follows each token, in the dtype of activations."""
+        """Logits of the next token at each position, ``[rows, length, vocab_size]``, in the dtype of activations."""
     def hidden_states(self, ids: _Ids) -> Tensor:
         """Hidden states ``[rows, length, d_model]`` after the last norm."""
     def attention(self, ids: _Ids) -> list[Tensor]:
-        """Where the heads attend, ``[rows, n_heads, length, length]`` for each layer: a query's row sums to one."""
+        """Attention weights of each layer, ``[rows, n_heads, length, length]``; the weights of a query sum to one."""
     def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
-        """Embeddings of length one: ``[d_model]``, or ``[texts, d_model]``."""
+        """Normalized embeddings: ``[d_model]``, or ``[texts, d_model]``."""
     @overload
     def predict(self, texts: str) -> Prediction: ...
     @overload
     def predict(self, texts: list[str]) -> list[Prediction]:
-        """The intent and slots of an utterance, or of each of several."""
+        """Intents and slots of utterances."""
     def perplexity(self, text: str, *, context: int | None = None, stride: int | None = None) -> float:
-        """``e`` to the mean loss on a text, in windows of ``context`` tokens that are ``stride`` apart."""
+        """Perplexity of a text, in windows of ``context`` tokens that are ``stride`` tokens apart."""
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by its path, for reading: ``[d_output, d_input]`` for matrices."""
+        """Every parameter by its path, read-only; matrices are ``[d_output, d_input]``."""
     def close(self) -> None:
-        """Gives back what it holds; nothing can be asked of it any more."""
+        """Frees the model."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -287,7 +287,7 @@ class Model:
 
 @final
 class Step:
-    """A step that was taken. Asking for its loss waits for the device; ``float(step)`` is the loss."""
+    """A training step. Reading its loss waits for the device; ``float(step)`` is the loss."""
 
     @property
     def step(self) -> int: ...
@@ -297,10 +297,10 @@ class Step:
     def tokens(self) -> int: ...
     @property
     def loss(self) -> float:
-        """Before the step, in nats a target."""
+        """Loss before the step, in nats per target."""
     @property
     def gradient_norm(self) -> float:
-        """Of all gradients, before clipping."""
+        """Global gradient norm before clipping."""
     def __float__(self) -> float: ...
     def __format__(self, specification: str) -> str: ...
 
@@ -324,12 +324,11 @@ class Trainer:
     @property
     def backend(self) -> str: ...
     def step(self, input_ids: _Ids | None = None, target_ids: _Ids | None = None) -> Step:
-        """One optimizer step over rows of tokens, ``[rows, length]``, and what should follow each, or -100 where none counts; or over the
-        recipe's own data."""
+        """One optimizer step over token rows ``[rows, length]`` and their targets (-100 is ignored), or over the recipe's data."""
     def validate(self, tokens: int | None = None) -> float:
-        """The mean loss on held-out data of the recipe."""
+        """Mean loss on the recipe's held-out data."""
     def save(self, folder: _Path) -> None:
-        """Writes the model into a folder as the hub lays it out."""
+        """Saves the model in the layout of the hub."""
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -338,11 +337,11 @@ class Trainer:
 
 @final
 class Profile:
-    """Where the time of some work goes; ``print`` shows the table."""
+    """A profile; ``print`` shows the table."""
 
     @property
     def seconds(self) -> float:
-        """Of one step, token or batch, not recorded."""
+        """Seconds per step, token or batch, measured without recording."""
     def to_dict(self) -> dict[str, Any]: ...
     def write_html(self, path: _Path) -> None: ...
     def write_trace(self, path: _Path) -> None: ...

@@ -1,4 +1,4 @@
-"""A bar in notebooks, where tqdm is installed."""
+"""A progress bar in notebooks, if tqdm is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _in_notebook() -> bool:
 
 
 def with_bar(steps: int | None, on_event: Callable[[Event], object] | None) -> Callable[[Event], object] | None:
-    """``on_event`` that moves a bar, too, where there is a place for one."""
+    """``on_event``, which in notebooks also updates a progress bar."""
     if not _in_notebook():
         return on_event
     try:

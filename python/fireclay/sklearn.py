@@ -1,4 +1,4 @@
-"""Intents and slots in scikit-learn's manner: ``fit``, ``predict``, ``score``."""
+"""Intents and slots with scikit-learn's interface: ``fit``, ``predict``, ``score``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from . import BackendName, Model, UsageError, load, train
 
 Slots = list[tuple[int, int, str]]
-"""Spans of characters, and the slot that each fills."""
+"""Spans ``(start, end, slot)``, in characters."""
 
 _HELD_OUT = 10
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def _parts(texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots]) -> tuple[list[Row], list[Row]]:
-    """Rows to learn from, and rows that are held out: of each intent one in ten, but for those that it has too few of."""
+    """Training and validation rows: every tenth row of an intent is for validation."""
     learnt: list[Row] = []
     held_out: list[Row] = []
     seen: dict[str, int] = {}
@@ -33,14 +33,14 @@ def _parts(texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots])
 
 
 class IntentSlotClassifier:
-    """What an utterance asks for, and what fills its slots.
+    """A classifier of intents and slots.
 
     >>> classifier = IntentSlotClassifier(steps=200).fit(texts, intents, slots)  # doctest: +SKIP
     >>> classifier.predict(["turn on the lamp"])  # doctest: +SKIP
     ['light_on']
 
-    ``settings`` are keys of the recipe ``intent-slot``, such as ``steps`` or ``d_model``. Of each intent one
-    utterance in ten is held out, on which the best model is chosen.
+    ``settings`` are keys of the recipe ``intent-slot``, such as ``steps`` or ``d_model``. Every tenth utterance
+    of an intent is held out to select the best model.
     """
 
     def __init__(self, *, backend: BackendName | None = None, out: str | Path | None = None, **settings: Any) -> None:
@@ -51,11 +51,11 @@ class IntentSlotClassifier:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments that it was made with."""
+        """The constructor's arguments."""
         return {"backend": self.backend, "out": self.out, **self.settings}
 
     def set_params(self, **params: Any) -> IntentSlotClassifier:
-        """Changes these; ``fit`` obeys them."""
+        """Changes arguments for the next ``fit``."""
         self.backend = params.pop("backend", self.backend)
         self.out = params.pop("out", self.out)
         self.settings.update(params)
@@ -64,11 +64,11 @@ class IntentSlotClassifier:
     def fit(
         self, texts: Sequence[str], intents: Sequence[str], slots: Sequence[Slots] | None = None
     ) -> IntentSlotClassifier:
-        """Learns from utterances, their intents and, for each, the spans that fill slots."""
+        """Trains on utterances, their intents and, optionally, their slots."""
         slots = [[] for _ in texts] if slots is None else slots
         if not len(texts) == len(intents) == len(slots) or len(texts) < 2:
             raise UsageError(
-                f"{len(texts)} texts, {len(intents)} intents and {len(slots)} lists of slots: give as many of each, and two at least"
+                f"{len(texts)} texts, {len(intents)} intents and {len(slots)} lists of slots: give the same number of each, at least two"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="fireclay-")
         folder = Path(self._folder.name)
@@ -83,19 +83,19 @@ class IntentSlotClassifier:
 
     def _fitted(self) -> Model:
         if self._model is None:
-            raise UsageError("not fitted yet: call fit with utterances and their intents first")
+            raise UsageError("not fitted yet: call fit first")
         return self._model
 
     def predict(self, texts: Sequence[str]) -> list[str | None]:
-        """The intent of each utterance; ``None`` where nothing is said."""
+        """The intent of each utterance; ``None`` for empty ones."""
         return [prediction.intent for prediction in self._fitted().predict(list(texts))]
 
     def predict_slots(self, texts: Sequence[str]) -> list[Slots]:
-        """The spans of each utterance that fill slots."""
+        """The slots of each utterance."""
         found = self._fitted().predict(list(texts))
         return [[(span.start, span.end, span.slot) for span in prediction.spans] for prediction in found]
 
     def score(self, texts: Sequence[str], intents: Sequence[str]) -> float:
-        """The share of utterances whose intent is right."""
+        """Accuracy of the intents."""
         pairs = list(zip(self.predict(texts), intents, strict=True))
         return sum(found == wanted for found, wanted in pairs) / max(len(pairs), 1)

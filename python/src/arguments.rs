@@ -1,4 +1,4 @@
-//! Arguments of Python's functions as the library has them.
+//! Converts arguments from and to Python.
 
 use std::path::{Path, PathBuf};
 
@@ -14,47 +14,47 @@ use serde_json::Value;
 
 use crate::errors::{failure, usage};
 
-/// A value by its name, as the command line has it.
+/// Parses a name of the command line.
 pub(crate) fn named<T: ValueEnum>(py: Python<'_>, what: &str, name: &str) -> PyResult<T> {
     T::from_str(name, false).map_err(|_| {
         let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let known: Vec<String> = known.map(|value| value.get_name().to_string()).collect();
-        usage(py, format!("{what} {name:?} is none of {}", known.join(", ")))
+        usage(py, format!("{what} must be one of {}, not {name:?}", known.join(", ")))
     })
 }
 
-/// A backend by its name, if there is one.
+/// Parses the name of a backend.
 pub(crate) fn backend(py: Python<'_>, name: Option<&str>) -> PyResult<Option<BackendName>> {
     name.map(|name| named(py, "backend", name)).transpose()
 }
 
-/// One text or several, and whether it is one.
+/// Texts, and whether a single one was passed.
 pub(crate) fn texts(what: &str, texts: &Bound<'_, PyAny>) -> PyResult<(Vec<String>, bool)> {
     if texts.is_instance_of::<PyString>() {
         return Ok((vec![texts.extract()?], true));
     }
     let several = texts.extract();
-    several.map(|texts| (texts, false)).map_err(|_| usage(texts.py(), format!("{what} is a text, or a list of texts")))
+    several.map(|texts| (texts, false)).map_err(|_| usage(texts.py(), format!("{what} must be a str or a list of str")))
 }
 
-/// The folder of a model; what is missing of one that is named as on the hub is fetched.
+/// The folder of a model, downloaded if it is a name on the hub.
 pub(crate) fn fetched(model: &Path) -> Result<PathBuf, Failure> {
     Ok(model_folder(model, &mut |_, _, _| {})?)
 }
 
-/// A value as JSON has it.
+/// Converts to JSON.
 pub(crate) fn json(value: &Bound<'_, PyAny>) -> PyResult<Value> {
     let py = value.py();
     let text: String = py.import("json")?.call_method1("dumps", (value,))?.extract()?;
     serde_json::from_str(&text).map_err(|error| usage(py, format!("not JSON: {error}")))
 }
 
-/// JSON as Python's values.
+/// Converts from JSON.
 pub(crate) fn python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     py.import("json")?.call_method1("loads", (value.to_string(),))
 }
 
-/// How texts are written: the keywords that are known are taken out, and an unknown one is refused by its name.
+/// Applies keyword arguments to generation options, and refuses unknown ones.
 pub(crate) fn options(
     py: Python<'_>,
     mut options: GenerationOptions,

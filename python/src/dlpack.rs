@@ -1,4 +1,4 @@
-//! DLPack's structures (<https://dmlc.github.io/dlpack>), given out and read.
+//! DLPack (<https://dmlc.github.io/dlpack>): exports tensors and reads integer arrays.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
-/// The version whose structures these are.
+/// The version of these structures.
 const VERSION: [u32; 2] = [1, 0];
 const READ_ONLY: u64 = 1;
 
@@ -60,7 +60,7 @@ struct Versioned {
     array: Array,
 }
 
-/// What an array that is given out owns. `managed` is what readers get a pointer to.
+/// Owns an exported array. Consumers get a pointer to `managed`.
 struct Given<T> {
     managed: T,
     shape: Vec<i64>,
@@ -89,7 +89,7 @@ fn data_type(dtype: DType) -> Option<DataType> {
     Some(DataType { code, bits, lanes: 1 })
 }
 
-/// A capsule with `memory`: read-only to readers who know the version that has a word for it.
+/// A capsule of `memory`, marked read-only if `versioned`.
 pub(crate) fn capsule(py: Python<'_>, memory: SharedMemory, versioned: bool) -> PyResult<Py<PyAny>> {
     let dtype = data_type(memory.dtype());
     let dtype = dtype.ok_or_else(|| PyBufferError::new_err(format!("DLPack has no dtype {:?}", memory.dtype())))?;
@@ -114,7 +114,7 @@ pub(crate) fn capsule(py: Python<'_>, memory: SharedMemory, versioned: bool) -> 
             array,
         };
         let given = give(Given { managed, shape, strides, _memory: memory });
-        // SAFETY: just made, and nobody else's yet.
+        // SAFETY: just allocated, and not shared yet.
         let managed = unsafe {
             (*given).managed.array.shape = (*given).shape.as_mut_ptr();
             (*given).managed.array.strides = (*given).strides.as_mut_ptr();
@@ -125,7 +125,7 @@ pub(crate) fn capsule(py: Python<'_>, memory: SharedMemory, versioned: bool) -> 
     } else {
         let managed = Managed { array, context: ptr::null_mut(), deleter: Some(delete) };
         let given = give(Given { managed, shape, strides, _memory: memory });
-        // SAFETY: just made, and nobody else's yet.
+        // SAFETY: just allocated, and not shared yet.
         let managed = unsafe {
             (*given).managed.array.shape = (*given).shape.as_mut_ptr();
             (*given).managed.array.strides = (*given).strides.as_mut_ptr();
@@ -146,26 +146,26 @@ fn wrap(
     name: &'static CStr,
     destructor: Option<unsafe extern "C" fn(*mut ffi::PyObject)>,
 ) -> PyResult<Py<PyAny>> {
-    // SAFETY: the name lasts for ever, and the destructor takes such a capsule.
+    // SAFETY: the name is static, and the destructor expects a capsule of that name.
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed, name.as_ptr(), destructor)) }
         .map(Bound::unbind)
 }
 
-/// A reader is done.
+/// Called by the consumer when it is done.
 unsafe extern "C" fn delete(managed: *mut Managed) {
-    // SAFETY: a reader hands back what it got, once, and the context is the box it is in.
+    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that contains it.
     drop(unsafe { Box::from_raw((*managed).context.cast::<Given<Managed>>()) });
 }
 
-/// A reader is done.
+/// Called by the consumer when it is done.
 unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
-    // SAFETY: a reader hands back what it got, once, and the context is the box it is in.
+    // SAFETY: the consumer passes the pointer that it got, once; the context is the box that contains it.
     drop(unsafe { Box::from_raw((*managed).context.cast::<Given<Versioned>>()) });
 }
 
-/// A capsule is gone: with its array, if nobody took that, which would have renamed it.
+/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the array is freed.
 unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter hands over the capsule that is going.
+    // SAFETY: the interpreter passes the capsule that it destroys.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             delete(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast());
@@ -173,9 +173,9 @@ unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// A capsule is gone: with its array, if nobody took that, which would have renamed it.
+/// Destructor of a capsule. A consumer that takes the array renames the capsule; otherwise the array is freed.
 unsafe extern "C" fn forget_versioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: the interpreter hands over the capsule that is going.
+    // SAFETY: the interpreter passes the capsule that it destroys.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, VERSIONED_NAME.as_ptr()) == 1 {
             delete_versioned(ffi::PyCapsule_GetPointer(capsule, VERSIONED_NAME.as_ptr()).cast());
@@ -183,37 +183,40 @@ unsafe extern "C" fn forget_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Whole numbers of an array in the host's memory, row after row, and its shape. The capsule stays its maker's.
+/// Elements of an integer array in host memory, in row-major order, and its shape. The capsule is not consumed.
 pub(crate) fn integers(capsule: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<usize>)> {
     let pointer = |name: &CStr| {
-        // SAFETY: whatever the object is, the interpreter looks whether it is a capsule of that name.
+        // SAFETY: accepts any object.
         let valid = unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;
-        // SAFETY: it is.
+        // SAFETY: checked above.
         valid.then(|| unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) })
     };
     let array: *const Array = if let Some(managed) = pointer(VERSIONED_NAME) {
         let managed = managed.cast::<Versioned>();
-        // SAFETY: a capsule of that name has such a structure, whose first field is at the same place in all versions.
+        // SAFETY: a capsule of that name contains this structure, which begins with the version.
         let major = unsafe { (*managed).version[0] };
         if major != VERSION[0] {
-            return Err(PyBufferError::new_err(format!("DLPack {major} is not known, but {}", VERSION[0])));
+            return Err(PyBufferError::new_err(format!(
+                "unsupported DLPack version {major}; supported: {}",
+                VERSION[0]
+            )));
         }
-        // SAFETY: as above.
+        // SAFETY: as above, in the layout of this major version.
         unsafe { &raw const (*managed).array }
     } else if let Some(managed) = pointer(NAME) {
-        // SAFETY: a capsule of that name has such a structure.
+        // SAFETY: a capsule of that name contains this structure.
         unsafe { &raw const (*managed.cast::<Managed>()).array }
     } else {
-        return Err(PyBufferError::new_err("__dlpack__ gave no array that was not taken"));
+        return Err(PyBufferError::new_err("__dlpack__ returned no capsule"));
     };
-    // SAFETY: the capsule keeps it while this borrows the capsule.
+    // SAFETY: the borrowed capsule keeps the array alive.
     let array = unsafe { &*array };
     if array.device.kind != CPU {
-        return Err(PyBufferError::new_err("the array is not in the host's memory"));
+        return Err(PyBufferError::new_err("the array is not in host memory"));
     }
     let dimensions = array.dimensions.max(0) as usize;
     let read = |at: *const i64| -> Vec<i64> {
-        // SAFETY: DLPack has as many numbers there as there are dimensions.
+        // SAFETY: DLPack stores one value per dimension.
         if dimensions == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(at, dimensions) }.to_vec() }
     };
     let shape: Vec<usize> = read(array.shape).into_iter().map(|size| size.max(0) as usize).collect();
@@ -231,10 +234,10 @@ pub(crate) fn integers(capsule: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<us
     let signed = match code {
         0 => true,
         1 => false,
-        _ => return Err(PyBufferError::new_err("the array's numbers are not whole: tokens are integers")),
+        _ => return Err(PyBufferError::new_err("token ids must be integers")),
     };
     if lanes != 1 || !matches!(bits, 8 | 16 | 32 | 64) {
-        return Err(PyBufferError::new_err(format!("integers of {bits} bits, {lanes} together, are not known")));
+        return Err(PyBufferError::new_err(format!("unsupported integers: {bits} bits, {lanes} lanes")));
     }
     let count: usize = shape.iter().product();
     let base = array.data.cast::<u8>().cast_const().wrapping_add(array.byte_offset as usize);
@@ -244,7 +247,7 @@ pub(crate) fn integers(capsule: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<us
     for _ in 0..count {
         let steps: i64 = index.iter().zip(&strides).map(|(at, stride)| *at as i64 * stride).sum();
         let at = base.wrapping_offset(steps as isize * size);
-        // SAFETY: the array has an element of this size at each index that its shape allows, aligned or not.
+        // SAFETY: an index within the shape addresses an element of this size.
         let value = unsafe {
             match (bits, signed) {
                 (8, true) => i64::from(at.cast::<i8>().read_unaligned()),

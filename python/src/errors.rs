@@ -1,4 +1,4 @@
-//! Failures as Python's exceptions, which `fireclay/_errors.py` defines.
+//! Failures as Python exceptions, which `fireclay/_errors.py` defines.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,17 +7,17 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
-/// What became of a device, of which nothing can be computed any more.
+/// Why a device failed, after which it is unusable.
 static DEVICE_FAILED: Mutex<Option<String>> = Mutex::new(None);
 
-/// A line for the exception that says what went wrong.
+/// A one-line message and its kind.
 #[derive(Clone, Debug)]
 pub(crate) enum Problem {
-    /// It failed.
+    /// A failure.
     Failed(String),
-    /// It was asked for wrongly.
+    /// Wrong usage.
     Usage(String),
-    /// The device is of no more use.
+    /// A device failure.
     Device(String),
 }
 
@@ -33,7 +33,7 @@ impl From<Failure> for Problem {
 }
 
 impl Problem {
-    /// What a panic said, in one line.
+    /// The message of a panic.
     pub(crate) fn of_panic(payload: &(dyn std::any::Any + Send)) -> Self {
         let said = payload.downcast_ref::<String>().map(String::as_str);
         let said = said.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("unknown");
@@ -64,8 +64,8 @@ pub(crate) fn failure(py: Python<'_>, failure: Failure) -> PyErr {
     Problem::from(failure).raise(py)
 }
 
-/// Panics are told by exceptions, and not on standard error. One on a thread of a device leaves the device without use, and nobody
-/// who would be told: it is kept for whoever waits.
+/// Silences panics, which become exceptions. A panic on a device thread makes the device unusable and reaches no caller, so it
+/// is stored for those who wait.
 pub(crate) fn keep_panics() {
     std::panic::set_hook(Box::new(|panic| {
         if std::thread::current().name().is_some_and(|name| name.starts_with("DS")) {
@@ -75,7 +75,7 @@ pub(crate) fn keep_panics() {
     }));
 }
 
-/// Why a device is of no more use, if it is not.
+/// The failure of a device, if one failed.
 pub(crate) fn device_failure() -> Option<Problem> {
     DEVICE_FAILED.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Problem::Device)
 }

@@ -1,7 +1,7 @@
-//! Fireclay for Python: the native part of the package `fireclay`, which is thin over the library's own doors.
+//! The native module of the Python package `fireclay`: thin bindings of the library's public API.
 //!
-//! Each model has a thread of its own ([`worker`]), which computes without the interpreter's lock; whoever waits looks for signals
-//! in between. Tensors are shared through DLPack ([`dlpack`]).
+//! Each model has its own thread ([`worker`]), which computes without the GIL; callers check for signals while they wait.
+//! Tensors are shared through DLPack ([`dlpack`]).
 
 mod arguments;
 mod dlpack;

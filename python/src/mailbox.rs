@@ -1,11 +1,11 @@
-//! Messages from a thread that computes to one that waits for them, and may look up in between.
+//! A channel whose receiver is `Sync` and can wait with a timeout.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 struct Shared<T> {
-    /// Messages in their order, and whether there will be more.
+    /// Queued messages, and whether the sender exists.
     state: Mutex<(VecDeque<T>, bool)>,
     changed: Condvar,
 }
@@ -16,23 +16,23 @@ impl<T> Shared<T> {
     }
 }
 
-/// Where messages are put; there are no more when it is dropped.
+/// The sender; dropping it closes the mailbox.
 pub(crate) struct Post<T>(Arc<Shared<T>>);
 
-/// Where they are taken from.
+/// The receiver.
 pub(crate) struct Mailbox<T>(Arc<Shared<T>>);
 
-/// What a mailbox had.
+/// Result of [`Mailbox::take`].
 pub(crate) enum Taken<T> {
     /// A message.
     Message(T),
-    /// Nothing yet.
+    /// No message within the timeout.
     Nothing,
-    /// Nothing, and nothing will come.
+    /// No message, and the sender is gone.
     Closed,
 }
 
-/// A mailbox, and what it gets its messages by.
+/// A new mailbox with its sender.
 pub(crate) fn mailbox<T>() -> (Post<T>, Mailbox<T>) {
     let shared = Arc::new(Shared { state: Mutex::new((VecDeque::new(), true)), changed: Condvar::new() });
     (Post(shared.clone()), Mailbox(shared))
@@ -53,7 +53,7 @@ impl<T> Drop for Post<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// The next message, if one comes within `patience`.
+    /// Waits up to `patience` for the next message.
     pub(crate) fn take(&self, patience: Duration) -> Taken<T> {
         let until = Instant::now() + patience;
         let mut state = self.0.lock();

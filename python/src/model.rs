@@ -1,4 +1,4 @@
-//! Models that are loaded, and what is asked of them.
+//! Loaded models, tokenizers, and their outputs.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::process::Waiting;
 use crate::tensor::{Tensor, token_rows};
 use crate::worker::{Worker, next, nothing, wait};
 
-/// A model, whatever its backend.
+/// A model of any backend.
 type Loaded = dyn LoadedModel;
 
 /// A model on a device.
@@ -96,7 +96,7 @@ impl Model {
         Ok(Stream { pieces, answer, interrupt, over: AtomicBool::new(false) })
     }
 
-    /// A conversation as the model's template takes it.
+    /// Converts a conversation.
     fn dialogue(
         messages: &Bound<'_, PyAny>,
         tools: Option<&Bound<'_, PyAny>>,
@@ -104,16 +104,16 @@ impl Model {
     ) -> PyResult<Prompt> {
         let py = messages.py();
         let Value::Array(messages) = json(messages)? else {
-            return Err(usage(py, "messages are a list of objects with role and content"));
+            return Err(usage(py, "messages must be a list of dicts with role and content"));
         };
         if let Some(other) = messages.iter().find(|message| !message["role"].is_string()) {
-            return Err(usage(py, format!("a message is an object with role and content, and not {other}")));
+            return Err(usage(py, format!("a message must be a dict with role and content, not {other}")));
         }
         let tools = tools.map(json).transpose()?.unwrap_or_default();
         let variables = match variables.map(json).transpose()? {
             None | Some(Value::Null) => serde_json::Map::new(),
             Some(Value::Object(variables)) => variables,
-            Some(other) => return Err(usage(py, format!("template_variables are a dict, and not {other}"))),
+            Some(other) => return Err(usage(py, format!("template_variables must be a dict, not {other}"))),
         };
         Ok(Prompt::Dialogue(Dialogue { messages, tools, variables }))
     }
@@ -121,25 +121,25 @@ impl Model {
 
 #[pymethods]
 impl Model {
-    /// What the transformer is made of.
+    /// The configuration.
     #[getter]
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         python(py, &self.config)
     }
 
-    /// The backend that it is on.
+    /// The backend.
     #[getter]
     fn backend(&self) -> &'static str {
         self.backend
     }
 
-    /// How text becomes tokens.
+    /// The tokenizer.
     #[getter]
     fn tokenizer(&self) -> Tokenizer {
         Tokenizer(self.tokenizer.clone())
     }
 
-    /// What is written after a prompt, or after each of several.
+    /// Generates from one prompt or several.
     #[pyo3(signature = (prompt, *, details = false, **keywords))]
     fn generate<'py>(
         &self,
@@ -164,14 +164,14 @@ impl Model {
         }
     }
 
-    /// The same, piece by piece as it is written.
+    /// Generates from a prompt, piece by piece.
     #[pyo3(signature = (prompt, **keywords))]
     fn stream(&self, py: Python<'_>, prompt: String, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<Stream> {
         let options = options(py, GenerationOptions::default(), keywords)?;
         self.streamed(py, Prompt::Text(prompt), options)
     }
 
-    /// The answer to what was said.
+    /// Answers a conversation.
     #[pyo3(signature = (messages, *, stream = false, details = false, tools = None, template_variables = None, **keywords))]
     #[allow(clippy::too_many_arguments)] // Python's keywords.
     fn chat<'py>(
@@ -194,7 +194,7 @@ impl Model {
         only.shown(py, details)
     }
 
-    /// Logits of what follows each token.
+    /// Logits of the next token at each position.
     fn logits(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Tensor> {
         let rows = Self::rows(ids)?;
         self.call(py, move |model| model.logits(&rows)).map(Tensor::new)
@@ -206,7 +206,7 @@ impl Model {
         self.call(py, move |model| model.hidden_states(&rows)).map(Tensor::new)
     }
 
-    /// Where each layer's heads attend.
+    /// Attention weights of each layer.
     fn attention(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<Tensor>> {
         let rows = Self::rows(ids)?;
         let all = self.call(py, move |model| model.attention(&rows))?;
@@ -228,7 +228,7 @@ impl Model {
         }
     }
 
-    /// The intent and slots of utterances.
+    /// Intents and slots of utterances.
     fn predict<'py>(&self, py: Python<'py>, texts: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let (texts, one) = self::texts("texts", texts)?;
         let all = self.call(py, move |model| model.predict(&texts))?;
@@ -240,7 +240,7 @@ impl Model {
         }
     }
 
-    /// `e` to the mean loss on a text.
+    /// Perplexity of a text.
     #[pyo3(signature = (text, *, context = None, stride = None))]
     fn perplexity(&self, py: Python<'_>, text: String, context: Option<usize>, stride: Option<usize>) -> PyResult<f64> {
         Ok(self.call(py, move |model| model.evaluate(&text, (context, stride)))?.perplexity())
@@ -255,7 +255,7 @@ impl Model {
         Ok(named)
     }
 
-    /// Gives back what it holds; nothing can be asked of it any more.
+    /// Frees the model.
     fn close(&self, py: Python<'_>) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             self.worker.close(py);
@@ -275,7 +275,7 @@ impl Model {
     }
 }
 
-/// A text as it is written.
+/// Streamed output.
 #[pyclass(frozen, module = "fireclay")]
 pub(crate) struct Stream {
     pieces: Mailbox<String>,
@@ -299,13 +299,13 @@ impl Stream {
             Some(piece) => Ok(Some(piece)),
             None => {
                 self.over.store(true, Ordering::Release);
-                // What went wrong is told at the end.
+                // Raises the error of the generation, if any.
                 wait(py, &self.answer, stop).map(|_| None)
             }
         }
     }
 
-    /// Ends the text where it is.
+    /// Stops the generation.
     fn close(&self) {
         self.interrupt.store(true, Ordering::Release);
     }
@@ -314,12 +314,12 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         self.interrupt.store(true, Ordering::Release);
-        // Pieces that nobody reads go with it.
+        // Discards unread pieces.
         while let Taken::Message(_) = self.pieces.take(Duration::ZERO) {}
     }
 }
 
-/// What came of a prompt.
+/// Output of a prompt.
 #[pyclass(frozen, get_all, module = "fireclay")]
 pub(crate) struct Generated {
     text: String,
@@ -359,7 +359,7 @@ impl Generated {
     }
 }
 
-/// What a model says of an utterance.
+/// Intent and slots of an utterance.
 #[pyclass(frozen, get_all, module = "fireclay")]
 pub(crate) struct Prediction {
     intent: Option<String>,
@@ -367,7 +367,7 @@ pub(crate) struct Prediction {
     spans: Vec<Py<Span>>,
 }
 
-/// A part of an utterance that fills a slot.
+/// A slot in an utterance.
 #[pyclass(frozen, get_all, module = "fireclay")]
 pub(crate) struct Span {
     slot: String,
@@ -399,35 +399,35 @@ impl Span {
     }
 }
 
-/// Text to tokens and back.
+/// Converts between text and token ids.
 #[pyclass(frozen, module = "fireclay")]
 pub(crate) struct Tokenizer(pub(crate) Arc<Tokens>);
 
 #[pymethods]
 impl Tokenizer {
-    /// The tokens of a text; as a prompt's with those that the model wants before and behind a text.
+    /// Token ids of a text; `prompt` adds special tokens before and after it.
     #[pyo3(signature = (text, *, prompt = false))]
     fn encode(&self, py: Python<'_>, text: &str, prompt: bool) -> PyResult<Vec<u32>> {
         let tokens = if prompt { self.0.encode_prompt(text) } else { self.0.encode(text) };
         tokens.map_err(|error| failure(py, error.into()))
     }
 
-    /// The text of tokens.
+    /// Text of token ids.
     fn decode(&self, ids: &Bound<'_, PyAny>) -> PyResult<String> {
         let py = ids.py();
         let (ids, _) = token_rows(ids)?;
         let known = ids.iter().map(|id| u32::try_from(*id)).collect::<Result<Vec<_>, _>>();
-        let known = known.map_err(|_| Problem::Usage("token ids are not below zero".into()).raise(py))?;
+        let known = known.map_err(|_| Problem::Usage("token ids must not be negative".into()).raise(py))?;
         self.0.decode(&known).map_err(|error| failure(py, error.into()))
     }
 
-    /// Tokens that it knows.
+    /// Size of the vocabulary.
     #[getter]
     fn vocab_size(&self) -> usize {
         self.0.vocab_size()
     }
 
-    /// A token's number, if it is one of them.
+    /// The id of a token, if it is in the vocabulary.
     fn token_id(&self, token: &str) -> Option<u32> {
         self.0.token_id(token)
     }

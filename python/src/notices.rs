@@ -1,4 +1,4 @@
-//! What the library says on its way goes to Python's `logging`, under the name `fireclay`.
+//! Sends the library's notices to Python's logger `fireclay`.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 static SAID: Mutex<Vec<(Level, String)>> = Mutex::new(Vec::new());
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// From here on the library prints nothing.
+/// Stops the library from printing.
 pub(crate) fn take() {
     take_notices(|level, text| {
         SAID.lock().unwrap_or_else(PoisonError::into_inner).push((level, text.trim().to_string()));
@@ -17,7 +17,7 @@ pub(crate) fn take() {
     });
 }
 
-/// Logs what was said since the last time.
+/// Logs the notices since the last call.
 pub(crate) fn log(py: Python<'_>) -> PyResult<()> {
     if !ANY.swap(false, Ordering::Acquire) {
         return Ok(());

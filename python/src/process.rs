@@ -1,4 +1,4 @@
-//! What concerns the process: that it was not forked, and that nothing computes any more when the interpreter ends.
+//! Process state: detects forks, and stops all work before the interpreter exits.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -9,13 +9,13 @@ use pyo3::prelude::*;
 
 use crate::errors::Problem;
 
-/// How long the interpreter's end waits for what computes.
+/// How long the interpreter's exit waits for running work.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The process whose threads compute; zero for none yet.
+/// The process that owns the threads; zero before first use.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 static ENDING: AtomicBool = AtomicBool::new(false);
-/// Calls from Python that wait, and threads that compute.
+/// Waiting calls from Python, and computing threads.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 static COMPUTING: AtomicUsize = AtomicUsize::new(0);
 
@@ -27,28 +27,28 @@ fn stops() -> MutexGuard<'static, Option<HashMap<u64, Stop>>> {
     STOPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether this process's threads are the ones that compute: a fork takes none of them along.
+/// Whether this process was forked after first use, and so lacks the threads.
 pub(crate) fn is_forked() -> bool {
     !matches!(OWNER.load(Ordering::Acquire), 0) && OWNER.load(Ordering::Acquire) != std::process::id()
 }
 
-/// Whether the interpreter is about to end.
+/// Whether the interpreter is exiting.
 pub(crate) fn is_ending() -> bool {
     ENDING.load(Ordering::Acquire)
 }
 
-/// A call that waits for what computes.
+/// A waiting call.
 pub(crate) struct Waiting;
 
 impl Waiting {
-    /// Begins to wait.
+    /// Starts to wait; fails in a forked child and at exit.
     pub(crate) fn begin() -> Result<Self, Problem> {
-        // The first process that computes is the one.
+        // The first process to compute owns the threads.
         let _ = OWNER.compare_exchange(0, std::process::id(), Ordering::AcqRel, Ordering::Acquire);
         if is_forked() {
             return Err(Problem::Failed(
-                "this process was forked from one that had used fireclay, and has none of its threads: start processes with \
-                 multiprocessing.get_context(\"spawn\"), or use fireclay in the child alone"
+                "this process was forked after fireclay was used, and lacks its threads: start processes with \
+                 multiprocessing.get_context(\"spawn\"), or use fireclay only in the child"
                     .into(),
             ));
         }
@@ -67,16 +67,16 @@ impl Drop for Waiting {
     }
 }
 
-/// Why nothing is computed at the end.
+/// The error for calls at exit.
 pub(crate) fn ended() -> Problem {
-    Problem::Failed("the interpreter is about to end: nothing is computed any more".into())
+    Problem::Failed("the interpreter is exiting".into())
 }
 
-/// A thread that computes, until this is dropped.
+/// Marks a computing thread until dropped.
 pub(crate) struct Computing(u64);
 
 impl Computing {
-    /// Counts the thread; `stop` asks it to end.
+    /// Registers the thread; `stop` asks it to stop.
     pub(crate) fn begin(stop: impl Fn() + Send + 'static) -> Self {
         COMPUTING.fetch_add(1, Ordering::AcqRel);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -92,7 +92,7 @@ impl Drop for Computing {
     }
 }
 
-/// Ends all that computes; `atexit` calls it, while threads can still take the interpreter.
+/// Stops all work. `atexit` calls this while other threads can still take the GIL.
 #[pyfunction]
 pub(crate) fn _end(py: Python<'_>) {
     if is_forked() || ENDING.swap(true, Ordering::AcqRel) {

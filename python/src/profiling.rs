@@ -1,4 +1,4 @@
-//! Profiles, and what there is to run on.
+//! Profiles and devices.
 
 use std::path::PathBuf;
 
@@ -18,19 +18,19 @@ use crate::mailbox::mailbox;
 use crate::process::{Computing, Waiting};
 use crate::worker::{caught, wait};
 
-/// Where the time of some work goes.
+/// A profile.
 #[pyclass(frozen, module = "fireclay")]
 pub(crate) struct Profile(Profiled);
 
 #[pymethods]
 impl Profile {
-    /// Seconds of one step, token or batch, not recorded.
+    /// Seconds per step, token or batch, measured without recording.
     #[getter]
     fn seconds(&self) -> f64 {
         self.0.seconds
     }
 
-    /// The table and the totals, as JSON has them.
+    /// The table and totals.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         python(py, &self.0.to_json())
     }
@@ -40,7 +40,7 @@ impl Profile {
         self.0.write_html(&path).map_err(|error| failure(py, error))
     }
 
-    /// Writes what happened when, for Perfetto.
+    /// Writes a trace for Perfetto.
     fn write_trace(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         self.0.write_trace(&path).map_err(|error| failure(py, error))
     }
@@ -50,7 +50,7 @@ impl Profile {
     }
 }
 
-/// A profile of training, of generation or of predictions.
+/// Profiles training, generation or prediction.
 #[pyfunction]
 #[pyo3(signature = (what, recipe, data, model, prompt, texts, batch, precision, backend, count, warm_up))]
 #[allow(clippy::too_many_arguments)] // Python's keywords.
@@ -73,7 +73,7 @@ pub(crate) fn _profile(
     let precision: Option<Precision> = precision.map(|name| named(py, "precision", name)).transpose()?;
     let texts = texts.map(|texts| self::texts("texts", texts)).transpose()?.map(|(texts, _)| texts);
     if count == 0 {
-        return Err(usage(py, "count 0 records nothing"));
+        return Err(usage(py, "count must be at least 1"));
     }
     enum Work {
         Train(RecipeRequest),
@@ -93,7 +93,7 @@ pub(crate) fn _profile(
         }
     };
     let (post, answer) = mailbox();
-    // It ends by itself, after so many steps.
+    // Ends after a fixed number of steps.
     let computing = Computing::begin(|| {});
     let thread = move || {
         let _computing = computing;
@@ -125,7 +125,7 @@ pub(crate) fn _profile(
     wait(py, &answer, || {}).map(Profile)
 }
 
-/// Backends: what is built in, and what is there.
+/// All backends: built-in or not, and their devices.
 #[pyfunction]
 pub(crate) fn devices(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let found = py.detach(|| {

@@ -1,4 +1,4 @@
-//! Tensors on a device, as Python's libraries of arrays read them.
+//! Tensors for Python's array libraries, and token ids from them.
 
 use burn::tensor::DType;
 use fireclay_kernels::{DeviceTensor, Place, Reader, SharedMemory};
@@ -10,7 +10,7 @@ use crate::dlpack::{self, CPU, CUDA};
 use crate::errors::Problem;
 use crate::worker::caught;
 
-/// A tensor on the device of a model, which other libraries read in place through DLPack.
+/// A tensor on the device of a model, shared through DLPack.
 #[pyclass(frozen, module = "fireclay")]
 pub(crate) struct Tensor(DeviceTensor);
 
@@ -19,14 +19,14 @@ impl Tensor {
         Self(tensor)
     }
 
-    /// Where it is; waits until the device's queue has come to it.
+    /// Its memory. Waits until all its kernels are launched.
     fn shared(&self, py: Python<'_>) -> PyResult<SharedMemory> {
         let share = || self.0.share().map_err(|error| fireclay::Failure::new(format!("the device failed: {error}")));
         let shared = py.detach(|| caught(share)).map_err(|problem| problem.raise(py))?;
-        shared.ok_or_else(|| PyBufferError::new_err("no other library reads this backend's memory: use .numpy()"))
+        shared.ok_or_else(|| PyBufferError::new_err("other libraries cannot read memory of this backend: use .numpy()"))
     }
 
-    /// The numbers in f32, row after row, copied.
+    /// A copy in f32, in row-major order.
     fn values(&self, py: Python<'_>) -> PyResult<Vec<f32>> {
         let read = || {
             let data = self.0.read();
@@ -39,13 +39,13 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// Its dimensions.
+    /// Dimensions.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.0.shape())
     }
 
-    /// What its numbers are, such as `float32` or `bfloat16`.
+    /// Element type, such as `float32` or `bfloat16`.
     #[getter]
     fn dtype(&self) -> &'static str {
         match self.0.dtype() {
@@ -74,17 +74,17 @@ impl Tensor {
     ) -> PyResult<Py<PyAny>> {
         let mut shared = self.shared(py)?;
         if copy == Some(true) || dl_device.is_some_and(|wanted| wanted != dlpack::device(shared.place())) {
-            return Err(PyBufferError::new_err("nothing is copied by __dlpack__: use .numpy() for a copy on the host"));
+            return Err(PyBufferError::new_err("__dlpack__ makes no copies: use .numpy() for a copy on the host"));
         }
         let reader = match (shared.place(), stream) {
             (Place::Host, None | Some(-1)) => Reader::Unordered,
-            (Place::Host, Some(_)) => return Err(PyBufferError::new_err("the host's memory has no streams")),
-            // The legacy default stream, as DLPack has it.
+            (Place::Host, Some(_)) => return Err(PyBufferError::new_err("host memory has no streams")),
+            // DLPack: the legacy default stream.
             (Place::Cuda(_), None) => Reader::Stream(1),
             (Place::Cuda(_), Some(-1)) => Reader::Unordered,
             (Place::Cuda(_), Some(handle)) if handle > 0 => Reader::Stream(handle as usize),
             (Place::Cuda(_), Some(other)) => {
-                return Err(PyBufferError::new_err(format!("stream {other} is none that DLPack has for CUDA")));
+                return Err(PyBufferError::new_err(format!("stream {other} is not valid for CUDA")));
             }
         };
         let order = || shared.order(reader).map_err(|error| fireclay::Failure::new(error.to_string()));
@@ -92,7 +92,7 @@ impl Tensor {
         dlpack::capsule(py, shared, max_version.is_some_and(|(major, _)| major >= 1))
     }
 
-    /// A NumPy array: of the same memory, read-only, where the host has it in a dtype of NumPy's; else a copy, in float32.
+    /// A NumPy array: a read-only view of host memory, or else a copy in float32.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let numpy = py.import("numpy")?;
@@ -120,7 +120,7 @@ impl Tensor {
         }
     }
 
-    /// Nested lists of numbers.
+    /// Nested lists.
     fn tolist<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self::numpy(slf)?.call_method0("tolist")
     }
@@ -140,7 +140,7 @@ impl Tensor {
     }
 }
 
-/// Token ids in rows, and the shape that they came in: of lists, or of an array of any library that knows DLPack.
+/// Token ids and the row length, from lists or any array with DLPack.
 pub(crate) fn token_rows(ids: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, usize)> {
     let py = ids.py();
     let usage = |text: String| Problem::Usage(text).raise(py);
@@ -149,33 +149,34 @@ pub(crate) fn token_rows(ids: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, usize)> 
             let length = row.len();
             return Ok((row, length));
         }
-        let rows: Vec<Vec<i64>> =
-            ids.extract().map_err(|_| usage("token ids are a list of integers, a list of such, or an array".into()))?;
+        let rows: Vec<Vec<i64>> = ids
+            .extract()
+            .map_err(|_| usage("token ids must be a list of integers, a list of such lists, or an array".into()))?;
         let length = rows.first().map_or(0, Vec::len);
         if let Some(other) = rows.iter().find(|row| row.len() != length) {
             let other = other.len();
-            return Err(usage(format!("rows of {length} and of {other} tokens: give rows of one length")));
+            return Err(usage(format!("rows have {length} and {other} tokens: all rows need one length")));
         }
         return Ok((rows.concat(), length));
     }
     let mut array = ids.clone();
     let (kind, _): (i32, i32) = array.call_method0("__dlpack_device__")?.extract()?;
     if kind != CPU {
-        // Ids are checked on the host before a kernel reads by them.
+        // The host checks ids before a kernel uses them as indices.
         array = array
             .call_method0("cpu")
-            .map_err(|_| usage(format!("token ids on {}: give them on the CPU", named(kind))))?;
+            .map_err(|_| usage(format!("token ids on {}: pass them on the CPU", named(kind))))?;
     }
     let arguments = PyDict::new(py);
     arguments.set_item("max_version", (1, 0))?;
-    // Older libraries know no versions.
+    // Older libraries do not take a version.
     let capsule =
         array.call_method("__dlpack__", (), Some(&arguments)).or_else(|_| array.call_method0("__dlpack__"))?;
     let (values, shape) = dlpack::integers(&capsule)?;
     match shape[..] {
         [length] => Ok((values, length)),
         [_, length] => Ok((values, length)),
-        _ => Err(usage(format!("token ids of {} dimensions: give one row, or [rows, length]", shape.len()))),
+        _ => Err(usage(format!("token ids with {} dimensions: pass [length] or [rows, length]", shape.len()))),
     }
 }
 

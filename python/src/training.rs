@@ -1,4 +1,4 @@
-//! Training: whole runs, and steps of a loop of somebody else's.
+//! Training runs, and a trainer for custom loops.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +26,7 @@ use crate::process::{Computing, Waiting};
 use crate::tensor::token_rows;
 use crate::worker::{Worker, caught, next, nothing};
 
-/// The recipe that is asked for.
+/// Collects the arguments of a recipe.
 #[allow(clippy::too_many_arguments)] // Python's keywords.
 fn request(
     py: Python<'_>,
@@ -48,7 +48,7 @@ fn request(
     Ok(RecipeRequest { recipe, task, data, field, init, precision, settings })
 }
 
-/// A value as a recipe, which is TOML, writes it.
+/// Converts a value to TOML.
 fn setting(key: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
     let py = value.py();
     if value.is_instance_of::<PyBool>() {
@@ -62,7 +62,7 @@ fn setting(key: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
         return Ok(format!("{value:?}"));
     }
     if value.is_instance_of::<PyString>() || value.hasattr("__fspath__")? {
-        // As TOML has it, so that a text of digits stays a text.
+        // Quoted, so that a string of digits stays a string.
         let text = Value::String(value.str()?.to_string());
         return Ok(text.to_string());
     }
@@ -77,16 +77,16 @@ fn setting(key: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
         };
         return Ok(format!("{{ {} }}", table.iter().map(pair).collect::<PyResult<Vec<_>>>()?.join(", ")));
     }
-    Err(usage(py, format!("{key} is {value}: a recipe has numbers, texts, lists and tables")))
+    Err(usage(py, format!("{key} = {value}: settings are numbers, strings, lists or dicts")))
 }
 
-/// News of a run.
+/// Messages of a run.
 enum News {
     Event(Value),
     Over(Result<Outcome, Problem>),
 }
 
-/// Tells the thread that waits.
+/// Sends events to the waiting thread.
 struct Telling(Arc<Post<News>>);
 
 impl Sink for Telling {
@@ -96,8 +96,8 @@ impl Sink for Telling {
     }
 }
 
-/// A run from its recipe to its end: its folder and its figures. An exception of `on_event`, as a signal's, stops it, and is raised
-/// when the run is saved.
+/// Trains a recipe, and returns the folder and the summary. An exception in `on_event` or from a signal stops the run, and is
+/// raised once the run is saved.
 #[pyfunction]
 #[pyo3(signature = (
     recipe, task, data, field, init, precision, backend, out, resume, allow_changed_data, on_event, overrides,
@@ -158,7 +158,7 @@ pub(crate) fn _train<'py>(
     let outcome = loop {
         let came = match next(py, &news, &stop, Duration::ZERO) {
             Ok(came) => came,
-            // Whoever raised once waits for the run to be saved; a second signal does not.
+            // The first exception waits for the save; the second does not.
             Err(error) if raised.is_some() => return Err(error),
             Err(error) => {
                 raised = Some(error);
@@ -188,8 +188,8 @@ pub(crate) fn _train<'py>(
         (Ok(Outcome::Done(_)), Some(error)) => Err(error),
         (Ok(Outcome::Interrupted(step)), raised) => {
             let text = match step {
-                0 => "stopped before the first step: there is nothing to save".to_string(),
-                _ => format!("stopped and saved at step {step}; go on with fireclay.train(resume={folder:?})"),
+                0 => "stopped before the first step: nothing to save".to_string(),
+                _ => format!("stopped and saved at step {step}; continue with fireclay.train(resume={folder:?})"),
             };
             let logger = py.import("logging")?.call_method1("getLogger", ("fireclay",))?;
             logger.call_method1("warning", ("%s", &text))?;
@@ -200,10 +200,10 @@ pub(crate) fn _train<'py>(
     }
 }
 
-/// A trainer, whatever its backend.
+/// A trainer of any backend.
 type Loaded = dyn LoadedTrainer;
 
-/// A model in training, step by step.
+/// A model in training.
 #[pyclass(frozen, subclass, module = "fireclay")]
 pub(crate) struct Trainer {
     worker: Worker<Loaded>,
@@ -241,7 +241,7 @@ impl Trainer {
         Ok(Self { worker, recipe, backend })
     }
 
-    /// One optimizer step, over rows of tokens or over the recipe's own data.
+    /// One optimizer step, over rows of tokens or the recipe's data.
     #[pyo3(signature = (input_ids = None, target_ids = None))]
     fn step(
         slf: &Bound<'_, Self>,
@@ -254,10 +254,12 @@ impl Trainer {
             (Some(inputs), Some(targets)) => {
                 let ((inputs, length), (targets, wanted)) = (token_rows(inputs)?, token_rows(targets)?);
                 if length != wanted {
-                    return Err(usage(py, format!("rows of {length} tokens have rows of {wanted} targets")));
+                    return Err(usage(py, format!("rows have {length} tokens but {wanted} targets")));
                 }
                 let narrow = |ids: Vec<i64>| {
-                    let narrow = |id: i64| i32::try_from(id).map_err(|_| usage(py, format!("token {id} is none")));
+                    let narrow = |id: i64| {
+                        i32::try_from(id).map_err(|_| usage(py, format!("token {id} is not in the vocabulary")))
+                    };
                     ids.into_iter().map(narrow).collect::<PyResult<Vec<i32>>>()
                 };
                 let batch = TokenBatch::new(narrow(inputs)?, narrow(targets)?, length);
@@ -279,30 +281,30 @@ impl Trainer {
         Ok(self.worker.call(py, &Interrupt::default(), move |trainer| trainer.validate(tokens))?.loss)
     }
 
-    /// Writes the model into a folder.
+    /// Saves the model.
     fn save(&self, py: Python<'_>, folder: PathBuf) -> PyResult<()> {
         self.worker.call(py, &Interrupt::default(), move |trainer| trainer.save(&folder))
     }
 
-    /// Steps taken.
+    /// The number of steps taken.
     #[getter]
     fn steps(&self, py: Python<'_>) -> PyResult<u64> {
         self.worker.call(py, &Interrupt::default(), |trainer| Ok(trainer.steps()))
     }
 
-    /// The recipe, with what its data asked for.
+    /// The recipe, with the sizes of its data.
     #[getter]
     fn recipe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         python(py, &self.recipe)
     }
 
-    /// The backend that it is on.
+    /// The backend.
     #[getter]
     fn backend(&self) -> &'static str {
         self.backend
     }
 
-    /// Gives back what it holds; nothing can be asked of it any more.
+    /// Frees the trainer.
     fn close(&self, py: Python<'_>) {
         self.worker.close(py);
     }
@@ -319,11 +321,11 @@ impl Trainer {
 enum Figures {
     Unread(StepFigures),
     Read(f64, f64),
-    /// They could not be.
+    /// Reading failed.
     Lost,
 }
 
-/// A step that was taken. Its loss is read from the device when it is asked for.
+/// A step. Its loss is read from the device on first use.
 #[pyclass(frozen, module = "fireclay")]
 pub(crate) struct Step {
     #[pyo3(get)]
@@ -355,13 +357,13 @@ impl Step {
 
 #[pymethods]
 impl Step {
-    /// The loss before the step, in nats a target.
+    /// Loss before the step, in nats per target.
     #[getter]
     fn loss(&self, py: Python<'_>) -> PyResult<f64> {
         Ok(self.read(py)?.0)
     }
 
-    /// The global norm of the gradients, before clipping.
+    /// Global gradient norm before clipping.
     #[getter]
     fn gradient_norm(&self, py: Python<'_>) -> PyResult<f64> {
         Ok(self.read(py)?.1)

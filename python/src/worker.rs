@@ -1,4 +1,4 @@
-//! A thread that owns a model: what is asked of it is done in order, and whoever asks waits without the interpreter's lock.
+//! A thread that owns a model and runs jobs in order; callers wait without the GIL.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -17,11 +17,11 @@ use crate::mailbox::{Mailbox, Taken, mailbox};
 use crate::notices;
 use crate::process::{Computing, Waiting, ended, is_ending, is_forked};
 
-/// How often whoever waits looks for signals.
+/// Time between two checks for signals.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long an interrupted call waits for its work to end, before it leaves the work to end by itself.
+/// How long an interrupted call waits for its job before it leaves the job running.
 const GRACE: Duration = Duration::from_millis(100);
-/// How long the end of a model is waited for.
+/// How long dropping a model waits for its thread.
 const END: Duration = Duration::from_secs(10);
 
 enum Message<M: ?Sized> {
@@ -29,20 +29,20 @@ enum Message<M: ?Sized> {
     End,
 }
 
-/// What comes of something that was asked for.
+/// The result of a job.
 pub(crate) type Answer<R> = Mailbox<Result<R, Problem>>;
 
-/// A thread with a model, by what it is asked through.
+/// The handle of a thread with a model.
 pub(crate) struct Worker<M: ?Sized> {
     messages: Sender<Message<M>>,
-    /// Ends the work at hand.
+    /// Interrupts the current job.
     current: Arc<Mutex<Interrupt>>,
-    /// Closed when the thread has ended.
+    /// Closed when the thread has finished.
     over: Mailbox<()>,
 }
 
 impl<M: ?Sized + Send + 'static> Worker<M> {
-    /// A thread with what `open` gives on `backend`, or on the best one, and what `tell` says of it.
+    /// Starts a thread that opens a model on `backend` (default: the best one), and returns what `tell` extracts from it.
     pub(crate) fn start<T: Send + 'static>(
         py: Python<'_>,
         backend: Option<BackendName>,
@@ -57,7 +57,7 @@ impl<M: ?Sized + Send + 'static> Worker<M> {
         let (to_end, interrupts) = (messages.clone(), current.clone());
         let computing = Computing::begin(move || {
             lock(&interrupts).store(true, Ordering::Release);
-            // One that has ended needs no word.
+            // Fails only if the thread has finished.
             let _ = to_end.send(Message::End);
         });
         let thread = move || {
@@ -85,11 +85,14 @@ impl<M: ?Sized + Send + 'static> Worker<M> {
         };
         let spawned = std::thread::Builder::new().name("fireclay".into()).spawn(thread);
         spawned.map_err(|error| Problem::Failed(format!("no thread for a model: {error}")).raise(py))?;
-        let told = wait(py, &answer, || {})?;
+        let told = wait(py, &answer, || {}).inspect_err(|_| {
+            // The thread exits once it has loaded the model.
+            let _ = messages.send(Message::End);
+        })?;
         Ok((Self { messages, current, over }, told))
     }
 
-    /// Asks for `work`, which `interrupt` ends, and does not wait for what comes of it.
+    /// Queues `work`, which `interrupt` stops, and returns without waiting.
     pub(crate) fn ask<R: Send + 'static>(
         &self,
         interrupt: Interrupt,
@@ -106,7 +109,7 @@ impl<M: ?Sized + Send + 'static> Worker<M> {
         Ok(answer)
     }
 
-    /// Asks for `work`, which `interrupt` ends, and waits for what comes of it.
+    /// Queues `work`, which `interrupt` stops, and waits for its result.
     pub(crate) fn call<R: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -118,13 +121,13 @@ impl<M: ?Sized + Send + 'static> Worker<M> {
         wait(py, &answer, || interrupt.store(true, Ordering::Release))
     }
 
-    /// Ends the thread, and waits until its model is gone.
+    /// Stops the thread, and waits until its model is dropped.
     pub(crate) fn close(&self, py: Python<'_>) {
         if is_forked() || is_ending() {
             return;
         }
         lock(&self.current).store(true, Ordering::Release);
-        // One that has ended needs no word.
+        // Fails only if the thread has finished.
         let _ = self.messages.send(Message::End);
         py.detach(|| self.over.take(END));
     }
@@ -137,7 +140,7 @@ impl<M: ?Sized> Drop for Worker<M> {
         }
         lock(&self.current).store(true, Ordering::Release);
         let _ = self.messages.send(Message::End);
-        // Whoever loads the next model finds this one's memory free.
+        // So that its memory is free when the next model loads.
         Python::try_attach(|py| py.detach(|| self.over.take(END)));
     }
 }
@@ -146,7 +149,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What `work` gives; a panic is a problem, too.
+/// Runs `work`, and turns a panic into a problem.
 pub(crate) fn caught<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, Problem> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Problem::from),
@@ -154,9 +157,9 @@ pub(crate) fn caught<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, 
     }
 }
 
-/// What comes next, without the interpreter's lock; what is said meanwhile is logged.
+/// Waits for a result without the GIL, and logs notices.
 ///
-/// A signal's exception has `stop` called, and is raised when the work has ended or [`GRACE`] is over.
+/// If a signal raises an exception, calls `stop`, and raises it when the job has finished or after [`GRACE`].
 pub(crate) fn wait<R: Send>(py: Python<'_>, answer: &Answer<R>, stop: impl Fn()) -> PyResult<R> {
     let result = match next(py, answer, &stop, GRACE) {
         Ok(Some(result)) => result.map_err(|problem| problem.raise(py)),
@@ -167,13 +170,13 @@ pub(crate) fn wait<R: Send>(py: Python<'_>, answer: &Answer<R>, stop: impl Fn())
     result
 }
 
-/// Why nothing came.
+/// The error for a mailbox that closed without a result.
 pub(crate) fn nothing(py: Python<'_>) -> PyErr {
     device_failure().unwrap_or_else(|| Problem::Failed("the model is closed".into())).raise(py)
 }
 
-/// The next message; `None` when there will be none. A signal's exception has `stop` called, and is raised when the messages
-/// have ended or `grace` is over, with what came until then lost; at once, and with nothing lost, where there is none.
+/// The next message, or `None` if the mailbox is closed. If a signal raises an exception, calls `stop` and discards messages until
+/// the mailbox closes or `grace` has passed; without grace it raises at once and discards nothing.
 pub(crate) fn next<T: Send>(
     py: Python<'_>,
     mailbox: &Mailbox<T>,
@@ -203,7 +206,7 @@ pub(crate) fn next<T: Send>(
     }
 }
 
-/// Takes messages until there are no more, or for as long as `patience`.
+/// Discards messages until the mailbox closes or `patience` has passed.
 fn drain<T>(mailbox: &Mailbox<T>, patience: Duration) {
     let until = Instant::now() + patience;
     while let Taken::Message(_) = mailbox.take(until.saturating_duration_since(Instant::now())) {}

@@ -66,7 +66,7 @@ def test_ids_that_the_model_does_not_know_are_refused(model: fireclay.Model) -> 
         ([], "0 tokens"),
         ([1] * (context + 1), f"{context + 1} tokens"),
         ([[1, 2], [3]], "one length"),
-        (np.array([1.5]), "whole"),
+        (np.array([1.5]), "integers"),
         (np.zeros((1, 1, 1), np.int64), "dimensions"),
         ("text", "token ids"),
     ]:

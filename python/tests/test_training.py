@@ -104,7 +104,7 @@ def test_rows_that_cannot_be_learnt_from_are_refused() -> None:
         (rows, rows[:2], "targets"),
         (rows + 100_000, rows, "token 100000"),
         (rows, rows - 1, "target -1"),
-        (rows, rows - 100, "no target counts"),
+        (rows, rows - 100, "ignored"),
         (rows, None, "or neither"),
     ]:
         with pytest.raises(fireclay.UsageError, match=match):

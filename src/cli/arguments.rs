@@ -55,7 +55,7 @@ impl RunArgs {
     }
 }
 
-/// The backend that is asked for, or the best one; the allocator is set up for it.
+/// The requested backend, or the best one; configures the allocator for it.
 pub(super) fn chosen(asked: Option<BackendName>) -> BackendName {
     let backend = asked.unwrap_or_else(BackendName::best);
     #[cfg(all(feature = "ndarray", feature = "mimalloc"))]

@@ -104,12 +104,12 @@ impl OnBackend for EvaluationRun {
     }
 }
 
-/// How well `model` predicts a text: in windows of `context` tokens (its own context, up to 1,024, where `None`), `stride` apart
-/// (half a window where `None`).
+/// Evaluates `model` on a text, in windows of `context` tokens (default: the model's context, up to 1,024) that are `stride`
+/// tokens apart (default: half a window).
 ///
 /// # Errors
-/// If the sizes do not suit the model, the text has fewer than two tokens or some that the model does not know, or the device
-/// fails.
+/// If the sizes are invalid for the model, the text has fewer than two tokens or tokens that are not in the vocabulary, or the
+/// device fails.
 pub fn evaluate<B: Backend>(
     model: &Transformer<B>,
     tokenizer: &Tokenizer,
@@ -130,7 +130,7 @@ fn too_few(tokens: usize) -> Failure {
     Failure::new(format!("{tokens} tokens are too few to evaluate"))
 }
 
-/// Tokens of a window, and from one to the next.
+/// Length and stride of the windows.
 fn window_sizes<B: Backend>(
     model: &Transformer<B>,
     context: Option<usize>,

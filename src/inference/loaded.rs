@@ -1,5 +1,4 @@
-//! A model that is opened once and asked for many things, whatever its backend and its kind: one that writes, one that
-//! embeds texts, one that predicts what utterances ask for.
+//! A model of any backend and kind behind one trait: decoders, encoders, and models of utterances.
 
 use std::path::PathBuf;
 
@@ -17,49 +16,50 @@ use crate::inference::generation::{Generated, GenerationOptions, Generator, Inte
 use crate::inference::prediction::{Prediction, Predictor};
 use crate::precision::{CachePrecision, Precision};
 
-/// A model's folder, or its GGUF file, to be opened.
+/// A model folder or GGUF file to load.
 #[derive(Clone, Debug)]
 pub struct ModelToLoad {
-    /// Where it is.
+    /// The folder or file.
     pub model: PathBuf,
     /// Dtype of matrices and activations.
     pub precision: Precision,
-    /// What a cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
 }
 
-/// What a text goes on from.
+/// Input of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// A text.
+    /// Text.
     Text(String),
-    /// What was said, in the words of the model's chat template.
+    /// A conversation, rendered with the model's chat template.
     Dialogue(Dialogue),
 }
 
-/// Token ids, a row for each sequence.
+/// Token ids, one row per sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenRows {
-    /// Row after row.
+    /// All rows, concatenated.
     pub ids: Vec<i64>,
-    /// Tokens of a row.
+    /// Tokens per row.
     pub length: usize,
 }
 
-/// What a model can be asked for, on the backend that it was opened on.
+/// A loaded model, without its backend type.
 ///
-/// Ask where [`FoundBackend::enter`](crate::backend::FoundBackend::enter) computes.
+/// Call its methods inside [`FoundBackend::enter`](crate::backend::FoundBackend::enter).
 pub trait LoadedModel: Send {
-    /// What the transformer is made of.
+    /// The configuration.
     fn config(&self) -> &TransformerConfig;
 
-    /// How text becomes tokens.
+    /// The tokenizer.
     fn tokenizer(&self) -> &Tokenizer;
 
-    /// Goes on from prompts, together; `show` is told which one a piece of text belongs to. `interrupt` ends them early.
+    /// Generates from several prompts concurrently. `show` gets the index of a prompt and new text; `interrupt` ends all
+    /// outputs early.
     ///
     /// # Errors
-    /// If the model is an encoder, an option or a prompt cannot be used, or the device fails.
+    /// If the model is an encoder, an option or a prompt is invalid, or the device fails.
     fn generate(
         &mut self,
         prompts: &[Prompt],
@@ -71,25 +71,25 @@ pub trait LoadedModel: Send {
     /// Logits `[rows, length, vocab_size]` in the dtype of activations.
     ///
     /// # Errors
-    /// If the model is an encoder, or there are no tokens, more than its context, or some that it does not know.
+    /// If the model is an encoder, or the tokens are empty, exceed the context, or are not in the vocabulary.
     fn logits(&self, tokens: &TokenRows) -> Result<DeviceTensor, Failure>;
 
     /// Hidden states `[rows, length, d_model]` after the last norm, in the dtype of activations.
     ///
     /// # Errors
-    /// As [`logits`](Self::logits), of any model.
+    /// As [`logits`](Self::logits), for any model.
     fn hidden_states(&self, tokens: &TokenRows) -> Result<DeviceTensor, Failure>;
 
-    /// Where each layer's heads attend, f32 `[rows, n_heads, length, length]` each.
+    /// Attention weights of each layer, f32 `[rows, n_heads, length, length]`.
     ///
     /// # Errors
     /// As [`hidden_states`](Self::hidden_states).
     fn attention(&self, tokens: &TokenRows) -> Result<Vec<DeviceTensor>, Failure>;
 
-    /// An embedding of length one for each text.
+    /// A normalized embedding of each text.
     ///
     /// # Errors
-    /// If the model is no encoder, a text is empty or too long, or the device fails.
+    /// If the model is not an encoder, a text is empty or too long, or the device fails.
     fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, Failure>;
 
     /// The intent and slots of each text.
@@ -98,16 +98,16 @@ pub trait LoadedModel: Send {
     /// If the model was not trained on utterances, or the device fails.
     fn predict(&self, texts: &[String]) -> Result<Vec<Prediction>, Failure>;
 
-    /// How well it predicts a text; see [`evaluate`].
+    /// Evaluates the model on a text; see [`evaluate`].
     ///
     /// # Errors
-    /// As there, and if the model is an encoder.
+    /// As there, or if the model is an encoder.
     fn evaluate(&self, text: &str, sizes: (Option<usize>, Option<usize>)) -> Result<Evaluation, Failure>;
 
     /// Every parameter by its path, as it is stored.
     ///
     /// # Errors
-    /// If some are quantized.
+    /// If matrices are quantized.
     fn parameters(&self) -> Result<Vec<(String, DeviceTensor)>, Failure>;
 }
 
@@ -124,14 +124,14 @@ impl OnBackend for ModelToLoad {
                 Kind::Writer { generator: Box::new(generator), template: ChatTemplate::find(&folder) }
             }
             (AttentionDirection::Bidirectional, _) if cache != CachePrecision::Auto => {
-                return Err(Failure::usage(format!("{name}: an encoder, which has no cache")));
+                return Err(Failure::usage(format!("{name}: an encoder, which has no KV cache")));
             }
             (AttentionDirection::Bidirectional, 0) => {
                 Kind::Encoder(Box::new(Embedder::<B>::open(&folder, precision, device.clone())?))
             }
             (AttentionDirection::Bidirectional, _) => {
                 let predictor = Predictor::<B>::open(&folder, precision, device.clone())?;
-                // Both share the weights.
+                // Both use the same weights.
                 let embedder = Embedder::of(predictor.model().clone(), &folder, device.clone())?;
                 Kind::Predictor { predictor: Box::new(predictor), embedder: Box::new(embedder) }
             }
@@ -144,11 +144,11 @@ impl OnBackend for ModelToLoad {
     }
 }
 
-/// A model on a backend.
+/// A model on backend `B`.
 struct Loaded<B: Backend> {
     kind: Kind<B>,
     tokenizer: Tokenizer,
-    /// What it is called in errors.
+    /// Its name in errors.
     name: String,
     device: B::Device,
 }
@@ -168,23 +168,23 @@ impl<B: Backend> Loaded<B> {
         }
     }
 
-    /// Why an encoder cannot do what a model that writes can.
+    /// The error for operations that encoders lack.
     fn reads_only(&self, what: &str) -> Failure {
         Failure::new(format!("{}: an encoder, which {what}", self.name))
     }
 
     fn prepared(&self, prompt: &Prompt, options: &GenerationOptions) -> Result<Prepared, Failure> {
         let Kind::Writer { generator, template } = &self.kind else {
-            return Err(self.reads_only("cannot write text"));
+            return Err(self.reads_only("cannot generate text"));
         };
         match prompt {
             Prompt::Text(text) => generator.prepare(text, options),
             Prompt::Dialogue(dialogue) => {
-                let lacks = || Failure::new(format!("{}: no chat template: generate from a text instead", self.name));
+                let lacks = || Failure::new(format!("{}: no chat template; use generate with a text", self.name));
                 let template = template.as_ref().ok_or_else(lacks)?;
                 template.check().map_err(|failure| failure.about(&self.name))?;
                 let tokens = template.tokens(dialogue, generator.tokenizer())?;
-                // As many as fit, where nothing is said: an answer is not cut short.
+                // By default an answer may fill the context.
                 let room = generator.model().config().context_length.saturating_sub(tokens.len()).max(1);
                 let max_tokens = options.max_tokens.unwrap_or(room);
                 generator.prepare_tokens(tokens, &GenerationOptions { max_tokens: Some(max_tokens), ..options.clone() })
@@ -192,17 +192,17 @@ impl<B: Backend> Loaded<B> {
         }
     }
 
-    /// The rows on the device, if the model can read them.
+    /// Checks the rows and uploads them.
     fn tokens(&self, TokenRows { ids, length }: &TokenRows) -> Result<Tokens<B>, Failure> {
         let (context, known) = (self.model().config().context_length, self.model().config().vocab_size);
         if *length == 0 || *length > context || ids.is_empty() {
-            return Err(Failure::usage(format!("a row has {length} tokens; the model reads 1 to {context}")));
+            return Err(Failure::usage(format!("a row has {length} tokens; the model takes 1 to {context}")));
         }
         if !ids.len().is_multiple_of(*length) {
-            return Err(Failure::usage(format!("{} tokens are no whole rows of {length}", ids.len())));
+            return Err(Failure::usage(format!("{} tokens do not divide into rows of {length}", ids.len())));
         }
         if let Some(token) = ids.iter().find(|token| !(0..known as i64).contains(token)) {
-            return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {}", known - 1)));
+            return Err(Failure::usage(format!("token {token} is not in the vocabulary, which is 0 to {}", known - 1)));
         }
         let rows = ids.len() / length;
         let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
@@ -246,7 +246,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
 
     fn logits(&self, tokens: &TokenRows) -> Result<DeviceTensor, Failure> {
         let Kind::Writer { generator, .. } = &self.kind else {
-            return Err(self.reads_only("has no logits of tokens: ask for hidden states"));
+            return Err(self.reads_only("has no logits; use hidden states"));
         };
         let model = generator.model();
         Ok(DeviceTensor::new(model.logits(model.forward(self.tokens(tokens)?))))
@@ -263,7 +263,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
 
     fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, Failure> {
         let (Kind::Encoder(embedder) | Kind::Predictor { embedder, .. }) = &self.kind else {
-            return Err(Failure::new(format!("{}: no encoder: it has no embeddings of texts", self.name)));
+            return Err(Failure::new(format!("{}: not an encoder: it has no text embeddings", self.name)));
         };
         let tokens = texts.iter().map(|text| embedder.tokenizer().encode_prompt(text));
         embedder.embed(&tokens.collect::<Result<Vec<_>, _>>()?)
@@ -272,7 +272,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
     fn predict(&self, texts: &[String]) -> Result<Vec<Prediction>, Failure> {
         let Kind::Predictor { predictor, .. } = &self.kind else {
             return Err(Failure::new(format!(
-                "{}: not trained on utterances; train such a model with the recipe home or intent-slot",
+                "{}: not trained on utterances; train a model with the recipe home or intent-slot",
                 self.name
             )));
         };
@@ -281,7 +281,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
 
     fn evaluate(&self, text: &str, sizes: (Option<usize>, Option<usize>)) -> Result<Evaluation, Failure> {
         if !matches!(self.kind, Kind::Writer { .. }) {
-            return Err(self.reads_only("predicts no tokens"));
+            return Err(self.reads_only("has no perplexity"));
         }
         evaluate(self.model(), &self.tokenizer, text, sizes, &self.device)
     }
@@ -289,7 +289,7 @@ impl<B: Backend> LoadedModel for Loaded<B> {
     fn parameters(&self) -> Result<Vec<(String, DeviceTensor)>, Failure> {
         match self.model().is_quantized() {
             true => Err(Failure::new(format!(
-                "{}: its matrices are quantized, which no other library reads: load it with precision f32 or bf16",
+                "{}: the matrices are quantized: load the model with precision f32 or bf16 to share parameters",
                 self.name
             ))),
             false => Ok(self.model().parameters()),

@@ -64,7 +64,8 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        let text = format!("{shown}: the context is limited to {context} tokens, the range of longrope's short factors");
+        let text =
+            format!("{shown}: the context is limited to {context} tokens, the range of longrope's short factors");
         notice(Level::Note, &text);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! What a run is asked for: a recipe, and what is changed of it.
+//! A recipe with the changes of a command line.
 
 use std::path::PathBuf;
 
@@ -9,35 +9,35 @@ use super::task::TaskName;
 use crate::failure::Failure;
 use crate::precision::Precision;
 
-/// A recipe by its name or its file, or that for a task and its data, with settings in the place of its own.
+/// A recipe by name or file, or the default of a task, with changed settings.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecipeRequest {
-    /// The recipe's file, or the name of one that is shipped.
+    /// A recipe file, or the name of a shipped recipe.
     pub recipe: Option<PathBuf>,
-    /// What to train for; the recipe's, or a language, where `None`.
+    /// The task. Default: the recipe's, or language.
     pub task: Option<TaskName>,
-    /// What to learn from.
+    /// The training data.
     pub data: Option<PathBuf>,
-    /// The field of its documents, where it is JSON, a table or Parquet.
+    /// The field of the documents, in JSON, tables and Parquet.
     pub field: Option<String>,
-    /// A model to begin from.
+    /// A model to start from.
     pub init: Option<PathBuf>,
-    /// Dtype of activations.
+    /// Data type of activations.
     pub precision: Option<Precision>,
-    /// Further settings, `KEY=VALUE`.
+    /// Other settings, `KEY=VALUE`.
     pub settings: Vec<String>,
 }
 
 impl RecipeRequest {
-    /// The recipe as it is asked for.
+    /// The recipe with all changes.
     ///
     /// # Errors
-    /// If there is no such recipe, it is for another task, or a setting does not suit it.
+    /// If the recipe does not exist or has another task, or a setting is invalid.
     pub fn recipe(&self) -> Result<Recipe, Failure> {
         self.change(self.base()?)
     }
 
-    /// The recipe before its changes.
+    /// The recipe without changes.
     fn base(&self) -> Result<Recipe, Failure> {
         let (has_data, has_init) = (self.data.is_some(), self.init.is_some());
         let Some(path) = &self.recipe else {
@@ -54,10 +54,10 @@ impl RecipeRequest {
         }
     }
 
-    /// `recipe` with the changes alone, such as that of a run that goes on.
+    /// Applies the changes to `recipe`, such as that of a resumed run.
     ///
     /// # Errors
-    /// If a setting does not suit it.
+    /// If a setting is invalid.
     pub fn change(&self, mut recipe: Recipe) -> Result<Recipe, Failure> {
         if let (Some(data), None) = (&self.data, &self.recipe) {
             recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());

@@ -95,11 +95,11 @@ impl Recipe {
         self
     }
 
-    /// With its data, and the model that it begins from unless it has `begun`, in the place of their names on the hub: what is missing
-    /// of them is fetched, and `progress` told.
+    /// Downloads data and the initial model if they are names on the hub, and replaces the names with paths. A run that has
+    /// `begun` needs no initial model.
     ///
     /// # Errors
-    /// If something cannot be fetched.
+    /// If a download fails.
     pub fn fetched(mut self, begun: bool, progress: FileProgress<'_>) -> Result<Self, Failure> {
         if self.task == TaskName::Language {
             let mut fetched = |source: &str| -> Result<String, Failure> {

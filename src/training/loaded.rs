@@ -1,4 +1,4 @@
-//! A trainer for a loop of somebody else's, whatever its backend.
+//! A trainer of any backend behind one trait, for custom training loops.
 
 use std::path::Path;
 
@@ -11,52 +11,52 @@ use crate::recipe::Recipe;
 use crate::tasks::Validation;
 use crate::training::trainer::{StepOutput, Trainer, read_steps};
 
-/// A recipe whose model is to be trained step by step.
+/// The recipe of a trainer to create.
 pub struct TrainerToLoad(pub Recipe);
 
-/// What is read of a step when somebody asks: its loss before the update, in nats a target, and the global norm of its gradients
-/// before clipping. Reading waits for the device.
+/// Reads a step's loss before the update, in nats per target, and its global gradient norm before clipping. Waits for
+/// the device.
 pub type StepFigures = Box<dyn FnOnce() -> Result<(f64, f64), Failure> + Send>;
 
-/// A step that the device may still be at.
+/// A step that the device may not have finished.
 pub struct StepTaken {
     /// Counted from one.
     pub step: u64,
-    /// Of the step.
+    /// The learning rate.
     pub learning_rate: f64,
-    /// Targets that it learnt from.
+    /// Targets that counted.
     pub tokens: usize,
-    /// The rest.
+    /// Loss and gradient norm.
     pub figures: StepFigures,
 }
 
-/// A trainer on the backend that it was made on.
+/// A trainer, without its backend type.
 ///
-/// Ask where [`FoundBackend::enter`](crate::backend::FoundBackend::enter) computes.
+/// Call its methods inside [`FoundBackend::enter`](crate::backend::FoundBackend::enter).
 pub trait LoadedTrainer: Send {
-    /// One optimizer step over `batch`, or over the rows that the recipe's data has for it. Nothing is read from the device.
+    /// One optimizer step over `batch`, or over the next rows of the recipe's data. Does not wait for the device.
     ///
     /// # Errors
-    /// If the model is not for tokens or does not know some of them, rows are longer than its context, no target counts, or the
-    /// data cannot be read any more.
+    /// If the task is not a language, rows exceed the context, tokens are not in the vocabulary, all targets are ignored, or
+    /// the data cannot be read.
     fn step(&mut self, batch: Option<TokenBatch>) -> Result<StepTaken, Failure>;
 
-    /// How the model does on the recipe's held-out data: about `tokens` of a language's.
+    /// Validates on about `tokens` tokens of the recipe's held-out data.
     ///
     /// # Errors
     /// If the device fails.
     fn validate(&self, tokens: usize) -> Result<Validation, Failure>;
 
-    /// Writes the model as it is, with its tokenizer, as a folder of the hub's layout.
+    /// Writes the model with its tokenizer, in the layout of the hub.
     ///
     /// # Errors
     /// If the file system refuses.
     fn save(&self, folder: &Path) -> Result<(), Failure>;
 
-    /// Steps taken.
+    /// The number of steps taken.
     fn steps(&self) -> u64;
 
-    /// The recipe, with what its data asked for.
+    /// The recipe, with the sizes of its data.
     fn recipe(&self) -> &Recipe;
 }
 
@@ -101,33 +101,33 @@ impl<B: Backend> LoadedTrainer for Trainer<B> {
 }
 
 impl<B: Backend> Trainer<B> {
-    /// Refuses rows that the model cannot learn from.
+    /// Refuses invalid rows.
     fn check(&self, batch: &TokenBatch) -> Result<(), Failure> {
         if !self.recipe().task.writes_text() {
-            return Err(Failure::usage("the recipe is for utterances, which are not rows of tokens"));
+            return Err(Failure::usage("the recipe trains on utterances: a step takes no rows of tokens"));
         }
         let (context, known) = (self.model().config().context_length, self.model().config().vocab_size as i32);
         let (rows, length) = (batch.batch_size(), batch.seq_length());
         if length > context {
-            return Err(Failure::usage(format!("a row has {length} tokens; the model reads 1 to {context}")));
+            return Err(Failure::usage(format!("a row has {length} tokens; the model takes 1 to {context}")));
         }
         let accumulation = self.recipe().training.accumulation;
         if !rows.is_multiple_of(accumulation) {
-            return Err(Failure::usage(format!("{rows} rows are no {accumulation} equal parts, as accumulation asks")));
+            return Err(Failure::usage(format!("{rows} rows do not divide by accumulation={accumulation}")));
         }
         let unknown = |token: &&i32| !(0..known).contains(*token);
         if let Some(token) = batch.inputs().iter().find(unknown) {
-            return Err(Failure::usage(format!("token {token} is none of the model's, which are 0 to {}", known - 1)));
+            return Err(Failure::usage(format!("token {token} is not in the vocabulary, which is 0 to {}", known - 1)));
         }
         let counted = batch.targets().iter().filter(|target| **target != IGNORED_TARGET);
         if let Some(token) = counted.clone().find(unknown) {
             return Err(Failure::usage(format!(
-                "target {token} is none of the model's tokens, which are 0 to {}, nor {IGNORED_TARGET}, which does not count",
+                "target {token} is neither in the vocabulary, which is 0 to {}, nor {IGNORED_TARGET}, which is ignored",
                 known - 1
             )));
         }
         if counted.count() == 0 {
-            return Err(Failure::usage("no target counts: there is nothing to learn"));
+            return Err(Failure::usage("all targets are ignored"));
         }
         Ok(())
     }

@@ -49,7 +49,7 @@ pub struct TrainingRun {
     command: Vec<String>,
     /// The Weights & Biases project, if any.
     wandb: Option<String>,
-    /// Who else is told of its events.
+    /// Receives all events.
     listener: Option<Box<dyn Sink + Send>>,
     begun: Instant,
 }
@@ -169,7 +169,7 @@ impl TrainingRun {
         self
     }
 
-    /// Told of at `listener`, too: of each event, on the thread that trains. If it fails, the run ends and keeps its last checkpoint.
+    /// Also reports each event to `listener`, on the training thread. If that fails, the run ends with its last checkpoint.
     pub fn with_listener(mut self, listener: Box<dyn Sink + Send>) -> Self {
         self.listener = Some(listener);
         self

@@ -223,7 +223,7 @@ impl<B: Backend> Generator<B> {
         self
     }
 
-    /// From here on texts end when `interrupt` is set.
+    /// Replaces the interrupt flag.
     pub fn set_interrupt(&mut self, interrupt: Interrupt) {
         self.interrupt = interrupt;
     }
@@ -254,7 +254,7 @@ impl<B: Backend> Generator<B> {
         self.prepare_tokens(self.tokenizer.encode_prompt(prompt)?, options)
     }
 
-    /// [`prepare`](Self::prepare) for a prompt that is tokens already.
+    /// [`prepare`](Self::prepare) for a tokenized prompt.
     ///
     /// # Errors
     /// As there.

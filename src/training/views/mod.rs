@@ -28,7 +28,7 @@ pub enum View {
     Plain,
     /// One JSON object per line on stdout.
     Json,
-    /// Not at all: a listener is told.
+    /// No output; for runs with a listener.
     Silent,
 }
 

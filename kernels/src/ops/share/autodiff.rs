@@ -1,4 +1,4 @@
-//! What is shared is the value: a graph goes no further.
+//! Shares the value; the graph does not extend to other libraries.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

@@ -1,4 +1,4 @@
-//! The CPU's tensors are in memory that everybody reads.
+//! Sharing on the CPU: the host's memory.
 
 use burn::tensor::DType;
 use burn::tensor::backend::ExecutionError;
@@ -17,7 +17,7 @@ impl ShareOps for NdArray {
     }
 }
 
-/// Another reference to the values: operations write into memory alone that nothing else refers to.
+/// A second reference: operations write in place only to memory with a single one.
 struct HeldTensor {
     _tensor: NdArrayTensor,
 }

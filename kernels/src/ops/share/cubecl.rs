@@ -1,4 +1,4 @@
-//! CubeCL's buffers: CUDA's are read by whoever shares the device's primary context, WGPU's by nobody else.
+//! Sharing in CubeCL: on CUDA through the device's primary context; WGPU's buffers are private.
 
 use burn::tensor::backend::ExecutionError;
 use burn::tensor::ops::FloatTensor;

@@ -1,8 +1,8 @@
-//! Buffers on a CUDA device, read by other libraries in the primary context that CubeCL uses, too.
+//! Sharing on CUDA: other libraries use the same primary context as CubeCL.
 //!
-//! CubeCL keeps its stream to itself. A reader's stream therefore waits for all that the context was asked for, by one
-//! event (`cuCtxRecordEvent`, CUDA 12.5), or, where the driver lacks that, the host waits. When a reader drops the memory,
-//! an event on its stream says when it is through; until then the buffer is kept, so that the pool gives it to nobody.
+//! CubeCL does not expose its stream. A reader's stream therefore waits for an event of the whole context
+//! (`cuCtxRecordEvent`, CUDA 12.5); with older drivers the host waits. When a reader drops the memory, an event is
+//! recorded on its stream, and the buffer stays allocated until the event has completed.
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -21,11 +21,11 @@ use crate::cubecl::contiguous;
 type Buffer = CubeTensor<CudaRuntime>;
 type RecordEvent = unsafe extern "C" fn(CUcontext, CUevent) -> CUresult;
 
-/// Where a tensor is stored; `None` if it is not CUDA's.
+/// The memory of a CUDA tensor; `None` for other runtimes.
 pub(super) fn share(tensor: Box<dyn Any>) -> Result<Option<SharedMemory>, ExecutionError> {
     let Ok(tensor) = tensor.downcast::<Buffer>() else { return Ok(None) };
     reclaim();
-    // Rows may be apart, which strides tell; quantized values are packed, which they do not.
+    // Strides describe padded rows, but not packed quantized values.
     let tensor = if tensor.qparams.is_some() { contiguous(*tensor) } else { *tensor };
     let resource = tensor.client.get_resource(tensor.handle.clone());
     let resource = resource.map_err(|error| ExecutionError::WithContext { reason: error.to_string() })?;
@@ -37,9 +37,9 @@ pub(super) fn share(tensor: Box<dyn Any>) -> Result<Option<SharedMemory>, Execut
     Ok(Some(SharedMemory { address, shape, strides, dtype, place: Place::Cuda(device), held }))
 }
 
-/// A buffer that somebody reads.
+/// A buffer with a reader.
 struct HeldBuffer {
-    /// Taken when this is dropped.
+    /// Moved out on drop.
     buffer: ManuallyDrop<Buffer>,
     context: Context,
     reader: Reader,
@@ -56,10 +56,10 @@ impl Held for HeldBuffer {
         let recorded = self.context.within(|context| {
             let event = Event::new()?;
             let record = record.ok_or(CUresult::CUDA_ERROR_NOT_SUPPORTED)?;
-            // SAFETY: the function is the driver's of that name, and takes a context and an event of it.
+            // SAFETY: the driver's function, called with a context and an event of it.
             accepted(unsafe { record(context, event.0) })?;
-            // SAFETY: the event is recorded, and the reader says that the handle is a stream's. An event that is waited
-            // for may be destroyed.
+            // SAFETY: the event is recorded, and the reader guarantees that the handle is a stream. An event may be
+            // destroyed while a stream waits for it.
             accepted(unsafe { sys::cuStreamWaitEvent(stream as CUstream, event.0, 0) })
         });
         match recorded {
@@ -72,23 +72,23 @@ impl Held for HeldBuffer {
 
 impl Drop for HeldBuffer {
     fn drop(&mut self) {
-        // SAFETY: nothing takes the buffer but this, once.
+        // SAFETY: `drop` runs once, and nothing else moves the buffer out.
         let buffer = unsafe { ManuallyDrop::take(&mut self.buffer) };
         let passed = self.context.within(|_| {
             let event = Event::new()?;
             match self.reader {
-                // SAFETY: the reader said that the handle is a stream's; of one that is gone the driver knows nothing.
+                // SAFETY: the reader guarantees that the handle is a stream; the driver refuses a destroyed one.
                 Reader::Stream(stream) => accepted(unsafe { sys::cuEventRecord(event.0, stream as CUstream) })?,
-                // Nobody knows which stream it is on.
-                // SAFETY: waits for the context that is current.
+                // The stream is unknown.
+                // SAFETY: synchronizes the current context.
                 Reader::Unordered => accepted(unsafe { sys::cuCtxSynchronize() })?,
             }
             Ok(event)
         });
         match passed {
             Ok(event) => lock().push(Passed { event, context: self.context, buffer }),
-            // The stream is gone, or the driver is unloaded: what was asked for is waited for, and the buffer is free.
-            // SAFETY: waits for the context that is current.
+            // The stream was destroyed, or the driver is unloaded.
+            // SAFETY: synchronizes the current context.
             Err(_) => {
                 let _ = self.context.within(|_| accepted(unsafe { sys::cuCtxSynchronize() }));
             }
@@ -96,7 +96,7 @@ impl Drop for HeldBuffer {
     }
 }
 
-/// A buffer whose reader has dropped it, and when it is through.
+/// A buffer that its reader has dropped, and the event that ends its use.
 struct Passed {
     event: Event,
     context: Context,
@@ -109,7 +109,7 @@ fn lock() -> std::sync::MutexGuard<'static, Vec<Passed>> {
     PASSED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Frees the buffers whose readers are through; how many are left.
+/// Frees buffers whose readers have finished; returns how many remain.
 pub(super) fn reclaim() -> usize {
     let mut passed = lock();
     let waiting = |passed: &Passed| {
@@ -122,7 +122,7 @@ pub(super) fn reclaim() -> usize {
     let left = passed.len();
     drop(passed);
     for Passed { event, context, buffer } in free {
-        // Where that cannot be done, the driver is gone, and the event with it.
+        // Fails only if the driver is unloaded, and the event with it.
         let _ = context.within(|_| {
             drop(event);
             Ok(())
@@ -132,11 +132,11 @@ pub(super) fn reclaim() -> usize {
     left
 }
 
-/// The primary context of a device, which lasts as long as CubeCL's client: as the process.
+/// The primary context of a device; CubeCL retains it until the process ends.
 #[derive(Clone, Copy)]
 struct Context(CUcontext);
 
-// SAFETY: a context is the driver's own, which any thread may make current.
+// SAFETY: any thread may make a context current.
 unsafe impl Send for Context {}
 
 impl Context {
@@ -156,22 +156,22 @@ impl Context {
         Ok(Self(context))
     }
 
-    /// Runs `work` with this context current; the thread's own is current again afterwards.
+    /// Runs `work` with this context current, and restores the thread's context.
     fn within<T>(self, work: impl FnOnce(CUcontext) -> Result<T, CUresult>) -> Result<T, CUresult> {
         // SAFETY: the context exists.
         accepted(unsafe { sys::cuCtxPushCurrent_v2(self.0) })?;
         let done = work(self.0);
         let mut popped = ptr::null_mut();
-        // SAFETY: takes back what was pushed.
+        // SAFETY: pops the context that was pushed.
         accepted(unsafe { sys::cuCtxPopCurrent_v2(&mut popped) })?;
         done
     }
 }
 
-/// An event of the context that was current; dropped where it is current again.
+/// An event of the current context; drop it with the same context current.
 struct Event(CUevent);
 
-// SAFETY: an event is the driver's own, which any thread may ask.
+// SAFETY: any thread may query an event.
 unsafe impl Send for Event {}
 
 impl Event {
@@ -186,17 +186,17 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: nothing refers to it any more; one that streams wait for is destroyed when they are through.
+        // SAFETY: the last reference; the driver defers destruction while streams wait.
         let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
     }
 }
 
-/// `cuCtxRecordEvent`, where the driver has it.
+/// `cuCtxRecordEvent`, if the driver has it.
 fn record_context() -> Option<RecordEvent> {
     static FOUND: OnceLock<Option<RecordEvent>> = OnceLock::new();
     *FOUND.get_or_init(|| {
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
-        // SAFETY: the driver is loaded already; its constructors have run.
+        // SAFETY: the driver is already loaded, so no constructors run.
         let driver = ManuallyDrop::new(unsafe { Library::new(name) }.ok()?);
         // SAFETY: the driver's function of this name has this type, and the library is never unloaded.
         unsafe { driver.get::<RecordEvent>(b"cuCtxRecordEvent\0") }.ok().map(|found| *found)

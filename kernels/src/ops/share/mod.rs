@@ -1,4 +1,4 @@
-//! Tensors that other libraries read where they are stored.
+//! Tensors that other libraries read in place.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -19,8 +19,8 @@ use crate::mutation;
 
 /// Sharing a backend's tensors.
 pub trait ShareOps: Backend {
-    /// Where `tensor` is stored, if other libraries can read that memory. No kernel writes there, nor is it given to
-    /// another tensor, while what this returns exists.
+    /// The memory of `tensor`, if other libraries can read it. While the result exists, no kernel writes to that
+    /// memory, and no other tensor is allocated there.
     ///
     /// # Errors
     /// If the device fails.
@@ -29,8 +29,8 @@ pub trait ShareOps: Backend {
     }
 }
 
-/// Lets go of shared memory whose readers are done by now, and returns how much of it is still waited for: other libraries
-/// may read on after they have dropped it, until their streams are through.
+/// Frees shared memory whose readers have finished, and returns how many buffers are still in use: a reader's stream may
+/// read after the reader has dropped the memory.
 pub fn reclaim_shared() -> usize {
     #[cfg(feature = "cuda")]
     return cuda::reclaim();
@@ -40,7 +40,7 @@ pub fn reclaim_shared() -> usize {
 
 /// A tensor of any backend and rank.
 ///
-/// It holds a reference to the tensor, so that operations do not write into its memory.
+/// It holds a reference to the tensor, so that operations do not overwrite it.
 #[derive(Clone)]
 pub struct DeviceTensor {
     shape: Vec<usize>,
@@ -56,7 +56,7 @@ impl Debug for DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// The same numbers, whatever the backend.
+    /// Wraps a tensor of a backend.
     pub fn new<B: ShareOps, const D: usize>(tensor: Tensor<B, D>) -> Self {
         let tensor = mutation::result("share", tensor);
         let (shape, dtype, shared) = (tensor.dims().to_vec(), tensor.dtype(), tensor.clone());
@@ -68,12 +68,12 @@ impl DeviceTensor {
         }
     }
 
-    /// Its dimensions.
+    /// Dimensions.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// What its numbers are.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -86,7 +86,7 @@ impl DeviceTensor {
         (self.read)()
     }
 
-    /// Where it is stored, without a copy; `None` where no other library can read that memory.
+    /// Its memory, without a copy; `None` if other libraries cannot read it.
     ///
     /// # Errors
     /// If the device fails.
@@ -95,7 +95,7 @@ impl DeviceTensor {
     }
 }
 
-/// Which memory an address is in.
+/// The memory that an address belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// The host's.
@@ -104,17 +104,17 @@ pub enum Place {
     Cuda(i32),
 }
 
-/// When a reader may begin, and what its reads are ordered by.
+/// How a reader orders its reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
-    /// It orders its reads itself.
+    /// It synchronizes on its own.
     Unordered,
-    /// It reads on a CUDA stream, by the driver's handle: 1 is the legacy default stream, 2 that of each thread.
+    /// It reads on a CUDA stream, given as the driver's handle: 1 is the legacy default stream, 2 the per-thread one.
     Stream(usize),
 }
 
-/// Memory with numbers that another library reads. The tensor exists for as long as this does, and, on a device, until
-/// the reader's stream is through with what it was asked for before this was dropped.
+/// Memory that another library reads. It keeps the tensor alive and, on a device, delays reuse until the reader's
+/// stream has finished the work submitted before this was dropped.
 pub struct SharedMemory {
     address: usize,
     shape: Vec<usize>,
@@ -124,9 +124,9 @@ pub struct SharedMemory {
     held: Box<dyn Held>,
 }
 
-/// What keeps memory from being written to.
+/// Keeps memory from being overwritten.
 trait Held: Send {
-    /// Has a reader wait until the numbers are there.
+    /// Orders a reader after the tensor's computation.
     fn order(&mut self, reader: Reader) -> Result<(), ExecutionError>;
 }
 
@@ -147,23 +147,23 @@ impl SharedMemory {
         &self.shape
     }
 
-    /// Elements from one to the next along each dimension.
+    /// Strides in elements.
     pub fn strides(&self) -> &[isize] {
         &self.strides
     }
 
-    /// What the elements are.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the address is.
+    /// The memory of the address.
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// Has `reader` wait, on the device, until the numbers are there, and the memory's next use wait for the reader. Call
-    /// it before the first read; the host's numbers are there already.
+    /// Orders `reader` after the tensor's computation, and the next use of the memory after the reader. Call it before
+    /// the first read. On the host it does nothing.
     ///
     /// # Errors
     /// If the driver refuses the stream.
