@@ -192,7 +192,7 @@ pub(crate) fn _train<'py>(
                 _ => format!("stopped and saved at step {step}; continue with fireclay.train(resume={folder:?})"),
             };
             let logger = py.import("logging")?.call_method1("getLogger", ("fireclay",))?;
-            logger.call_method1("warning", ("%s", &text))?;
+            logger.call_method1("info", ("%s", &text))?;
             Err(raised.unwrap_or_else(|| Problem::Failed(text).raise(py)))
         }
         (Err(_), Some(error)) => Err(error),
@@ -341,7 +341,9 @@ pub(crate) struct Step {
 impl Step {
     fn read(&self, py: Python<'_>) -> PyResult<(f64, f64)> {
         let lock = || self.figures.lock().unwrap_or_else(PoisonError::into_inner);
-        let unread = match std::mem::replace(&mut *lock(), Figures::Lost) {
+        // A statement of its own: the lock would be held until the end of a `match`.
+        let figures = std::mem::replace(&mut *lock(), Figures::Lost);
+        let unread = match figures {
             Figures::Unread(unread) => unread,
             Figures::Read(loss, norm) => {
                 *lock() = Figures::Read(loss, norm);

@@ -37,7 +37,7 @@ def test_a_text_is_the_command_lines(
 
 
 def test_several_texts_are_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
-    prompts = ["There was", "Once", "The potter"]
+    prompts = ["There was", "Once", "There"]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     lines = command("generate", "--model", str(stories), "--prompts", str(tmp_path / "prompts"), "--max-tokens", "12")
     assert model.generate(prompts, max_tokens=12) == [line["text"] for line in written(lines)]
@@ -61,7 +61,7 @@ def test_tokens_become_the_text_again(model: fireclay.Model) -> None:
 
 
 def test_perplexity_is_the_command_lines(model: fireclay.Model, stories: Path, command: Command, tmp_path: Path) -> None:
-    text = model.generate("There was", max_tokens=100)
+    text = "There was a potter.\n" * 30
     (tmp_path / "text.txt").write_text(text)
     [wanted] = written(command("evaluate", "--model", str(stories), "--data", str(tmp_path / "text.txt")))
     assert model.perplexity(text) == pytest.approx(wanted["perplexity"], rel=1e-6)
