@@ -85,7 +85,8 @@ pub(crate) trait RowFormat {
     /// The length of a row of so many words.
     fn row_length(words: usize) -> usize;
 
-    /// Stores the nearest weights to `row` in `words` and `scales`. Where a value is NaN, so is what is read again.
+    /// Stores the nearest weights to `row` in `words` and `scales`. Where a value is NaN, so is
+    /// what is read again.
     fn quantize(row: &[f32], words: &mut [i32], scales: &mut [f32]);
 
     /// The weights of a row.
@@ -96,7 +97,8 @@ pub(crate) trait RowFormat {
     #[cfg(feature = "ndarray")]
     fn dot(x: &[f32], row: QuantizedRow<'_>) -> f32;
 
-    /// The weights of all rows, f32 `[d_output, d_input]`, by Burn's operations: right on every backend.
+    /// The weights of all rows, f32 `[d_output, d_input]`, by Burn's operations: right on every
+    /// backend.
     fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2>;
 }
 
@@ -211,7 +213,8 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits `other`.
+    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits
+    /// `other`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {
         match self {

@@ -82,7 +82,8 @@ fn dequantize_rows<R: CubeRuntime>(
     let named = tokens.is_some();
     let tokens = tokens.unwrap_or_else(|| packed.clone());
     let units = rows * words;
-    // SAFETY: each unit below `units` writes its own four elements, and reads one word of a row within the weight.
+    // SAFETY: each unit below `units` writes its own four elements, and reads one word of a row
+    // within the weight.
     unsafe {
         dequantize_kernel::launch_unchecked(
             &out.client,

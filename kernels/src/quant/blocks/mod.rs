@@ -1,8 +1,8 @@
 //! Blocks: the formats of GGUF files, each of which stores so many weights of a row in so many
 //! bytes, scales among them.
 //!
-//! A family of formats is a file here. Each says how a block lies, and gives its weights back bit
-//! for bit as the format's own package (`gguf.quants.dequantize`) does.
+//! A family of formats is a file here. Each defines a block's layout, and dequantizes bit for bit
+//! as the format's own package (`gguf.quants.dequantize`) does.
 
 mod k;
 mod simple;
