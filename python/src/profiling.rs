@@ -114,7 +114,7 @@ pub(crate) fn _profile(
                     found.run(ProfileGeneration { model, prompts, generation, precision, cache, options })
                 }
                 Work::Predict(model, texts) => {
-                    found.run(ProfilePrediction { model: fetched(&model)?, texts, precision, options })
+                    found.run(ProfilePrediction { model: fetched(&model)?, utterances: texts, precision, options })
                 }
             }
         };
