@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,10 @@ def with_bar(steps: int | None, on_event: Callable[[Event], object] | None) -> C
     if not _in_notebook():
         return on_event
     try:
-        tqdm = importlib.import_module("tqdm.auto")
+        with warnings.catch_warnings():
+            # tqdm warns if it has to draw the bar with characters.
+            warnings.simplefilter("ignore")
+            tqdm = importlib.import_module("tqdm.auto")
     except ImportError:
         return on_event
     bar = tqdm.tqdm(total=steps, unit="step")
