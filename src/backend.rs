@@ -119,23 +119,17 @@ impl BackendName {
     /// # Errors
     /// If the backend is not available, or the work fails.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
+        self.found()?.run(work)
+    }
+
+    /// Finds the devices and configures the process, for work in several pieces.
+    ///
+    /// # Errors
+    /// If the backend is not available.
+    pub fn found(self) -> Result<FoundBackend, Failure> {
         self.configure(&self.devices()?);
         wait_as_asked()?;
-        match self {
-            #[cfg(feature = "ndarray")]
-            Self::Cpu => {
-                devices::keep_freed_memory();
-                // On a thread of the pool: from outside, each operation would wake two threads and
-                // wait for them.
-                rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work))
-            }
-            #[cfg(feature = "wgpu")]
-            Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
-            #[cfg(feature = "cuda")]
-            Self::Cuda => run_on::<burn::backend::Cuda, W>(work),
-            #[allow(unreachable_patterns)]
-            _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
-        }
+        Ok(FoundBackend(self))
     }
 
     /// Configures CubeCL, with compiled kernels cached in the user's cache folder, if there is one.
@@ -160,6 +154,43 @@ impl BackendName {
             Self::Vulkan => "kernels in SPIR-V",
             Self::Cuda => "kernels compiled by NVRTC",
             Self::Cpu => "",
+        }
+    }
+}
+
+/// An available backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FoundBackend(BackendName);
+
+impl FoundBackend {
+    /// Its name.
+    pub fn name(self) -> BackendName {
+        self.0
+    }
+
+    /// Runs `work` on the default device, and waits for the device.
+    ///
+    /// # Errors
+    /// If the work fails.
+    pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
+        match self.0 {
+            #[cfg(feature = "ndarray")]
+            BackendName::Cpu => self.enter(|| run_on::<burn::backend::NdArray, W>(work)),
+            #[cfg(feature = "wgpu")]
+            BackendName::Wgpu | BackendName::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
+            #[cfg(feature = "cuda")]
+            BackendName::Cuda => run_on::<burn::backend::Cuda, W>(work),
+            #[allow(unreachable_patterns)]
+            other => Err(Failure::new(format!("backend {} is not built into this binary", other.as_str()))),
+        }
+    }
+
+    /// Runs `work`, which uses an output of [`run`](Self::run), on a suitable thread, and does not wait for the device. On the
+    /// CPU that is a thread of the pool: from outside, each operation would wake two threads and wait for them.
+    pub fn enter<R: Send>(self, work: impl FnOnce() -> R + Send) -> R {
+        match self.0 {
+            BackendName::Cpu => rayon::scope(|_| work()),
+            _ => work(),
         }
     }
 }

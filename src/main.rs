@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 /// Reuses memory freed by a step: the system's allocator would return it to the system, which
 /// clears each page again.
+#[cfg(feature = "mimalloc")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

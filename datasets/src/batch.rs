@@ -3,6 +3,8 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
+use crate::error::DataError;
+
 /// The target of an ignored position.
 pub const IGNORED_TARGET: i32 = -100;
 
@@ -19,6 +21,21 @@ pub struct TokenBatch {
 }
 
 impl TokenBatch {
+    /// Concatenated rows of `seq_length` tokens, and a target for each token, or [`IGNORED_TARGET`].
+    ///
+    /// # Errors
+    /// If the rows are incomplete, or the number of targets differs.
+    pub fn new(inputs: Vec<i32>, targets: Vec<i32>, seq_length: usize) -> Result<Self, DataError> {
+        let (tokens, wanted) = (inputs.len(), targets.len());
+        if tokens == 0 || seq_length == 0 || !tokens.is_multiple_of(seq_length) {
+            return Err(DataError::Batch(format!("{tokens} tokens do not divide into rows of {seq_length}")));
+        }
+        if tokens != wanted {
+            return Err(DataError::Batch(format!("{tokens} tokens have {wanted} targets: each needs one")));
+        }
+        Ok(Self { inputs, targets, ..Self::empty(seq_length) })
+    }
+
     /// An empty batch of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
         Self { inputs: Vec::new(), targets: Vec::new(), end: None, starts: None, seq_length }

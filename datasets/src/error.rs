@@ -61,6 +61,9 @@ pub enum DataError {
     /// A tokenizer could not be read, trained or written.
     #[error("{0}")]
     Tokenizer(String),
+    /// Invalid tokens or targets of a batch.
+    #[error("{0}")]
+    Batch(String),
     /// The text is too short for a row.
     #[error("the text has {tokens} tokens; training on blocks of {seq_length} needs at least {needed}")]
     Short {

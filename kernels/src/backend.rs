@@ -16,6 +16,7 @@ use crate::ops::norm::NormOps;
 use crate::ops::optimizer::OptimizerOps;
 use crate::ops::reshape::ReshapeOps;
 use crate::ops::rotary::RotaryOps;
+use crate::ops::share::ShareOps;
 use crate::ops::upload::UploadOps;
 use crate::ops::weight::WeightOps;
 use crate::recorder::RecorderOps;
@@ -58,6 +59,7 @@ backend! {
     RecorderOps,
     ReshapeOps,
     RotaryOps,
+    ShareOps,
     UploadOps,
     WeightOps,
 }

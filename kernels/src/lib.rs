@@ -41,6 +41,7 @@ mod masked;
 #[cfg(feature = "cubecl")]
 mod multiprocessors;
 mod mutation;
+pub mod notices;
 mod ops;
 mod packed_heads;
 mod products;
@@ -80,6 +81,7 @@ pub use ops::norm::{Norm, NormGradients, NormKind, NormOutput, norm};
 pub use ops::optimizer::{AdamW, AdamWParameter, optimizer_step};
 pub use ops::reshape::reshape;
 pub use ops::rotary::{RotaryTable, next_positions, qkv_rotary, rotary};
+pub use ops::share::{DeviceTensor, Place, Reader, SharedMemory, reclaim_shared};
 pub use ops::upload::{upload, upload_pieces};
 pub use ops::weight::HostWeight;
 pub use packed_heads::PackedHeads;
@@ -107,6 +109,7 @@ pub mod traits {
     pub use crate::ops::optimizer::{OptimizerOps, Stepped};
     pub use crate::ops::reshape::ReshapeOps;
     pub use crate::ops::rotary::RotaryOps;
+    pub use crate::ops::share::ShareOps;
     pub use crate::ops::upload::UploadOps;
     pub use crate::ops::weight::WeightOps;
     pub use crate::recorder::RecorderOps;

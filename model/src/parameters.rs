@@ -5,7 +5,7 @@ use std::f64::consts::TAU;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
-use fireclay_kernels::{Backend, Norm, NormKind, RandomKey, reshape};
+use fireclay_kernels::{Backend, DeviceTensor, Norm, NormKind, RandomKey, reshape};
 use rayon::prelude::*;
 
 /// Samples initial values on the host, so that a seed gives the same model on every backend.
@@ -105,6 +105,28 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, Pa
 pub fn trained_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>, Tensor<B, 1>)> {
     let found = collect(module, true).into_iter().filter(|found| found.trained);
     found.filter_map(|Found { path, id, shape, values, .. }| Some((path, id, shape, values?))).collect()
+}
+
+/// Every parameter of a module by its path, in the order of the fields.
+pub(crate) fn shaped_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<(String, DeviceTensor)> {
+    struct Collector {
+        path: Vec<String>,
+        found: Vec<(String, DeviceTensor)>,
+    }
+    impl<B: Backend> ModuleVisitor<B> for Collector {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.found.push((path_of(&self.path), DeviceTensor::new(param.val())));
+        }
+        fn enter_module(&mut self, name: &str, container: &str) {
+            self.path.push(segment(name, container));
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+    }
+    let mut collector = Collector { path: Vec::new(), found: Vec::new() };
+    module.visit(&mut collector);
+    collector.found
 }
 
 /// The module with the parameters frozen that `trained` rejects by path.

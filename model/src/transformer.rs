@@ -8,10 +8,10 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use fireclay_kernels::recorder::part;
 use fireclay_kernels::{
-    AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded, Dropout,
-    F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey, RotaryTable, SampledRows,
-    Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss, head_sample,
-    head_sample_logits, linear, norm, reshape,
+    AttentionMask, Backend, CacheDType, CachedTokens, Declined, DecodeBlock, DecodeModel, DecodePlan, Decoded,
+    DeviceTensor, Dropout, F32Products, Format, HeadLossOptions, MultiStep, PackedHeads, Predicted, RandomKey,
+    RotaryTable, SampledRows, Sampling, StepDraw, TokenCounts, Weight, draw, dropout, embed, embed_add, head_loss,
+    head_sample, head_sample_logits, linear, norm, reshape,
 };
 
 use crate::block::Block;
@@ -20,7 +20,7 @@ use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, T
 use crate::heads::UtteranceHeads;
 use crate::linear::{Adapter, Linear};
 use crate::matrix::Matrix;
-use crate::parameters::{Initializer, LayerNorm, set_trained};
+use crate::parameters::{Initializer, LayerNorm, set_trained, shaped_parameters};
 use crate::pass::{Pass, Seen};
 
 /// One transformer for training, prefill and decode, of any family.
@@ -281,10 +281,21 @@ impl<B: Backend> Transformer<B> {
     /// and freezes all others: these have neither gradients nor optimizer state. Quantized weights
     /// are never trained.
     pub fn with_trained(mut self, trained: impl Fn(&str) -> bool) -> Self {
-        let quantized: HashSet<String> =
-            self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect();
+        let quantized = self.quantized();
         self.weights = Weights::new();
         set_trained(self, |path| trained(path) && !quantized.contains(path))
+    }
+
+    /// Paths of the quantized matrices.
+    fn quantized(&mut self) -> HashSet<String> {
+        self.all_matrices_mut().filter(|(_, matrix)| matrix.is_quantized()).map(|(path, _)| path).collect()
+    }
+
+    /// Every parameter by its path, such as `blocks.0.attention.qkv`, as it is stored: `[d_output, d_input]` for
+    /// matrices. Quantized matrices are left out.
+    pub fn parameters(&self) -> Vec<(String, DeviceTensor)> {
+        let quantized = self.clone().quantized();
+        shaped_parameters(self).into_iter().filter(|(path, _)| !quantized.contains(path)).collect()
     }
 
     /// Quantizes every large matrix for operations; parameters stay as they are. Matrices whose row
@@ -734,7 +745,7 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// Whether any matrix is quantized.
-    pub(crate) fn is_quantized(&self) -> bool {
+    pub fn is_quantized(&self) -> bool {
         let of_block = |block: &Block<B>| block.linears().into_iter().any(|linear| linear.base.is_quantized());
         self.embedding.is_quantized()
             || self.head.as_ref().is_some_and(Matrix::is_quantized)

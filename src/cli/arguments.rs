@@ -29,7 +29,7 @@ pub(super) struct RunArgs {
 
 impl RunArgs {
     pub(super) fn backend(&self) -> BackendName {
-        self.backend.unwrap_or_else(BackendName::best)
+        chosen(self.backend)
     }
 
     /// Takes `kernels=fused` or `kernels=reference` out of the settings and applies it.
@@ -55,6 +55,16 @@ impl RunArgs {
             None => Ok(()),
         }
     }
+}
+
+/// The requested backend, or the best one; configures the allocator for it.
+pub(super) fn chosen(asked: Option<BackendName>) -> BackendName {
+    let backend = asked.unwrap_or_else(BackendName::best);
+    #[cfg(all(feature = "ndarray", feature = "mimalloc"))]
+    if backend == BackendName::Cpu {
+        fireclay_kernels::devices::keep_freed_memory();
+    }
+    backend
 }
 
 /// Data types of a text-generating model.

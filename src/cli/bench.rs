@@ -14,7 +14,7 @@ use fireclay::precision::{CachePrecision, Precision};
 use fireclay::stdout;
 use serde_json::{Value, json};
 
-use super::arguments::RunArgs;
+use super::arguments::{RunArgs, chosen};
 
 /// The benchmarks.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -100,7 +100,7 @@ pub(super) fn bench(mut args: BenchArgs) -> Result<ExitCode, Failure> {
     }
     let earlier = args.compare.as_deref().map(read_lines).transpose()?.unwrap_or_default();
     let backend = match (args.benchmark, args.run.backend) {
-        (Benchmark::Cpu, None | Some(BackendName::Cpu)) => BackendName::Cpu,
+        (Benchmark::Cpu, None | Some(BackendName::Cpu)) => chosen(Some(BackendName::Cpu)),
         (Benchmark::Cpu, Some(_)) => return Err(Failure::usage("bench cpu runs on the CPU: leave out --backend")),
         _ => args.run.backend(),
     };

@@ -11,11 +11,10 @@ use fireclay::precision::Precision;
 use fireclay::profiling::{
     Profile, ProfileGeneration, ProfileOptions, ProfilePrediction, ProfileTraining, VerdictKind, verdicts,
 };
-use fireclay::recipe::TaskName;
+use fireclay::recipe::{RecipeRequest, TaskName};
 use fireclay::stdout;
 
 use super::arguments::{DrawArgs, DtypeArgs, RunArgs, fetched};
-use super::train::{recipe_from, with_settings};
 
 #[derive(Subcommand)]
 pub(super) enum ProfileCommand {
@@ -124,11 +123,8 @@ pub(super) fn profile(command: ProfileCommand) -> Result<ExitCode, Failure> {
 fn train(args: ProfileTrain) -> Result<ExitCode, Failure> {
     let ProfileTrain { recipe, task, data, field, precision, mut profile } = args;
     let (backend, options) = profile.prepare()?;
-    let mut recipe = recipe_from(recipe.as_deref(), task, data.is_some(), false)?;
-    if let Some(field) = field {
-        recipe.data.field = field;
-    }
-    let recipe = with_settings(recipe, data.as_deref(), precision, &profile.run.set)?;
+    let settings = std::mem::take(&mut profile.run.set);
+    let recipe = RecipeRequest { recipe, task, data, field, init: None, precision, settings }.recipe()?;
     let work = ProfileTraining { recipe, options };
     profile.show(&backend.run(work)?)
 }

@@ -5,26 +5,27 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use burn::train::Interrupter;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use fireclay::Failure;
 use fireclay::backend::BackendName;
+use fireclay::download::show_fetching;
 use fireclay::inference::generation::{GenerationEvent, GenerationOptions, GenerationRun, Interrupt};
 use fireclay::precision::{CachePrecision, Precision};
 use fireclay::recipe::TaskName;
-use fireclay::recipe::{EMBEDDED, Recipe};
+use fireclay::recipe::{Recipe, RecipeRequest};
 use fireclay::runs::{Comparison, Run};
 use fireclay::stdout;
 use fireclay::training::{Outcome, TrainingRun, View};
 use fireclay_datasets::Tokenizer;
 use serde_json::{Value, json};
 
-use super::arguments::{RunArgs, fetched, fetched_data, fetched_source};
+use super::arguments::{RunArgs, fetched_source};
 use super::signals::{signalled, stop_on_signals};
 
 #[derive(Args)]
 pub(super) struct TrainArgs {
     /// Recipe file, or the name of a shipped recipe: stories, shakespeare-char-cpu,
-    /// shakespeare-char-gpu, gpt2-124m, llama-15m, home, intent-slot
+    /// shakespeare-char-gpu, gpt2-124m, llama-15m, chat-lora, chat-full, home, intent-slot
     recipe: Option<PathBuf>,
     /// Task to train for [default: the recipe's, or language]
     #[arg(long)]
@@ -88,39 +89,19 @@ pub(super) fn train(mut args: TrainArgs) -> Result<ExitCode, Failure> {
             Some(out) => out.clone(),
             None => latest_run()?,
         };
-        let run = TrainingRun::resume(&out, args.allow_changed_data, |recipe| apply(recipe, args))?;
+        let run = TrainingRun::resume(&out, args.allow_changed_data, |recipe| {
+            request(args).change(recipe)?.fetched(true, &mut show_fetching())
+        })?;
         return train_one(run, args, backend, interrupter);
     }
-    let recipe = recipe_from(args.recipe.as_deref(), args.task, args.data.is_some(), args.init.is_some())?;
-    let recipe = apply(recipe, args)?;
-    let out = args.out.clone().unwrap_or_else(|| free_folder(&recipe.name));
+    let recipe = request(args).recipe()?.fetched(false, &mut show_fetching())?;
+    let out = args.out.clone().unwrap_or_else(|| TrainingRun::free_folder(&recipe.name));
     if !args.sweep.is_empty() {
         return train_sweep(&recipe, &out, args, backend, interrupter);
     }
     match args.seeds {
         Some(seeds) => train_seeds(&recipe, seeds, &out, args, backend, interrupter),
         None => train_one(TrainingRun::begin(recipe, &out)?, args, backend, interrupter),
-    }
-}
-
-/// The recipe that was asked for, or the default of the task and its data.
-pub(super) fn recipe_from(
-    recipe: Option<&Path>,
-    task: Option<TaskName>,
-    has_data: bool,
-    has_init: bool,
-) -> Result<Recipe, Failure> {
-    let Some(path) = recipe else {
-        return Recipe::shipped(task.unwrap_or_default().default_recipe(has_data, has_init));
-    };
-    let recipe = Recipe::open(path)?;
-    match task {
-        Some(task) if task != recipe.task => {
-            let (name, wanted) = (&recipe.name, task.to_possible_value());
-            let wanted = wanted.as_ref().map_or("", |value| value.get_name());
-            Err(Failure::usage(format!("recipe {name} is not for task {wanted}: leave out --task or the recipe")))
-        }
-        _ => Ok(recipe),
     }
 }
 
@@ -314,74 +295,19 @@ fn spread(summaries: &[Value], out: &Path) -> Value {
     spread
 }
 
-/// The recipe with the data, precision and settings of the command line.
-pub(super) fn with_settings(
-    mut recipe: Recipe,
-    data: Option<&Path>,
-    precision: Option<Precision>,
-    settings: &[String],
-) -> Result<Recipe, Failure> {
-    if let Some(data) = data {
-        // A folder may have the name of an embedded source.
-        let shown = data.display().to_string();
-        recipe.data.source = if EMBEDDED.contains(&shown.as_str()) { format!("./{shown}") } else { shown };
-        recipe.data.corpora.clear();
-    }
-    if let Some(precision) = precision {
-        if !precision.trains() {
-            return Err(Failure::usage(format!("--precision {}: training takes f32, tf32 or bf16", precision.name())));
-        }
-        recipe.training.precision = precision;
-    }
-    if settings.is_empty() {
-        return recipe.check();
-    }
-    recipe.with_settings(settings)
-}
-
-/// The recipe with what the command line says.
-fn apply(mut recipe: Recipe, args: &TrainArgs) -> Result<Recipe, Failure> {
-    if let (Some(data), None) = (&args.data, &args.recipe) {
-        recipe.name = data.file_stem().map_or(recipe.name, |stem| stem.to_string_lossy().into_owned());
-    }
-    if let Some(init) = &args.init {
-        recipe.init = Some(init.clone());
-    }
-    // Corpora take the place of the data that the default recipe has.
-    let is_corpora = |setting: &String| ["corpora=", "data.corpora="].iter().any(|key| setting.starts_with(key));
-    if args.recipe.is_none() && args.data.is_none() && args.run.set.iter().any(is_corpora) {
-        recipe.data.source.clear();
-    }
-    if let Some(field) = &args.field {
-        recipe.data.field.clone_from(field);
-    }
+/// What the command line asks for.
+fn request(args: &TrainArgs) -> RecipeRequest {
     let steps = args.steps.map(|steps| format!("training.steps={steps}"));
     let seed = args.seed.map(|seed| format!("training.seed={seed}"));
-    let settings: Vec<String> = steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect();
-    recipe = with_settings(recipe, args.data.as_deref(), args.precision, &settings)?;
-    if matches!(recipe.task, TaskName::Language | TaskName::Chat) {
-        let fetched = |source: &str| Ok::<_, Failure>(fetched_data(Path::new(source))?.display().to_string());
-        if !EMBEDDED.contains(&recipe.data.source.as_str()) && !recipe.data.source.is_empty() {
-            recipe.data.source = fetched(&recipe.data.source)?;
-        }
-        let corpora = std::mem::take(&mut recipe.data.corpora).into_iter();
-        recipe.data.corpora =
-            corpora.map(|(source, weight)| Ok((fetched(&source)?, weight))).collect::<Result<_, Failure>>()?;
+    RecipeRequest {
+        recipe: args.recipe.clone(),
+        task: args.task,
+        data: args.data.clone(),
+        field: args.field.clone(),
+        init: args.init.clone(),
+        precision: args.precision,
+        settings: steps.into_iter().chain(seed).chain(args.run.set.iter().cloned()).collect(),
     }
-    // A run that goes on has its weights.
-    if !args.resume
-        && let Some(init) = recipe.init_model()?
-    {
-        recipe.init = Some(fetched(init, args.run.backend())?);
-    }
-    Ok(recipe)
-}
-
-/// `runs/NAME`, or `runs/NAME-2` and so on where that is taken.
-fn free_folder(name: &str) -> PathBuf {
-    let numbered = (2..).map(|number| PathBuf::from(format!("runs/{name}-{number}")));
-    let candidates = std::iter::once(PathBuf::from(format!("runs/{name}"))).chain(numbered);
-    candidates.into_iter().find(|path| !path.exists()).unwrap_or_else(|| PathBuf::from("runs").join(name))
 }
 
 /// The most recently written folder in runs/.

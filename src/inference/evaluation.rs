@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Int, Tensor, TensorData};
-use fireclay_datasets::TextSource;
+use fireclay_datasets::{TextSource, Tokenizer};
 use fireclay_kernels::{Backend, HeadLossOptions, IGNORED_TARGET};
+use fireclay_model::Transformer;
 
 use crate::backend::{OnBackend, RunContext};
 use crate::device_read::read_scalars;
@@ -93,63 +94,106 @@ impl OnBackend for EvaluationRun {
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Evaluation, Failure> {
         let LanguageModel { model, tokenizer } = LanguageModel::<B>::open(&self.model, self.precision, &device)?;
-        let longest = model.config().context_length;
-        let context = self.context.unwrap_or(longest.min(CONTEXT));
-        if context == 0 || context > longest {
-            return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
-        }
-        let stride = self.stride.unwrap_or(context.div_ceil(2));
-        if stride == 0 || stride > context {
-            return Err(Failure::usage(format!("--stride {stride} must be 1 to {context}, the window's length")));
-        }
+        let sizes = window_sizes(&model, self.context, self.stride)?;
         let text = TextSource::open(&self.data, &self.field)?.text()?;
         let tokens = tokenizer.encode(&text)?;
         if tokens.len() < 2 {
-            let shown = self.data.display();
-            return Err(Failure::new(format!("{shown}: {} tokens are too few to evaluate", tokens.len())));
+            return Err(too_few(tokens.len()).about(&self.data.display().to_string()));
         }
-
         assert_known(&tokens, model.config().vocab_size, &tokenizer)?;
+        measure(&model, &tokens, text.len(), sizes, &device)
+    }
+}
 
-        let begun = Instant::now();
-        let targets = tokens.len() - 1;
-        let windows = windows(tokens.len(), context, stride);
-        let mut loss = 0.0;
-        let mut waiting = Vec::new();
-        let rows = (BATCH_TOKENS / context).max(1);
-        for batch in windows.chunks(rows) {
-            let length = batch.iter().map(|window| window.length).max().unwrap_or(0);
-            let mut ids = vec![0i32; batch.len() * length];
-            let mut wanted = vec![IGNORED_TARGET; batch.len() * length];
-            let mut counted = 0;
-            for (row, window) in batch.iter().enumerate() {
-                for at in 0..window.length {
-                    ids[row * length + at] = tokens[window.start + at] as i32;
-                    if at >= window.known {
-                        wanted[row * length + at] = tokens[window.start + at + 1] as i32;
-                        counted += 1;
-                    }
+/// Evaluates `model` on a text, in windows of `context` tokens (default: the model's context, up to 1,024) that are `stride`
+/// tokens apart (default: half a window).
+///
+/// # Errors
+/// If the sizes are invalid for the model, the text has fewer than two tokens or tokens that are not in the vocabulary, or the
+/// device fails.
+pub fn evaluate<B: Backend>(
+    model: &Transformer<B>,
+    tokenizer: &Tokenizer,
+    text: &str,
+    (context, stride): (Option<usize>, Option<usize>),
+    device: &B::Device,
+) -> Result<Evaluation, Failure> {
+    let sizes = window_sizes(model, context, stride)?;
+    let tokens = tokenizer.encode(text)?;
+    if tokens.len() < 2 {
+        return Err(too_few(tokens.len()).about("the text"));
+    }
+    assert_known(&tokens, model.config().vocab_size, tokenizer)?;
+    measure(model, &tokens, text.len(), sizes, device)
+}
+
+fn too_few(tokens: usize) -> Failure {
+    Failure::new(format!("{tokens} tokens are too few to evaluate"))
+}
+
+/// Length and stride of the windows.
+fn window_sizes<B: Backend>(
+    model: &Transformer<B>,
+    context: Option<usize>,
+    stride: Option<usize>,
+) -> Result<(usize, usize), Failure> {
+    let longest = model.config().context_length;
+    let context = context.unwrap_or(longest.min(CONTEXT));
+    if context == 0 || context > longest {
+        return Err(Failure::usage(format!("--context {context} must be 1 to {longest}, the model's own")));
+    }
+    let stride = stride.unwrap_or(context.div_ceil(2));
+    if stride == 0 || stride > context {
+        return Err(Failure::usage(format!("--stride {stride} must be 1 to {context}, the window's length")));
+    }
+    Ok((context, stride))
+}
+
+fn measure<B: Backend>(
+    model: &Transformer<B>,
+    tokens: &[u32],
+    bytes: usize,
+    (context, stride): (usize, usize),
+    device: &B::Device,
+) -> Result<Evaluation, Failure> {
+    let begun = Instant::now();
+    let targets = tokens.len() - 1;
+    let windows = windows(tokens.len(), context, stride);
+    let mut loss = 0.0;
+    let mut waiting = Vec::new();
+    let rows = (BATCH_TOKENS / context).max(1);
+    for batch in windows.chunks(rows) {
+        let length = batch.iter().map(|window| window.length).max().unwrap_or(0);
+        let mut ids = vec![0i32; batch.len() * length];
+        let mut wanted = vec![IGNORED_TARGET; batch.len() * length];
+        let mut counted = 0;
+        for (row, window) in batch.iter().enumerate() {
+            for at in 0..window.length {
+                ids[row * length + at] = tokens[window.start + at] as i32;
+                if at >= window.known {
+                    wanted[row * length + at] = tokens[window.start + at + 1] as i32;
+                    counted += 1;
                 }
             }
-            let shape = [batch.len(), length];
-            let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), &device);
-            let wanted = Tensor::<B, 2, Int>::from_data(TensorData::new(wanted, shape), &device);
-            let hidden = model.forward(ids);
-            let options = HeadLossOptions::new().with_weight(f64::from(counted) / targets as f64);
-            waiting.push(model.loss(hidden, wanted, options));
-            if waiting.len() == READ_EVERY {
-                loss += read_scalars(std::mem::take(&mut waiting))?.iter().sum::<f64>();
-            }
         }
-        loss += read_scalars(waiting)?.iter().sum::<f64>();
-        if !loss.is_finite() {
-            return Err(Failure::new(format!(
-                "the loss is {loss}: the model's weights are damaged, or its values overflow in bf16 or f16 (then --precision f32 \
-                 helps)"
-            )));
+        let shape = [batch.len(), length];
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), device);
+        let wanted = Tensor::<B, 2, Int>::from_data(TensorData::new(wanted, shape), device);
+        let hidden = model.forward(ids);
+        let options = HeadLossOptions::new().with_weight(f64::from(counted) / targets as f64);
+        waiting.push(model.loss(hidden, wanted, options));
+        if waiting.len() == READ_EVERY {
+            loss += read_scalars(std::mem::take(&mut waiting))?.iter().sum::<f64>();
         }
-        Ok(Evaluation { loss, tokens: targets, bytes: text.len(), elapsed: begun.elapsed() })
     }
+    loss += read_scalars(waiting)?.iter().sum::<f64>();
+    if !loss.is_finite() {
+        return Err(Failure::new(format!(
+            "the loss is {loss}: the model's weights are damaged, or its values overflow in bf16 or f16 (then --precision f32 \
+             helps)"
+        )));
+    }
+    Ok(Evaluation { loss, tokens: targets, bytes, elapsed: begun.elapsed() })
 }
 
 #[cfg(test)]

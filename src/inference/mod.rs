@@ -6,6 +6,7 @@ pub mod embedding;
 pub mod evaluation;
 pub mod generation;
 pub mod language_model;
+pub mod loaded;
 pub mod prediction;
 pub mod scoring;
 pub(crate) mod tagging;

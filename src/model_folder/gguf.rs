@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use fireclay_datasets::{TokenKind, Tokenizer, Vocabulary, VocabularyModel};
+use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{ConfigError, GgufMetadata};
 use serde_json::{Map, Value};
 
@@ -41,7 +42,7 @@ pub(super) fn tokenizer(path: &Path, metadata: &GgufMetadata) -> Result<Tokenize
     let (tokenizer, assumed) =
         Tokenizer::of_vocabulary(&vocabulary).map_err(|error| about(Failure::new(error.to_string())))?;
     if let Some(assumed) = assumed {
-        eprintln!("warning: {shown}: {assumed}");
+        notice(Level::Warning, &format!("{shown}: {assumed}"));
     }
     Ok(tokenizer)
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use fireclay_datasets::Tokenizer;
 use fireclay_kernels::Backend;
+use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
@@ -57,7 +58,9 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     if !unknown.is_empty() {
         let described = if files.is_gguf() { folder.to_path_buf() } else { folder.join("config.json") };
         let (shown, keys) = (described, unknown.join(", "));
-        eprintln!("warning: {}: unknown keys {keys} are ignored and may change the model's results", shown.display());
+        let shown = shown.display();
+        let text = format!("{shown}: unknown keys {keys} are ignored and may change the model's results");
+        notice(Level::Warning, &text);
     }
     let (_, config) = files.config()?;
     // In GGUF files the factors may be valid for the whole context.
@@ -65,7 +68,9 @@ pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        eprintln!("note: {shown}: the context is limited to {context} tokens, the range of longrope's short factors");
+        let text =
+            format!("{shown}: the context is limited to {context} tokens, the range of longrope's short factors");
+        notice(Level::Note, &text);
     }
     Ok(())
 }

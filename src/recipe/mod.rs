@@ -2,10 +2,12 @@
 
 mod model;
 mod parse;
+mod request;
 pub mod schedule;
 pub mod schema;
 pub mod task;
 
+pub use request::RecipeRequest;
 pub use schedule::{Schedule, ScheduleKind};
 pub use schema::{AdapterKind, BaseKind, DataRecipe, EMBEDDED, HoldoutBy, LoraRecipe, Recipe, TrainingRecipe};
 pub use task::{ModelSizes, TaskName};

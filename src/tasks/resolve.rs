@@ -11,10 +11,11 @@ use fireclay_model::{
 use toml::Value;
 
 use super::Task;
+use crate::download::{FileProgress, dataset_folder, model_folder};
 use crate::failure::Failure;
 use crate::model_folder::warn_of_config;
 use crate::progress::Watch;
-use crate::recipe::{AdapterKind, BaseKind, LoraRecipe, ModelSizes, Recipe};
+use crate::recipe::{AdapterKind, BaseKind, EMBEDDED, LoraRecipe, ModelSizes, Recipe, TaskName};
 
 impl Recipe {
     /// Checks that a model fits the task's data.
@@ -144,6 +145,30 @@ impl Recipe {
     pub fn sized_for(mut self, task: &Task) -> Self {
         self.sizes = task.sizes();
         self
+    }
+
+    /// Downloads data and the initial model if they are names on the hub, and replaces the names with paths. A run that has
+    /// `begun` needs no initial model.
+    ///
+    /// # Errors
+    /// If a download fails.
+    pub fn fetched(mut self, begun: bool, progress: FileProgress<'_>) -> Result<Self, Failure> {
+        if matches!(self.task, TaskName::Language | TaskName::Chat) {
+            let mut fetched = |source: &str| -> Result<String, Failure> {
+                Ok(dataset_folder(Path::new(source), progress)?.display().to_string())
+            };
+            if !EMBEDDED.contains(&self.data.source.as_str()) && !self.data.source.is_empty() {
+                self.data.source = fetched(&self.data.source)?;
+            }
+            let corpora = std::mem::take(&mut self.data.corpora).into_iter();
+            self.data.corpora =
+                corpora.map(|(source, weight)| Ok((fetched(&source)?, weight))).collect::<Result<_, Failure>>()?;
+        }
+        // A run that goes on has its weights.
+        if !begun && let Some(init) = self.init_model()? {
+            self.init = Some(model_folder(init, progress)?);
+        }
+        Ok(self)
     }
 }
 

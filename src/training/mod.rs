@@ -4,6 +4,7 @@ mod batches;
 mod chart;
 pub mod checkpoint;
 pub mod events;
+pub mod loaded;
 pub mod optim;
 pub mod origin;
 mod session;
@@ -18,6 +19,7 @@ use std::time::Instant;
 use burn::train::Interrupter;
 use fireclay_datasets::Inputs;
 use fireclay_kernels::Backend;
+use fireclay_kernels::notices::{Level, notice};
 use serde_json::Value;
 
 pub use trainer::{StepOutput, Trainer, read_steps};
@@ -31,6 +33,7 @@ use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
 use crate::runs::{self, RunRecord};
 use crate::tasks::Task;
 use crate::training::checkpoint::{Best, RunState};
+use crate::training::events::Sink;
 use crate::training::origin::Origin;
 use crate::training::session::Session;
 
@@ -48,6 +51,8 @@ pub struct TrainingRun {
     command: Vec<String>,
     /// The Weights & Biases project, if any.
     wandb: Option<String>,
+    /// Receives all events.
+    listener: Option<Box<dyn Sink + Send>>,
     begun: Instant,
 }
 
@@ -108,6 +113,13 @@ impl TrainingRun {
         Ok(Self::new(state.recipe.clone(), folder, Some(state), origin))
     }
 
+    /// `runs/NAME`, or `runs/NAME-2` and so on where that is taken.
+    pub fn free_folder(name: &str) -> PathBuf {
+        let numbered = (2..).map(|number| PathBuf::from(format!("runs/{name}-{number}")));
+        let candidates = std::iter::once(PathBuf::from(format!("runs/{name}"))).chain(numbered);
+        candidates.into_iter().find(|path| !path.exists()).unwrap_or_else(|| PathBuf::from("runs").join(name))
+    }
+
     /// Whether `out` has a checkpoint to resume from.
     pub fn is_begun(out: &Path) -> bool {
         !checkpoints(out).is_empty()
@@ -131,7 +143,8 @@ impl TrainingRun {
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
         let (device, command, begun) = (String::new(), Vec::new(), Instant::now());
-        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb: None, begun }
+        let (wandb, listener) = (None, None);
+        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, listener, begun }
     }
 
     /// Sets the view.
@@ -158,6 +171,12 @@ impl TrainingRun {
         self
     }
 
+    /// Also reports each event to `listener`, on the training thread. If that fails, the run ends with its last checkpoint.
+    pub fn with_listener(mut self, listener: Box<dyn Sink + Send>) -> Self {
+        self.listener = Some(listener);
+        self
+    }
+
     /// The task.
     pub fn task(&self) -> TaskName {
         self.recipe.task
@@ -173,8 +192,8 @@ impl OnBackend for TrainingRun {
     type Output = Outcome;
 
     fn run<B: Backend>(self, RunContext { device, rank }: RunContext<B>) -> Result<Outcome, Failure> {
-        let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, command, wandb, begun } =
-            self;
+        let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, .. } = self;
+        let Self { command, wandb, listener, begun, .. } = self;
         let resumed_at = resumed.as_ref().map(|state| state.step);
         let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device);
         let (trainer, best) = match prepared {
@@ -197,13 +216,13 @@ impl OnBackend for TrainingRun {
             describe(&trainer, &folder)?;
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
-        let finished = views::run(&mut session, view, &record, (folder.path(), wandb), interrupter)?;
+        let finished = views::run(&mut session, view, &record, (folder.path(), wandb, listener), interrupter)?;
         chart::draw(folder.path())?;
         if let Some(report) = session.test_report() {
             chart::draw_confusions(folder.path(), report)?;
         }
         if let (Some(report), true) = (session.test_report(), view != View::Json) {
-            eprintln!("\ntest results:\n\n{report}\n");
+            notice(Level::Info, &format!("\ntest results:\n\n{report}\n"));
         }
         let summary = session.summary();
         if finished {
@@ -250,11 +269,12 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) -> Result<(), 
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
     let (name, what) = (&recipe.name, trainer.task().describe(config, &recipe.training));
-    eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}");
+    notice(Level::Info, &format!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}"));
     if let Task::Chat(chat) = trainer.task() {
         let colour = std::io::stderr().is_terminal();
         let what = if colour { "in green" } else { "in [[double brackets]]" };
-        eprintln!("the first example, with what the model learns to write {what}:\n\n{}\n", chat.preview(colour)?);
+        let preview = chat.preview(colour)?;
+        notice(Level::Info, &format!("the first example, with what the model learns to write {what}:\n\n{preview}\n"));
     }
     Ok(())
 }

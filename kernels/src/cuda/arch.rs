@@ -10,6 +10,8 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::{result as driver, sys::CUdevice_attribute};
 
+use crate::notices::{Level, notice};
+
 /// Makes a newer device use the kernels of an older family, and as many multiprocessors: to test
 /// them without such a device. Other features of the device, such as TMA in CubeCL's kernels, stay
 /// in use.
@@ -134,10 +136,11 @@ pub(super) fn of_device(index: usize) -> Option<Arch> {
         TOLD.call_once(|| {
             let (major, minor) = capability;
             let asked = asked_for().map_or(String::new(), |asked| format!(", and takes those of {}", asked.name()));
-            eprintln!(
-                "note: this device has compute capability {major}.{minor}{asked}; the kernels written for 9.0 (H100, H200) \
+            let text = format!(
+                "this device has compute capability {major}.{minor}{asked}; the kernels written for 9.0 (H100, H200) \
                  are not for it, and the portable ones run"
             );
+            notice(Level::Note, &text);
         });
     }
     taken

@@ -31,6 +31,7 @@ use cudarc::driver::result as driver;
 
 pub(crate) use self::arch::{Arch, takes};
 use crate::cubecl::assert_reachable;
+use crate::notices::{Level, notice};
 use crate::rehearsal;
 
 /// Shared source of Hopper kernels: mbarriers, TMA, wgmma.
@@ -429,7 +430,8 @@ pub(crate) fn works_without<R: CubeRuntime, K: CudaKernel>(
         let _ = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut driver) };
         let driver = format!("{}.{}", driver / 1000, driver % 1000 / 10);
         let reason = reason.unwrap_or_default().trim();
-        eprintln!("warning: {kernel:?} does not run here, with a driver for CUDA {driver}: {reason}; {instead}");
+        let text = format!("{kernel:?} does not run here, with a driver for CUDA {driver}: {reason}; {instead}");
+        notice(Level::Warning, &text);
         false
     })
 }

@@ -20,5 +20,6 @@ pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod reshape;
 pub(crate) mod rotary;
+pub(crate) mod share;
 pub(crate) mod upload;
 pub(crate) mod weight;

@@ -49,6 +49,8 @@ use std::time::{Duration, Instant};
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Tensor};
 
+use crate::notices::{Level, notice};
+
 pub(crate) use call::Part;
 pub use call::{Call, PartScope, part};
 pub use report::{
@@ -473,7 +475,7 @@ where
 pub fn fell_back(op: &'static str, device: &str, reason: &str) {
     static WARNED: Mutex<Option<HashSet<[String; 3]>>> = Mutex::new(None);
     if lock(&WARNED).get_or_insert_default().insert([op, device, reason].map(String::from)) {
-        eprintln!("warning: {op} has no kernel for this case on {device}: {reason}");
+        notice(Level::Warning, &format!("{op} has no kernel for this case on {device}: {reason}"));
     }
     told(|calls| count_fallback(calls, op, device, reason));
 }

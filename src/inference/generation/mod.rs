@@ -220,8 +220,13 @@ impl<B: Backend> Generator<B> {
 
     /// With an interrupt that ends generation.
     pub fn with_interrupt(mut self, interrupt: Interrupt) -> Self {
-        self.interrupt = interrupt;
+        self.set_interrupt(interrupt);
         self
+    }
+
+    /// Replaces the interrupt flag.
+    pub fn set_interrupt(&mut self, interrupt: Interrupt) {
+        self.interrupt = interrupt;
     }
 
     /// The model.
@@ -247,7 +252,15 @@ impl<B: Backend> Generator<B> {
     /// context of a model without a window.
     pub fn prepare(&self, prompt: &str, options: &GenerationOptions) -> Result<Prepared, Failure> {
         options.validate()?;
-        let tokens = self.tokenizer.encode_prompt(prompt)?;
+        self.prepare_tokens(self.tokenizer.encode_prompt(prompt)?, options)
+    }
+
+    /// [`prepare`](Self::prepare) for a tokenized prompt.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn prepare_tokens(&self, tokens: Vec<u32>, options: &GenerationOptions) -> Result<Prepared, Failure> {
+        options.validate()?;
         if tokens.is_empty() {
             return Err(Failure::usage("the prompt is empty: the model needs at least one token"));
         }

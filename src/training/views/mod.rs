@@ -28,6 +28,8 @@ pub enum View {
     Plain,
     /// One JSON object per line on stdout.
     Json,
+    /// No output; for runs with a listener.
+    Silent,
 }
 
 /// Several views, each of which receives every event.
@@ -45,17 +47,21 @@ pub(crate) fn run<B: Backend>(
     session: &mut Session<B>,
     view: View,
     record: &RunRecord,
-    (folder, wandb): (&Path, Option<Wandb>),
+    (folder, wandb, listener): (&Path, Option<Wandb>, Option<Box<dyn Sink + Send>>),
     interrupter: Interrupter,
 ) -> Result<bool, Failure> {
-    let shown: Box<dyn Sink> = match view {
-        View::Dashboard => Box::new(Dashboard::open(record, session.trainer.step(), interrupter.clone())),
-        View::Plain => Box::new(plain::Lines::new(session.steps())),
-        View::Json => Box::new(json::Lines),
-    };
-    let mut sinks = All(vec![shown, Box::new(tensorboard::EventFile::create(folder)?)]);
+    let mut sinks = All(vec![Box::new(tensorboard::EventFile::create(folder)?)]);
+    match view {
+        View::Dashboard => sinks.0.push(Box::new(Dashboard::open(record, session.trainer.step(), interrupter.clone()))),
+        View::Plain => sinks.0.push(Box::new(plain::Lines::new(session.steps()))),
+        View::Json => sinks.0.push(Box::new(json::Lines)),
+        View::Silent => {}
+    }
     if let Some(wandb) = wandb {
         sinks.0.push(Box::new(wandb));
+    }
+    if let Some(listener) = listener {
+        sinks.0.push(listener);
     }
     session.run(&interrupter, &mut sinks)
 }

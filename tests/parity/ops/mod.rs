@@ -15,4 +15,5 @@ mod norm;
 mod optimizer;
 mod reshape;
 mod rotary;
+mod share;
 mod weight;

@@ -23,6 +23,7 @@ use super::{Declined, DecodeBlock, DecodeBody, DecodePlanned, DecodeStep, Decode
 use crate::checked::Checked;
 use crate::cubecl::assert_reachable;
 use crate::cuda::{self, Arch, Arguments, CudaKernel};
+use crate::notices::{Level, notice};
 use crate::ops::head_sample::cubecl::sampling_params::{SamplingParams, own_counts};
 use crate::ops::weight::cubecl::{CubeQuantized, cube_quantized};
 use crate::quant::{Format, Reader, Weight};
@@ -180,7 +181,10 @@ where
     let made = made.unwrap_or_else(|error| Err(Declined::new(format!("the device's context: {error:?}"))));
     if let Err(reason) = &made {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| eprintln!("note: decoding runs one kernel per operation instead of one per step: {reason}"));
+        TOLD.call_once(|| {
+            let text = format!("decoding runs one kernel per operation instead of one per step: {reason}");
+            notice(Level::Note, &text);
+        });
     }
     made
 }

@@ -1,0 +1,84 @@
+"""What a call from Python costs beside the command line and the library's own loop:
+
+    python overhead.py FIRECLAY BACKEND FOLDER [KEY=VALUE ...]
+
+makes a model of the recipe `stories` with these settings in FOLDER, and compares the tokens a second of `generate` with those of
+`fireclay generate`, and the steps a second of `Trainer.step` with those of `fireclay train`, in turn; medians of three.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fireclay
+
+PROMPT, TOKENS, STEPS, TURNS = "There was once", 400, 100, 3
+
+
+def command(program: str, *arguments: str) -> dict[str, Any]:
+    lines = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=True).stdout
+    last: dict[str, Any] = json.loads(lines.splitlines()[-1])
+    return last
+
+
+def main() -> None:
+    program, place = sys.argv[1], sys.argv[3]
+    backend: Any = sys.argv[2]
+    settings = sys.argv[4:]
+    folder = Path(place)
+    options: dict[str, Any] = dict(setting.split("=", 1) for setting in settings)
+    precision: Any = "f32" if backend == "cpu" else "bf16"
+    numbers = {key: json.loads(value) if value[:1].isdigit() else value for key, value in options.items()}
+    numbers |= {"precision": precision, "backend": backend}
+    with fireclay.Trainer("stories", context_length=512, **numbers) as trainer:
+        trainer.step()
+        trainer.save(folder / "model")
+    common = ["--backend", backend, "--precision", precision]
+    rates: dict[str, list[float]] = {name: [] for name in ("command", "generate", "call", "train", "step")}
+    model = fireclay.load(folder / "model", backend=backend, precision=precision)
+    model.generate(PROMPT, max_tokens=TOKENS)
+    for _ in range(TURNS):
+        # Random weights may end a text at any token: rates are of as many tokens as there were.
+        theirs = command(program, "generate", "--model", str(folder / "model"), "--prompt", PROMPT, "--max-tokens", str(TOKENS), *common)
+        rates["command"].append(theirs["decode_tokens_per_second"])
+        begun = time.perf_counter()
+        ours = model.generate(PROMPT, max_tokens=TOKENS, details=True)
+        seconds = time.perf_counter() - begun
+        rates["generate"].append(ours.decode_tokens_per_second)
+        rates["call"].append(100 * (seconds - ours.prefill_seconds - ours.decode_seconds) / seconds)
+    model.close()
+    run = ["train", "stories", "--steps", str(STEPS), "--set", "context_length=512", "--set", "valid_every=100000"]
+    run += ["--set", "valid_tokens=500", "--set", "final_valid_tokens=500", "--set", "checkpoint_every=100000"]
+    run += [word for setting in settings for word in ("--set", setting)]
+    for _ in range(TURNS):
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        theirs = command(program, *run, *common, "--out", str(folder / "run"))
+        rates["train"].append(theirs["tokens_per_second"])
+        with fireclay.Trainer("stories", context_length=512, **numbers) as trainer:
+            float(trainer.step())
+            begun, tokens = time.perf_counter(), 0
+            for number in range(STEPS - 1):
+                step = trainer.step()
+                tokens += step.tokens
+                # The command reads losses now and then, too.
+                if number % 50 == 49:
+                    float(step)
+            float(step)
+            rates["step"].append(tokens / (time.perf_counter() - begun))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    print(f"generate: command {medians['command']:.1f} tokens/s, Python {medians['generate']:.1f}", end="; ")
+    print(f"{100 * (1 - medians['generate'] / medians['command']):+.2f}% slower, and the call itself {medians['call']:.2f}%")
+    print(f"step: command {medians['train']:.0f} tokens/s, Python {medians['step']:.0f}", end="; ")
+    print(f"{100 * (1 - medians['step'] / medians['train']):+.2f}% slower")
+    print({name: [round(value, 2) for value in found] for name, found in rates.items()})
+
+
+if __name__ == "__main__":
+    main()
