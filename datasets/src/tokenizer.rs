@@ -196,6 +196,11 @@ impl Tokenizer {
         Ok(Self(tokenizer))
     }
 
+    /// As a `tokenizer.json`.
+    pub(crate) fn to_json(&self) -> Result<String, DataError> {
+        self.0.to_string(false).map_err(told)
+    }
+
     /// Writes a `tokenizer.json`, beside first and then renamed.
     ///
     /// # Errors

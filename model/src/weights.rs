@@ -106,7 +106,7 @@ impl ModelFolder {
         hub::read(json).map_err(|error| self.wrong_config(error))
     }
 
-    fn wrong_config(&self, error: ConfigError) -> WeightsError {
+    pub(crate) fn wrong_config(&self, error: ConfigError) -> WeightsError {
         let path = if self.is_gguf() { self.path.clone() } else { self.path.join(CONFIG) };
         WeightsError::Config { path, error }
     }
@@ -178,24 +178,8 @@ impl ModelFolder {
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
-        let (files, names) = self.open(family)?;
-        // What is stored counts: an output projection of its own, whatever the config says of it.
-        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
-        let config = &match (table, head) {
-            // One of another shape is no such projection, and passed over.
-            (Some((_, table)), Some((_, head)))
-                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
-            {
-                TransformerConfig { tied_embeddings: false, ..config.clone() }
-            }
-            _ => config.clone(),
-        };
-        let blank = config.init_with(&mut Initializer::<B>::blank(device));
-        let mut model = blank.map_err(|error| self.wrong_config(error))?;
-        if fresh_heads.is_some() {
-            model.heads = None;
-        }
-        let parts = self.parts(&files, names, config, &model)?;
+        let Plan { files, config, mut model, parts } = self.plan::<B>(family, config, fresh_heads.is_some(), device)?;
+        let config = &config;
 
         let total = parts.values().flatten().map(|part| part.stored.bytes()).sum();
         let mut done = 0;
@@ -212,6 +196,39 @@ impl ModelFolder {
             model.heads = Some(crate::heads::UtteranceHeads::new(config, &mut Initializer::new(seed, device)));
         }
         Ok(model)
+    }
+
+    /// Opens the files, and finds what fills each parameter; without heads for utterances if these
+    /// are to be fresh.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub(crate) fn plan<B: Backend>(
+        &self,
+        family: Family,
+        config: &TransformerConfig,
+        fresh_heads: bool,
+        device: &B::Device,
+    ) -> Result<Plan<B>, WeightsError> {
+        let (files, names) = self.open(family)?;
+        // What is stored counts: an output projection of its own, whatever the config says of it.
+        let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
+        let config = match (table, head) {
+            // One of another shape is no such projection, and passed over.
+            (Some((_, table)), Some((_, head)))
+                if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
+            {
+                TransformerConfig { tied_embeddings: false, ..config.clone() }
+            }
+            _ => config.clone(),
+        };
+        let blank = config.init_with(&mut Initializer::<B>::blank(device));
+        let mut model = blank.map_err(|error| self.wrong_config(error))?;
+        if fresh_heads {
+            model.heads = None;
+        }
+        let parts = self.parts(&files, names, &config, &model)?;
+        Ok(Plan { files, config, model, parts })
     }
 
     /// A tensor that the folder has beyond the transformer's own, such as a head for
@@ -318,13 +335,13 @@ impl ModelFolder {
         })
     }
 
-    fn wrong(&self, reason: String) -> WeightsError {
+    pub(crate) fn wrong(&self, reason: String) -> WeightsError {
         WeightsError::Weights { path: self.path.clone(), reason }
     }
 }
 
 /// Writes a file beside `path`, syncs it and renames it over `path`.
-fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
+pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
     let beside = path.with_extension("partial");
     let written =
         write(&beside).and_then(|()| File::open(&beside)?.sync_all()).and_then(|()| fs::rename(&beside, path));
@@ -373,9 +390,18 @@ impl Names {
 }
 
 /// A stored tensor that fills a parameter or some of its rows.
-struct Part {
-    stored: StoredTensor,
-    transposed: bool,
+pub(crate) struct Part {
+    pub(crate) stored: StoredTensor,
+    pub(crate) transposed: bool,
+}
+
+/// A model that is to be read, and where each parameter is stored.
+pub(crate) struct Plan<B: Backend> {
+    pub(crate) files: TensorFiles,
+    pub(crate) config: TransformerConfig,
+    /// Its parameters know their shapes, and hold nothing.
+    pub(crate) model: Transformer<B>,
+    pub(crate) parts: HashMap<String, Vec<Part>>,
 }
 
 /// The stored tensor of a name, under which it may be with or without the prefix that some checkpoints have.
@@ -596,7 +622,7 @@ pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut ta
 }
 
 /// The shape of a stored tensor that holds a parameter of `shape`, or some of its rows.
-fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
+pub(crate) fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
     let mut shape = shape.to_vec();
     if let Some(rows) = &tensor.rows {
         shape[0] = rows.len();

@@ -6,6 +6,7 @@ mod chat;
 mod compare;
 mod devices;
 mod evaluate;
+mod export;
 mod generate;
 mod predict;
 mod prepare;
@@ -47,6 +48,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Measure the perplexity and the bits per byte of a text
     Evaluate(evaluate::EvaluateArgs),
+    /// Write a model as a GGUF file, which llama.cpp and others load
+    Export(export::ExportArgs),
     /// Say what utterances ask for: intent and slots
     Predict(predict::PredictArgs),
     /// Show where the time goes: train, generate or predict for a few warm steps, recorded
@@ -73,6 +76,7 @@ pub(crate) fn main() -> ExitCode {
         #[cfg(feature = "serve")]
         Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
+        Command::Export(args) => export::export(args),
         Command::Predict(args) => predict::predict(args),
         Command::Profile(command) => profile::profile(command),
         Command::Bench(args) => bench::bench(args),

@@ -9,6 +9,7 @@ use fireclay_datasets::Tokenizer;
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
+pub(crate) use self::gguf::{ENDS as GGUF_ENDS, SPECIAL as GGUF_SPECIAL, TEMPLATE as GGUF_TEMPLATE};
 use crate::failure::Failure;
 use crate::run_folder::TOKENIZER;
 

@@ -7,13 +7,18 @@
 Needs no network: models have random weights, tokenizers are trained on the text below.
 
     blocks.safetensors     for each type NAME.blocks, its bytes, and NAME.values, what gguf.quants.dequantize makes of them
+    written.safetensors    weights, for each type that is written NAME.blocks, what gguf.quants.quantize makes of them, and
+                           for those that it cannot make NAME.error, the root mean square error of llama.cpp's quantizer (with
+                           GGML_BASE naming its libggml-base.so, which npm's node-llama-cpp ships; otherwise they are kept)
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
     vocab-<name>.gguf      vocabularies without a model
     tokenizers.json        texts, and for each vocabulary the ids that the tokenizer it came from gives them
 """
 
+import ctypes
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +29,7 @@ import sentencepiece
 import tokenizers
 import torch
 from gguf import GGMLQuantizationType as T
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, MistralConfig, MistralForCausalLM,
@@ -57,6 +62,31 @@ def blocks():
         tensors[f"{name}.blocks"] = raw
         tensors[f"{name}.values"] = gguf.quants.dequantize(raw, T[name]).astype(np.float32)
     save_file(tensors, OUT / "blocks.safetensors")
+
+
+def written():
+    """Weights as a model has them, with outliers, a block of zeros, one of equal weights and one of positive ones."""
+    rng = np.random.default_rng(11)
+    weights = rng.normal(0, 0.04, (16, 256)).astype(np.float32)
+    weights[3] *= rng.choice([1, 8], 256, p=[0.97, 0.03]).astype(np.float32)
+    weights[5], weights[6], weights[7] = 0, -0.02, np.abs(weights[7])
+    weights[8, ::2] = 0
+    tensors = {"weights": weights}
+    for name in ["Q8_0", "Q4_0", "Q5_0"]:
+        tensors[f"{name}.blocks"] = gguf.quants.quantize(weights, T[name])
+    library, path = os.environ.get("GGML_BASE"), OUT / "written.safetensors"
+    for name in ["Q4_K", "Q6_K"]:
+        if library is None:
+            tensors[f"{name}.error"] = load_file(path)[f"{name}.error"]
+            continue
+        quantize = ctypes.CDLL(library).ggml_quantize_chunk
+        quantize.restype = ctypes.c_size_t
+        raw = np.zeros((16, gguf.GGML_QUANT_SIZES[T[name]][1]), dtype=np.uint8)
+        quantize(ctypes.c_int(T[name]), weights.ctypes.data_as(ctypes.c_void_p), raw.ctypes.data_as(ctypes.c_void_p),
+                 ctypes.c_int64(0), ctypes.c_int64(16), ctypes.c_int64(256), None)
+        off = gguf.quants.dequantize(raw, T[name]) - weights
+        tensors[f"{name}.error"] = np.sqrt(np.mean(off.astype(np.float64) ** 2, axis=1)).astype(np.float32)
+    save_file(tensors, path)
 
 
 # ---------------------------------------------------------------- models
@@ -356,6 +386,7 @@ def vocabularies():
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     blocks()
+    written()
     all_models(vocabularies())
     for path in sorted(OUT.iterdir()):
         print(f"{path.stat().st_size:>8} {path.name}")

@@ -11,6 +11,7 @@ mod compare;
 mod configs;
 mod data;
 mod decoding;
+mod export;
 mod families;
 mod gguf;
 mod golden;

@@ -1,6 +1,7 @@
 //! A tokenizer of a vocabulary and what is said of it, as GGUF files keep one: of byte pairs, or of
 //! SentencePiece.
 
+mod of_tokenizer;
 mod patterns;
 
 use std::collections::HashMap;
@@ -36,6 +37,18 @@ pub enum TokenKind {
 }
 
 impl TokenKind {
+    /// Its number in GGUF files.
+    pub fn number(self) -> i32 {
+        match self {
+            Self::Normal => 1,
+            Self::Unknown => 2,
+            Self::Control => 3,
+            Self::UserDefined => 4,
+            Self::Unused => 5,
+            Self::Byte => 6,
+        }
+    }
+
     /// By its number in GGUF files (`gguf.TokenType`); normal where there is no such number.
     pub fn of(number: f64) -> Self {
         match number as i32 {

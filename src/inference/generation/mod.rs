@@ -496,7 +496,7 @@ impl<'a> Text<'a> {
 
 /// `eos_token_id` of a folder's `generation_config.json` and `config.json`, one or several each,
 /// where they name any, or what a GGUF file says.
-fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
+pub(crate) fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
     if let Some(ends) = gguf_ends(folder)? {
         return Ok(ends);
     }

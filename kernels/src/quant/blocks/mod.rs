@@ -1,10 +1,12 @@
 //! Blocks: the formats of GGUF files, each of which stores so many weights of a row in so many
 //! bytes, scales among them.
 //!
-//! A family of formats is a file here. Each says how a block lies, and gives its weights back bit
-//! for bit as the format's own package (`gguf.quants.dequantize`) does.
+//! A family of formats is a file here. Each says how a block is stored, and gives its weights back bit
+//! for bit as the format's own package (`gguf.quants.dequantize`) does. Some are written, too:
+//! [`search`] looks for their scales.
 
 mod k;
+mod search;
 mod simple;
 
 use half::f16;
@@ -42,6 +44,9 @@ trait Block {
     const WEIGHTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+
+    /// Stores the nearest weights to the given ones in a block; none where the format is only read.
+    const QUANTIZE: Option<fn(&[f32], &mut [u8])> = None;
 
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);
@@ -93,6 +98,33 @@ impl BlockFormat {
         with_block!(self, F => F::BYTES)
     }
 
+    /// Whether weights can be stored in it; others are only read.
+    pub fn is_written(self) -> bool {
+        with_block!(self, F => F::QUANTIZE.is_some())
+    }
+
+    /// Stores the nearest weights to `weights`, which are finite and below 65504 in magnitude, in
+    /// `blocks`, one block after the other. Q8_0, Q5_0 and Q4_0 are bit for bit those of the
+    /// format's own package (`gguf.quants.quantize`).
+    ///
+    /// # Panics
+    /// If the format [is not written](Self::is_written), or unless `weights` fill `blocks`.
+    pub fn quantize(self, weights: &[f32], blocks: &mut [u8]) {
+        let name = self.name();
+        assert!(
+            weights.len().is_multiple_of(self.weights())
+                && weights.len() / self.weights() * self.bytes() == blocks.len(),
+            "quantize: {} weights fill no {} bytes of {name}",
+            weights.len(),
+            blocks.len(),
+        );
+        with_block!(self, F => {
+            let Some(quantize) = F::QUANTIZE else { panic!("quantize: {name} is only read") };
+            let blocks = blocks.chunks_exact_mut(F::BYTES);
+            weights.chunks_exact(F::WEIGHTS).zip(blocks).for_each(|(weights, block)| quantize(weights, block));
+        });
+    }
+
     /// The weights of `blocks`, one block after the other.
     ///
     /// # Panics
@@ -116,6 +148,11 @@ impl BlockFormat {
 /// The f16 at a byte of a block.
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Stores the nearest f16 at a byte of a block.
+fn put_half(block: &mut [u8], at: usize, value: f32) {
+    block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }
 
 #[cfg(test)]
