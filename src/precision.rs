@@ -1,8 +1,8 @@
 //! The dtypes that models run in.
 
 use burn::tensor::{DType, FloatDType};
-use fireclay_kernels::{Backend, F32Products, Format};
-use fireclay_model::MatrixDtype;
+use fireclay_kernels::{Backend, BlockFormat, F32Products, Format, GroupedFormat};
+use fireclay_model::{MatrixDtype, ModelFolder, Transformer};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
@@ -11,6 +11,9 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
+    /// Matrices of a GGUF file or a quantized checkpoint as they are stored, for activations in a dtype of 16 bits where the device has it and in f32
+    /// elsewhere; any other model in f32. Not for training.
+    Auto,
     /// Single.
     F32,
     /// Single, with products in TF32: large ones in a third of the time, with relative errors of 1e-3. On CUDA.
@@ -22,6 +25,17 @@ pub enum Precision {
     /// Matrices of bytes with a scale for each output, activations in bf16 where the device has it and in f32 elsewhere.
     /// Not for training.
     Int8,
+    /// Matrices of 4 bits with a scale for 32 weights, found by a search; activations as with int8. Not for training.
+    Int4,
+    /// The same with a scale for 128 weights.
+    #[serde(rename = "int4-128")]
+    #[value(name = "int4-128")]
+    Int4x128,
+    /// Matrices of FP8 (E4M3) with a scale for 128 weights; activations as with int8. Not for training.
+    Fp8,
+    /// Matrices of NF4, quantiles of a normal distribution, with a scale for 64 weights; activations as with int8. Not for
+    /// training.
+    Nf4,
 }
 
 /// What a model's cache keeps keys and values as.
@@ -38,11 +52,29 @@ impl Precision {
     /// Its name in recipes and on the command line.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
             Self::F32 => "f32",
             Self::Tf32 => "tf32",
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Int8 => "int8",
+            Self::Int4 => "int4",
+            Self::Int4x128 => "int4-128",
+            Self::Fp8 => "fp8",
+            Self::Nf4 => "nf4",
+        }
+    }
+
+    /// What matrices are quantized to while they are loaded.
+    fn format(self) -> Option<Format> {
+        match self {
+            Self::Auto | Self::F32 | Self::Tf32 | Self::Bf16 | Self::F16 => None,
+            Self::Int8 => Some(Format::Int8),
+            // Of two formats with a scale for 32 the one that the CPU multiplies as integers.
+            Self::Int4 => Some(Format::Blocks(BlockFormat::Q4_0)),
+            Self::Int4x128 => Some(Format::Grouped(GroupedFormat::Int4x128)),
+            Self::Fp8 => Some(Format::Grouped(GroupedFormat::Fp8)),
+            Self::Nf4 => Some(Format::Grouped(GroupedFormat::Nf4)),
         }
     }
 
@@ -51,9 +83,50 @@ impl Precision {
         matches!(self, Self::F32 | Self::Tf32 | Self::Bf16)
     }
 
-    /// What matrices are loaded as, for activations of `dtype`.
-    pub(crate) fn matrices(self, dtype: FloatDType) -> MatrixDtype {
-        if self == Self::Int8 { Format::Int8.into() } else { dtype.into() }
+    /// Reads a model, its matrices and activations in this precision. `progress` is told how many bytes of how many are read.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, or the device lacks the precision.
+    pub(crate) fn load<B: Backend>(
+        self,
+        files: &ModelFolder,
+        progress: &mut dyn FnMut(u64, u64),
+        device: &B::Device,
+    ) -> Result<Transformer<B>, Failure> {
+        let (matrices, activations) = match self {
+            Self::Auto if files.is_gguf() || files.is_quantized()? => {
+                (MatrixDtype::Stored, Self::of_stored::<B>(files, device)?)
+            }
+            _ => {
+                let activations = self.activations::<B>(device)?;
+                let matrices = self.format().map_or(activations.into(), MatrixDtype::from);
+                (matrices, activations)
+            }
+        };
+        let model = files.load_in::<B>(matrices, progress, device)?;
+        Ok(model.with_activations(activations).with_f32_products(self.f32_products()))
+    }
+
+    /// The dtype of activations for matrices as they are stored: that of most of them, if the device has it.
+    fn of_stored<B: Backend>(files: &ModelFolder, device: &B::Device) -> Result<FloatDType, Failure> {
+        let most = files.encodings()?.into_iter().next().map(|(name, _)| name);
+        let half = if most.as_deref() == Some("F16") { FloatDType::F16 } else { FloatDType::BF16 };
+        Ok(if B::supports_dtype(device, DType::from(half)) { half } else { FloatDType::F32 })
+    }
+
+    /// What a model's matrices are computed with, for messages: formats and their megabytes where they stay as they are
+    /// stored.
+    pub(crate) fn described(self, files: &ModelFolder) -> Result<String, Failure> {
+        if self != Self::Auto {
+            return Ok(self.name().into());
+        }
+        if !files.is_gguf() && !files.is_quantized()? {
+            return Ok(Self::F32.name().into());
+        }
+        let encodings = files.encodings()?.into_iter();
+        let encodings: Vec<String> =
+            encodings.map(|(name, bytes)| format!("{name} {:.1} MB", bytes as f64 / 1e6)).collect();
+        Ok(format!("as stored: {}", encodings.join(", ")))
     }
 
     /// How products of f32 are computed.
@@ -67,12 +140,12 @@ impl Precision {
     /// If the device lacks it.
     pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
         let dtype = match self {
-            Self::F32 => return Ok(FloatDType::F32),
+            Self::Auto | Self::F32 => return Ok(FloatDType::F32),
             Self::Tf32 if B::name(device).contains("cuda") => return Ok(FloatDType::F32),
             Self::Tf32 => return Err(self.lacking::<B>(device)),
             Self::Bf16 => FloatDType::BF16,
             Self::F16 => FloatDType::F16,
-            Self::Int8 => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
+            _ => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
         };
         if B::supports_dtype(device, DType::from(dtype)) {
             return Ok(dtype);

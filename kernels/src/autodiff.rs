@@ -26,11 +26,28 @@ pub(crate) fn inner_int<B: Backend, C: CheckpointStrategy, const D: usize>(
 }
 
 /// The wrapped backend's view of a quantized weight.
-pub(crate) fn inner_quantized<B: Backend, C: CheckpointStrategy>(
-    weight: QuantizedWeight<Autodiff<B, C>>,
-) -> QuantizedWeight<B> {
-    let QuantizedWeight { packed, scales, format } = weight;
-    QuantizedWeight { packed: inner_int(packed), scales: inner(&scales), format }
+fn inner_quantized<B: Backend, C: CheckpointStrategy>(weight: QuantizedWeight<Autodiff<B, C>>) -> QuantizedWeight<B> {
+    let QuantizedWeight { packed, scales, format, order } = weight;
+    QuantizedWeight { packed: inner_int(packed), scales: scales.as_ref().map(inner), format, order }
+}
+
+/// What is stored as floats, or the wrapped backend's view of a quantized weight.
+pub(crate) fn inner_stored<B: Backend, C: CheckpointStrategy>(
+    weight: Weight<Autodiff<B, C>>,
+) -> Result<Tensor<Autodiff<B, C>, 2>, Weight<B>> {
+    match weight {
+        Weight::Float(weight) => Ok(weight),
+        Weight::Quantized(weight) => Err(Weight::Quantized(inner_quantized(weight))),
+        Weight::Stacked(parts) => Err(Weight::Stacked(parts.into_iter().map(inner_quantized).collect())),
+    }
+}
+
+impl<B: Backend> QuantizedWeight<B> {
+    /// The same weight as the operations of [`Autodiff`] take it, which track nothing of it.
+    pub fn tracked<C: CheckpointStrategy>(self) -> QuantizedWeight<Autodiff<B, C>> {
+        let Self { packed, scales, format, order } = self;
+        QuantizedWeight { packed: Tensor::from_inner(packed), scales: scales.map(Tensor::from_inner), format, order }
+    }
 }
 
 /// A weight as the operations of the wrapped backend take it, and the tensor of the graph that its gradient goes to, which a
@@ -39,9 +56,9 @@ pub(crate) fn inner_weight<B: Backend, C: CheckpointStrategy>(
     weight: Weight<Autodiff<B, C>>,
     dtype: DType,
 ) -> (Weight<B>, Option<Tensor<Autodiff<B, C>, 2>>) {
-    match weight {
-        Weight::Float(weight) => (Weight::Float(inner(&weight).cast(dtype)), Some(weight)),
-        Weight::Quantized(weight) => (Weight::Quantized(inner_quantized(weight)), None),
+    match inner_stored(weight) {
+        Ok(weight) => (Weight::Float(inner(&weight).cast(dtype)), Some(weight)),
+        Err(weight) => (weight, None),
     }
 }
 

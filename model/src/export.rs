@@ -240,7 +240,9 @@ impl Output {
             Encoding::Float(Dtype::BF16) => {
                 self.bytes.extend(values.iter().flat_map(|value| bf16::from_f32(*value).to_le_bytes()));
             }
-            Encoding::Float(_) => self.bytes.extend(values.iter().flat_map(|value| value.to_le_bytes())),
+            Encoding::Float(_) | Encoding::Packed(_) => {
+                self.bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()))
+            }
             Encoding::Blocks(format) => {
                 self.bytes.resize(values.len() / format.weights() * format.bytes(), 0);
                 let outs = self.bytes.par_chunks_mut(BLOCKS * format.bytes());

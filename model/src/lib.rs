@@ -33,6 +33,7 @@ mod inspection;
 mod layer;
 mod linear;
 mod matrix;
+mod packed_tensors;
 mod parameters;
 mod pass;
 mod rotary;

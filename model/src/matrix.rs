@@ -17,8 +17,8 @@ pub struct Matrix<B: Backend> {
 /// The copy that operations read instead of the parameter.
 #[derive(Module, Debug)]
 enum Stored<B: Backend> {
-    /// As it was loaded; the parameter holds nothing.
-    Quantized(QuantizedWeight<B>),
+    /// As it was loaded, in parts that are stored in several formats; the parameter holds nothing.
+    Quantized(Vec<QuantizedWeight<B>>),
     /// The parameter in the dtype of the activations, refreshed with it.
     Copy(Tensor<B, 2>),
 }
@@ -38,7 +38,7 @@ impl<B: Backend> Matrix<B> {
     /// As operations take it.
     pub fn weight(&self) -> Weight<B> {
         match &self.stored {
-            Some(Stored::Quantized(weight)) => Weight::Quantized(weight.clone()),
+            Some(Stored::Quantized(parts)) => parts.clone().into(),
             Some(Stored::Copy(copy)) => Weight::rounded(self.parameter.val(), copy.clone()),
             None => Weight::Float(self.parameter.val()),
         }
@@ -49,9 +49,9 @@ impl<B: Backend> Matrix<B> {
         matches!(self.stored, Some(Stored::Quantized(_)))
     }
 
-    /// From here on operations read `weight`.
-    pub(crate) fn store_quantized(&mut self, weight: QuantizedWeight<B>) {
-        self.stored = Some(Stored::Quantized(weight));
+    /// From here on operations read `parts`, the rows of each after those of the one before.
+    pub(crate) fn store_quantized(&mut self, parts: Vec<QuantizedWeight<B>>) {
+        self.stored = Some(Stored::Quantized(parts));
     }
 
     /// From here on operations read the parameter quantized, where the format stores rows of that length.
@@ -66,7 +66,7 @@ impl<B: Backend> Matrix<B> {
         let (shape, device) = (values.dims(), values.device());
         let values: Vec<f32> = values.try_into_data()?.iter().collect();
         if let Some(weight) = QuantizedWeight::quantize(format, &values, shape, &device)? {
-            self.store_quantized(weight);
+            self.store_quantized(vec![weight]);
         }
         Ok(())
     }

@@ -7,14 +7,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use fireclay_kernels::BlockFormat;
+use fireclay_kernels::{BlockFormat, Format, e4m3_value};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
 use serde_json::Value;
 
 use crate::error::WeightsError;
+use crate::packed_tensors::Packed;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -24,6 +26,8 @@ const PIECE: usize = 8 << 20;
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Blocks that a thread dequantizes at the least.
 const BLOCKS: usize = 64;
+/// Bytes of a word of a quantized matrix.
+const WORD: usize = 4;
 /// The most weights of a block.
 const LONGEST_BLOCK: usize = 256;
 
@@ -44,6 +48,8 @@ pub(crate) struct StoredTensor {
     pub(crate) shape: Vec<usize>,
     /// Rows of a head, where each has those of its halves in turn.
     pub(crate) interleaved: Option<usize>,
+    /// The tensors that it is made of, where it is several.
+    pub(crate) packed: Option<Arc<Packed>>,
 }
 
 /// How a tensor's values are stored.
@@ -53,13 +59,15 @@ pub(crate) enum Encoding {
     Float(Dtype),
     /// Several in a block.
     Blocks(BlockFormat),
+    /// In several tensors, as a quantized checkpoint has them; with the method's name.
+    Packed(&'static str),
 }
 
 impl Encoding {
     /// Values that are stored together.
     pub(crate) fn weights(self) -> usize {
         match self {
-            Self::Float(_) => 1,
+            Self::Float(_) | Self::Packed(_) => 1,
             Self::Blocks(format) => format.weights(),
         }
     }
@@ -69,6 +77,8 @@ impl Encoding {
         match self {
             Self::Float(dtype) => dtype.bitsize() / 8,
             Self::Blocks(format) => format.bytes(),
+            // Of its tensors.
+            Self::Packed(_) => 0,
         }
     }
 
@@ -77,6 +87,17 @@ impl Encoding {
         match self {
             Self::Float(dtype) => format!("{dtype:?}"),
             Self::Blocks(format) => format.name().into(),
+            Self::Packed(name) => name.into(),
+        }
+    }
+
+    /// The format in which operations read it as it is stored, if there is one.
+    pub(crate) fn format(self) -> Option<Format> {
+        match self {
+            Self::Float(Dtype::F16) => Some(Format::F16),
+            Self::Float(Dtype::BF16) => Some(Format::Bf16),
+            Self::Float(_) | Self::Packed(_) => None,
+            Self::Blocks(format) => Some(Format::Blocks(format)),
         }
     }
 
@@ -84,7 +105,7 @@ impl Encoding {
     pub(crate) fn is_readable(self) -> bool {
         match self {
             Self::Float(dtype) => READABLE.contains(&dtype),
-            Self::Blocks(_) => true,
+            Self::Blocks(_) | Self::Packed(_) => true,
         }
     }
 
@@ -97,7 +118,12 @@ impl Encoding {
 impl StoredTensor {
     /// One in a file, from a byte of it on.
     pub(crate) fn new(file: usize, start: u64, encoding: Encoding, shape: Vec<usize>) -> Self {
-        Self { file, start, encoding, shape, interleaved: None }
+        Self { file, start, encoding, shape, interleaved: None, packed: None }
+    }
+
+    /// One that is made of several.
+    pub(crate) fn packed(name: &'static str, shape: Vec<usize>, packed: Arc<Packed>) -> Self {
+        Self { packed: Some(packed), ..Self::new(0, 0, Encoding::Packed(name), shape) }
     }
 
     /// With the rows of each head's halves in turn, where it has so many.
@@ -107,6 +133,9 @@ impl StoredTensor {
 
     /// Bytes in the file.
     pub(crate) fn bytes(&self) -> u64 {
+        if let Some(packed) = &self.packed {
+            return packed.parts().iter().map(|part| part.bytes()).sum();
+        }
         self.encoding.bytes_before(self.shape.iter().product())
     }
 }
@@ -198,6 +227,36 @@ impl TensorFiles {
         &self.tensors
     }
 
+    pub(crate) fn tensors_mut(&mut self) -> &mut BTreeMap<String, StoredTensor> {
+        &mut self.tensors
+    }
+
+    /// The bytes of a tensor as they are stored.
+    ///
+    /// # Errors
+    /// If the file system fails.
+    pub(crate) fn raw(&self, tensor: &StoredTensor) -> Result<Vec<u8>, WeightsError> {
+        let mut bytes = vec![0; tensor.bytes() as usize];
+        self.bytes(tensor.file, tensor.start, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// The values of a tensor of floats.
+    ///
+    /// # Errors
+    /// If the file system fails, or the dtype is no float that can be read.
+    pub(crate) fn floats(&self, tensor: &StoredTensor) -> Result<Vec<f32>, WeightsError> {
+        let mut values = vec![0f32; tensor.shape.iter().product()];
+        self.read(tensor, false, &mut values, &mut |_| {})?;
+        Ok(values)
+    }
+
+    /// What is wrong with the first of the files.
+    pub(crate) fn wrong(&self, reason: String) -> WeightsError {
+        let path = self.files.first().map_or_else(PathBuf::new, |(path, _)| path.clone());
+        WeightsError::Weights { path, reason }
+    }
+
     /// Reads a tensor as `T` into `out`, of as many elements, row after row; a matrix with its rows as columns if
     /// `transposed`. `progress` is told the bytes of each piece.
     ///
@@ -228,6 +287,44 @@ impl TensorFiles {
                 out[done..done + count].iter_mut().zip(values).for_each(|(out, value)| *out = value);
             }
             done += count;
+        }
+        Ok(())
+    }
+
+    /// Reads the rows of a matrix as they are stored, in the model's order, each into `words_each` words of its own, the
+    /// last filled with zeros. `progress` is told the bytes of each piece.
+    ///
+    /// # Errors
+    /// If the file system fails.
+    pub(crate) fn read_rows(
+        &self,
+        tensor: &StoredTensor,
+        words_each: usize,
+        words: &mut [i32],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(), WeightsError> {
+        let (rows, row_bytes) = (tensor.shape[0], tensor.encoding.bytes_before(tensor.shape[1]) as usize);
+        // Rows of a head are read together.
+        let head = tensor.interleaved.unwrap_or(1);
+        let together = (PIECE / row_bytes / head).max(1) * head;
+        let mut bytes = vec![0; together.min(rows) * row_bytes];
+        for (piece, words) in words.chunks_mut(together * words_each).enumerate() {
+            let bytes = &mut bytes[..words.len() / words_each * row_bytes];
+            self.bytes(tensor.file, tensor.start + (piece * together * row_bytes) as u64, bytes)?;
+            for (at, words) in words.chunks_exact_mut(words_each).enumerate() {
+                let stored = match tensor.interleaved {
+                    None => at,
+                    Some(rows) => at / rows * rows + interleaved_row(at % rows, rows),
+                };
+                let mut stored = bytes[stored * row_bytes..][..row_bytes].chunks(WORD);
+                for word in words {
+                    let mut own = [0; WORD];
+                    let stored = stored.next().unwrap_or_default();
+                    own[..stored.len()].copy_from_slice(stored);
+                    *word = i32::from_ne_bytes(own);
+                }
+            }
+            progress(bytes.len() as u64);
         }
         Ok(())
     }
@@ -277,12 +374,14 @@ pub(crate) struct TensorRow<'a> {
     /// The last head that was read of an interleaved tensor, by its number, its rows in the model's
     /// order.
     head: Option<(usize, Vec<u8>)>,
+    /// The values of the first of them, where it is made of several.
+    unpacked: Option<Vec<f32>>,
 }
 
 impl<'a> TensorRow<'a> {
     /// These tensors, of which nothing is read yet.
     pub(crate) fn new(files: &'a TensorFiles, tensors: impl Iterator<Item = &'a StoredTensor>) -> Self {
-        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None }
+        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None, unpacked: None }
     }
 
     /// The next elements as `T`, as many as fit `out`, in the processor's order of bytes. `progress` is told the bytes of each piece.
@@ -311,13 +410,16 @@ impl<'a> TensorRow<'a> {
                 self.read_at::<T>(tensor, self.done, own)?;
                 rest = behind;
             }
-            let before = |elements| tensor.encoding.bytes_before(elements);
+            let before = |elements| match &tensor.packed {
+                Some(_) => tensor.bytes() * elements as u64 / (self.done + left) as u64,
+                None => tensor.encoding.bytes_before(elements),
+            };
             progress(before(self.done + count) - before(self.done));
             self.done += count;
             if count == left {
                 self.tensors.remove(0);
                 self.done = 0;
-                self.head = None;
+                (self.head, self.unpacked) = (None, None);
             }
         }
         assert!(rest.is_empty(), "no more is asked for than there is");
@@ -339,8 +441,7 @@ impl<'a> TensorRow<'a> {
             self.read_at::<T>(tensor, number * head, &mut stored)?;
             let row = stored.len() / rows;
             for (at, out) in ordered.chunks_exact_mut(row).enumerate() {
-                let (half, pair) = (at / (rows / 2), at % (rows / 2));
-                out.copy_from_slice(&stored[(2 * pair + half) * row..][..row]);
+                out.copy_from_slice(&stored[interleaved_row(at, rows) * row..][..row]);
             }
             self.head = Some((number, ordered));
         }
@@ -361,6 +462,7 @@ impl<'a> TensorRow<'a> {
             Encoding::Float(Dtype::F8_E5M2) => self.read_as::<E5m2, T>(tensor, first, out),
             Encoding::Float(other) => Err(self.files.unsupported(tensor, other)),
             Encoding::Blocks(format) => self.dequantize::<T>(tensor, format, first, out),
+            Encoding::Packed(_) => self.unpack::<T>(tensor, first, out),
         }
     }
 
@@ -379,6 +481,24 @@ impl<'a> TensorRow<'a> {
         self.files.bytes(tensor.file, start, &mut self.bytes)?;
         for (out, value) in out.chunks_exact_mut(T::SIZE).zip(self.bytes.chunks_exact(S::SIZE)) {
             T::of(S::load(value)).store(out);
+        }
+        Ok(())
+    }
+
+    /// Values of a tensor that is made of several: all are unpacked when the first are asked for.
+    fn unpack<T: Stored>(&mut self, tensor: &StoredTensor, first: usize, out: &mut [u8]) -> Result<(), WeightsError> {
+        let (Some(packed), [.., columns]) = (&tensor.packed, &tensor.shape[..]) else { return Ok(()) };
+        if self.unpacked.is_none() {
+            let size: usize = tensor.shape.iter().product();
+            let matrix = self.files.unpack(packed, [size / columns.max(&1), *columns])?;
+            let mut values = vec![0f32; size];
+            values.par_chunks_mut(*columns).enumerate().for_each(|(row, out)| matrix.dequantize_row(row, out));
+            self.unpacked = Some(values);
+        }
+        if let Some(values) = &self.unpacked {
+            for (out, value) in out.chunks_exact_mut(T::SIZE).zip(&values[first..]) {
+                T::of(*value).store(out);
+            }
         }
         Ok(())
     }
@@ -412,6 +532,12 @@ impl<'a> TensorRow<'a> {
         outs.zip(blocks.par_chunks_exact(bytes)).for_each(|(out, block)| values(block, 0, out));
         Ok(())
     }
+}
+
+/// Where a row of a head is in one that has the rows of its halves in turn.
+fn interleaved_row(at: usize, rows: usize) -> usize {
+    let (half, pair) = (at / (rows / 2), at % (rows / 2));
+    2 * pair + half
 }
 
 /// What is to be done with a GGUF file in a folder.
@@ -505,13 +631,7 @@ impl Readable for E4m3 {
 
     #[inline(always)]
     fn load(bytes: &[u8]) -> f32 {
-        let (exponent, fraction) = (i32::from(bytes[0] >> 3 & 15), f32::from(bytes[0] & 7));
-        let magnitude = match (exponent, bytes[0] & 7) {
-            (15, 7) => f32::NAN,
-            (0, _) => fraction * 2f32.powi(-9),
-            _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
-        };
-        if bytes[0] & 128 == 0 { magnitude } else { -magnitude }
+        e4m3_value(bytes[0])
     }
 }
 

@@ -15,12 +15,14 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
-use fireclay_kernels::{Backend, Format, QuantizedWeight, upload, upload_pieces};
+use fireclay_kernels::packed::StoredCodes;
+use fireclay_kernels::{Backend, Format, HostWeight, QuantizedWeight, upload, upload_pieces};
 
 use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
-use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
+use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES, Quantization};
+use crate::packed_tensors::gather;
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
 use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
 use crate::transformer::Transformer;
@@ -42,6 +44,9 @@ pub enum MatrixDtype {
     /// Quantized: projections, the head and the embedding table, where the format stores rows of their length. Other
     /// matrices are f32.
     Quantized(Format),
+    /// As they are stored: blocks of GGUF files as blocks, codes of quantized checkpoints with their scales, and floats of 16 bits as such, in their own dtype where the
+    /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
+    Stored,
 }
 
 impl From<FloatDType> for MatrixDtype {
@@ -98,6 +103,24 @@ impl ModelFolder {
         Ok(self.gguf()?.map(|gguf| gguf.metadata))
     }
 
+    /// How the model's matrices are stored, as messages call it, and the bytes that each way takes, the most first.
+    ///
+    /// # Errors
+    /// If a file is missing, truncated or damaged.
+    pub fn encodings(&self) -> Result<Vec<(String, u64)>, WeightsError> {
+        let files = match self.gguf()? {
+            Some(gguf) => gguf.files,
+            None => self.tensor_files()?,
+        };
+        let mut bytes = BTreeMap::<String, u64>::new();
+        for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() == 2) {
+            *bytes.entry(tensor.encoding.name()).or_default() += tensor.bytes();
+        }
+        let mut bytes: Vec<_> = bytes.into_iter().collect();
+        bytes.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        Ok(bytes)
+    }
+
     fn gguf(&self) -> Result<Option<Gguf>, WeightsError> {
         self.is_gguf().then(|| Gguf::open(&self.path)).transpose()
     }
@@ -120,9 +143,33 @@ impl ModelFolder {
         serde_json::from_str(&text).map_err(|error| WeightsError::Json { path, error })
     }
 
+    /// Whether its matrices are quantized, as `config.json` says.
+    ///
+    /// # Errors
+    /// If it is missing, damaged, or quantized in a way that is not read.
+    pub fn is_quantized(&self) -> Result<bool, WeightsError> {
+        Ok(!self.is_gguf() && self.quantization()?.is_some())
+    }
+
+    fn quantization(&self) -> Result<Option<Quantization>, WeightsError> {
+        Quantization::read(&self.json()?).map_err(|error| self.wrong_config(error))
+    }
+
+    /// The files of a folder, each quantized matrix under its own name.
+    fn tensor_files(&self) -> Result<TensorFiles, WeightsError> {
+        let mut files = TensorFiles::open(&self.path)?;
+        // A folder of tensors alone may have no config.
+        if self.path.join(CONFIG).exists()
+            && let Some(quantization) = self.quantization()?
+        {
+            gather(&mut files, &quantization)?;
+        }
+        Ok(files)
+    }
+
     /// The model's files, and how they name tensors.
     fn open(&self, family: Family) -> Result<(TensorFiles, Names), WeightsError> {
-        let Some(gguf) = self.gguf()? else { return Ok((TensorFiles::open(&self.path)?, Names::Hub(family))) };
+        let Some(gguf) = self.gguf()? else { return Ok((self.tensor_files()?, Names::Hub(family))) };
         let (architecture, _) = gguf.config(&self.path)?;
         Ok((gguf.files, Names::Gguf(architecture)))
     }
@@ -238,7 +285,7 @@ impl ModelFolder {
     /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`,
     /// or a dtype that cannot be read.
     pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<StoredValues<D>>, WeightsError> {
-        let files = TensorFiles::open(&self.path)?;
+        let files = self.tensor_files()?;
         let Some((name, stored)) = stored_as(files.tensors(), name) else { return Ok(None) };
         let wrong = |reason: String| WeightsError::Weights { path: self.path.clone(), reason };
         let shape = <[usize; D]>::try_from(&stored.shape[..])
@@ -442,7 +489,7 @@ struct Reader<'a, B: Backend> {
     /// Paths of the matrices that may be quantized.
     matrices: BTreeSet<String>,
     /// Those that are.
-    quantized: HashMap<String, QuantizedWeight<B>>,
+    quantized: HashMap<String, Vec<QuantizedWeight<B>>>,
     failure: Option<WeightsError>,
 }
 
@@ -453,8 +500,8 @@ impl<B: Backend> Reader<'_, B> {
             return Err(failure);
         }
         for (path, matrix) in model.matrices_mut() {
-            if let Some(weight) = self.quantized.remove(&path) {
-                matrix.store_quantized(weight);
+            if let Some(parts) = self.quantized.remove(&path) {
+                matrix.store_quantized(parts);
             }
         }
         Ok(model)
@@ -493,6 +540,89 @@ impl<B: Backend> Reader<'_, B> {
             out.iter_mut().zip(row).for_each(|(out, value)| *out = value.elem());
         })?;
         Ok(weight.ok_or_else(|| TensorData::new(values, shape).convert::<f32>()))
+    }
+
+    /// The parts of a matrix as they are stored, those of one format together. None where one of them is in no format.
+    fn read_stored(
+        &mut self,
+        parts: &[Part],
+        columns: usize,
+        device: &B::Device,
+    ) -> Result<Option<Vec<QuantizedWeight<B>>>, WeightsError> {
+        if parts.iter().any(|part| part.stored.packed.is_some()) {
+            return self.read_packed(parts, columns, device).map(Some);
+        }
+        let format = |part: &Part| {
+            let format = part.stored.encoding.format().filter(|_| !part.transposed);
+            format.and_then(|format| Some((format, format.layout(columns)?.words)))
+        };
+        let Some(formats) = parts.iter().map(format).collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let parts: Vec<_> = formats.into_iter().zip(parts).collect();
+        let mut weights = Vec::new();
+        for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
+            let [((format, words_each), _), ..] = *alike else { continue };
+            let rows = alike.iter().map(|(_, part)| part.stored.shape[0]).sum();
+            let mut words = vec![0; rows * words_each];
+            let mut rest = &mut words[..];
+            for (_, part) in alike {
+                let (own, behind) = rest.split_at_mut(part.stored.shape[0] * words_each);
+                self.files.read_rows(&part.stored, words_each, own, self.progress)?;
+                rest = behind;
+            }
+            let host = HostWeight { format, shape: [rows, columns], words, scales: Vec::new(), device: device.clone() };
+            weights.push(QuantizedWeight::stored(host)?);
+        }
+        Ok(Some(weights))
+    }
+
+    /// The parts of a matrix of which some are quantized: with their codes and scales where a format has these, and as f16
+    /// otherwise, to which the packages that make them dequantize them, too.
+    fn read_packed(
+        &mut self,
+        parts: &[Part],
+        columns: usize,
+        device: &B::Device,
+    ) -> Result<Vec<QuantizedWeight<B>>, WeightsError> {
+        let mut weights: Vec<HostWeight<B>> = Vec::new();
+        for part in parts {
+            let rows = part.stored.shape[0];
+            let stored = match part.stored.packed.as_deref() {
+                Some(packed) => self.files.unpack(packed, [rows, columns])?.stored(),
+                None => None,
+            };
+            let (format, words, scales) = match stored {
+                Some(StoredCodes { format, words, scales }) => {
+                    (self.progress)(part.stored.bytes());
+                    (format, words, scales)
+                }
+                None => {
+                    let values = self.values(std::slice::from_ref(part), &[rows, columns], f16::ZERO)?;
+                    let pairs = values.chunks_exact(2);
+                    let words =
+                        pairs.map(|pair| (u32::from(pair[0].to_bits()) | u32::from(pair[1].to_bits()) << 16) as i32);
+                    (Format::F16, words.collect(), Vec::new())
+                }
+            };
+            match weights.last_mut().filter(|last| last.format == format) {
+                Some(last) => {
+                    last.shape[0] += rows;
+                    last.words.extend(words);
+                    last.scales.extend(scales);
+                }
+                None => {
+                    weights.push(HostWeight { format, shape: [rows, columns], words, scales, device: device.clone() });
+                }
+            }
+        }
+        Ok(weights.into_iter().map(QuantizedWeight::stored).collect::<Result<_, _>>()?)
+    }
+
+    /// The dtype that all parts have and the device, too, if it is one of 16 bits.
+    fn common_half(&self, parts: &[Part], device: &B::Device) -> Option<FloatDType> {
+        let all = |dtype: Dtype| parts.iter().all(|part| part.stored.encoding == Encoding::Float(dtype));
+        let halves = [(Dtype::F16, FloatDType::F16), (Dtype::BF16, FloatDType::BF16)];
+        let half = halves.into_iter().find(|(dtype, _)| all(*dtype)).map(|(_, half)| half);
+        half.filter(|half| B::supports_dtype(device, DType::from(*half)))
     }
 
     /// The values of a parameter on the device, in one row.
@@ -542,11 +672,25 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
             (MatrixDtype::Quantized(format), &[rows, columns]) if self.matrices.contains(&path) => {
                 match self.read_quantized(format, &parts, [rows, columns], &device) {
                     Ok(Ok(weight)) => {
-                        self.quantized.insert(path, weight);
+                        self.quantized.insert(path, vec![weight]);
                         return param;
                     }
                     Ok(Err(floats)) => upload::<B, Float>(floats, &device).map_err(WeightsError::from),
                     Err(failure) => Err(failure),
+                }
+            }
+            (MatrixDtype::Stored, &[_, columns]) if self.matrices.contains(&path) => {
+                match self.common_half(&parts, &device) {
+                    Some(FloatDType::F16) => self.read_as(&parts, shape.as_slice(), f16::ZERO, &device),
+                    Some(_) => self.read_as(&parts, shape.as_slice(), bf16::ZERO, &device),
+                    None => match self.read_stored(&parts, columns, &device) {
+                        Ok(Some(weights)) => {
+                            self.quantized.insert(path, weights);
+                            return param;
+                        }
+                        Ok(None) => self.read(&parts, shape.as_slice(), &device),
+                        Err(failure) => Err(failure),
+                    },
                 }
             }
             (_, shape) => self.read(&parts, shape, &device),

@@ -59,7 +59,7 @@ impl RunArgs {
 #[derive(Args)]
 pub(super) struct DtypeArgs {
     /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "auto")]
     pub(super) precision: Precision,
     /// What the cache keeps keys and values as
     #[arg(long, value_name = "DTYPE", default_value = "auto")]

@@ -34,7 +34,7 @@ pub(super) struct EvaluateArgs {
     #[command(flatten)]
     run: RunArgs,
     /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "auto")]
     precision: Precision,
 }
 

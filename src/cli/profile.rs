@@ -109,7 +109,7 @@ pub(super) struct ProfilePredict {
     #[arg(long, value_name = "TEXT", required = true)]
     text: Vec<String>,
     /// Dtype of matrices and activations
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "auto")]
     precision: Precision,
     #[command(flatten)]
     profile: ProfileArgs,

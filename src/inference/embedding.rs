@@ -41,9 +41,7 @@ impl<B: Backend> Embedder<B> {
     /// If a file is missing or damaged, the model is no encoder, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         warn_of_config(folder)?;
-        let activations = precision.activations::<B>(&device)?;
-        let model = ModelFolder::new(folder).load_in::<B>(precision.matrices(activations), &mut |_, _| {}, &device)?;
-        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&ModelFolder::new(folder), &mut |_, _| {}, &device)?;
         Self::of(model, folder, device)
     }
 

@@ -29,7 +29,6 @@ impl<B: Backend> LanguageModel<B> {
     /// # Errors
     /// If a file is missing or damaged, the model is no language model, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: &B::Device) -> Result<Self, Failure> {
-        let dtype = precision.activations::<B>(device)?;
         let files = ModelFolder::new(folder);
         let (_, config) = files.config()?;
         let shown = folder.display();
@@ -38,8 +37,7 @@ impl<B: Backend> LanguageModel<B> {
         }
         warn_of_config(folder)?;
         let tokenizer = tokenizer(folder)?;
-        let model = files.load_in::<B>(precision.matrices(dtype), &mut show_reading(folder), device)?;
-        let model = model.with_activations(dtype).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&files, &mut show_reading(folder), device)?;
         Ok(Self { model, tokenizer })
     }
 }

@@ -78,10 +78,7 @@ impl<B: Backend> Predictor<B> {
     /// If a file is missing or damaged, the model was not trained on utterances, or the device lacks the precision.
     pub fn open(folder: &Path, precision: Precision, device: B::Device) -> Result<Self, Failure> {
         warn_of_config(folder)?;
-        let activations = precision.activations::<B>(&device)?;
-        let matrices = precision.matrices(activations);
-        let model = ModelFolder::new(folder).load_in::<B>(matrices, &mut |_, _| {}, &device)?;
-        let model = model.with_activations(activations).with_f32_products(precision.f32_products());
+        let model = precision.load::<B>(&ModelFolder::new(folder), &mut |_, _| {}, &device)?;
         let shown = folder.display();
         if model.heads.is_none() {
             return Err(Failure::new(format!(

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use fireclay_kernels::Backend;
 use fireclay_kernels::recorder::{RecorderError, Recording, Report};
+use fireclay_model::ModelFolder;
 
 use super::{Ceilings, Profile};
 use crate::backend::{OnBackend, RunContext};
@@ -114,7 +115,8 @@ impl OnBackend for ProfileGeneration {
         let (recording, note) = started.ok_or_else(|| Failure::new("nothing was written"))?;
         let report = recording.stop().map_err(unrecorded)?;
         let rows = prompts.len();
-        let name = format!("generate with {}, {}, batch {rows}", model.display(), precision.name());
+        let dtypes = precision.described(&ModelFolder::new(&model))?;
+        let name = format!("generate with {}, {dtypes}, batch {rows}", model.display());
         finish::<B>(&options, (name, "token", options.count, seconds), precision, report, note, &device)
     }
 }
@@ -146,7 +148,8 @@ impl OnBackend for ProfilePrediction {
         let (recording, note) = start::<B>(&device)?;
         predict(options.count)?;
         let report = recording.stop().map_err(unrecorded)?;
-        let name = format!("predict with {}, {}, {} texts", model.display(), precision.name(), texts.len());
+        let dtypes = precision.described(&ModelFolder::new(&model))?;
+        let name = format!("predict with {}, {dtypes}, {} texts", model.display(), texts.len());
         finish::<B>(&options, (name, "batch", options.count, seconds), precision, report, note, &device)
     }
 }

@@ -5,6 +5,7 @@
 
 mod added_gradients;
 mod compare;
+mod formats;
 mod harness;
 #[cfg(feature = "mutation")]
 mod mutation;

@@ -166,7 +166,7 @@ backend_test!(projections_refuse_what_does_not_fit::<B>(device) {
             })
         });
         let mut short = make.bytes([16, 8]);
-        short.scales = make.float([15]);
+        short.scales = Some(make.float([15]));
         refused("linear", &["scales [15]", "weight [16, 2]"], || linear(x(), short, None));
         if let Some(other) = make.elsewhere() {
             refused("linear", &["weight lies on"], || linear(x(), other.float([16, 8]), None));
@@ -189,7 +189,7 @@ backend_test!(embeddings_refuse_what_does_not_fit::<B>(device) {
     refused("embed", &["table [0, 8] is empty"], || embed(make.float([0, 8]), tokens(), FloatDType::F32));
     refused("embed", &["F64"], || embed(table(), tokens(), FloatDType::F64));
     let mut short = make.bytes([5, 8]);
-    short.scales = make.float([4]);
+    short.scales = Some(make.float([4]));
     refused("embed", &["scales [4]"], || embed(short, tokens(), FloatDType::F32));
     if let Some(other) = make.elsewhere() {
         refused("embed", &["table lies on"], || embed(other.float([5, 8]), tokens(), FloatDType::F32));

@@ -21,6 +21,7 @@ mod learning;
 #[cfg(feature = "mutation")]
 #[path = "../parity/mutation.rs"]
 mod mutation;
+mod packed;
 mod profiling;
 mod resume;
 mod runs;

@@ -4,6 +4,7 @@
 //! over it, by one thread.
 
 mod dot_products;
+mod stored;
 mod words;
 
 use std::ops::Range;
@@ -15,7 +16,8 @@ use ndarray::IxDyn;
 use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
-pub(crate) use self::words::{QuantizedRows, Words, words_tensor};
+pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gradient, stored_product};
+pub(crate) use self::words::{Words, words_tensor};
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many
 /// where that leaves an even number of slabs.

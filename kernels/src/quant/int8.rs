@@ -10,9 +10,7 @@ use burn::tensor::{DType, ElementConversion, Int, Tensor};
 #[cfg(feature = "cubecl")]
 use cubecl::prelude::*;
 
-#[cfg(feature = "ndarray")]
-use super::QuantizedRow;
-use super::{QuantizedWeight, Reader, RowFormat, RowLayout};
+use super::{Quantize, QuantizedRow, QuantizedWeight, Reader, RowFormat, RowLayout};
 
 /// Weights in a word.
 pub(crate) const PACKED: usize = 4;
@@ -23,6 +21,7 @@ pub(crate) struct Int8;
 impl RowFormat for Int8 {
     const NAME: &'static str = "INT8";
     const READERS: &'static [Reader] = &[Reader::Skinny, Reader::Rows, Reader::DecodeStep];
+    const QUANTIZE: Option<Quantize> = Some(|row, words, scales| scales[0] = quantize_row(row, words));
 
     fn layout(d_input: usize) -> Option<RowLayout> {
         (d_input > 0 && d_input.is_multiple_of(PACKED)).then_some(RowLayout { words: d_input / PACKED, scales: 1 })
@@ -33,20 +32,16 @@ impl RowFormat for Int8 {
     }
 
     #[inline(always)]
-    fn quantize(row: &[f32], words: &mut [i32], scales: &mut [f32]) {
-        scales[0] = quantize_row(row, words);
-    }
-
-    #[cfg(feature = "ndarray")]
-    #[inline(always)]
     fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]) {
         dequantize_row(row.words, row.scales[0], out);
     }
 
     #[cfg(feature = "ndarray")]
     #[inline(always)]
-    fn dot(x: &[f32], row: QuantizedRow<'_>) -> f32 {
-        dot_bytes(x, row.words) * row.scales[0]
+    fn dots(x: &[f32], row: QuantizedRow<'_>, scratch: &mut [f32], out: &mut [f32]) {
+        for (x, out) in x.chunks_exact(scratch.len()).zip(out) {
+            *out = dot_bytes(x, row.words) * row.scales[0];
+        }
     }
 
     fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2> {
@@ -59,7 +54,11 @@ impl RowFormat for Int8 {
             (byte - negative).reshape([d_output, words, 1])
         };
         let bytes = Tensor::cat((0..PACKED).map(byte).collect(), 2).reshape([d_output, words * PACKED]);
-        bytes.float().cast(DType::F32) * weight.scales.clone().reshape([d_output, 1])
+        let bytes = bytes.float().cast(DType::F32);
+        match &weight.scales {
+            Some(scales) => bytes * scales.clone().reshape([d_output, 1]),
+            None => bytes,
+        }
     }
 }
 
@@ -101,7 +100,6 @@ pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
 }
 
 /// A row's bytes times its scale.
-#[cfg(feature = "ndarray")]
 #[inline(always)]
 pub(crate) fn dequantize_row(words: &[i32], scale: f32, out: &mut [f32]) {
     for (word, out) in words.iter().zip(out.chunks_exact_mut(PACKED)) {

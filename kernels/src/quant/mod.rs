@@ -1,6 +1,6 @@
-//! Weight formats: how a matrix is stored where it is not stored as floats.
+//! Weight formats: how a matrix is stored where it is not stored as floats of a tensor.
 //!
-//! A quantized matrix is words of 32 bits and scales:
+//! A quantized matrix is words of 32 bits, and scales where its format keeps them apart:
 //!
 //! ```text
 //! packed  [d_output, words of a row]
@@ -8,18 +8,26 @@
 //! ```
 //!
 //! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and
-//! [`with_format`]. Each file says how a row is stored, quantizes and dequantizes it, multiplies it
-//! on the CPU, and names the device kernels that read it as it is stored. Operations without such a
-//! kernel dequantize the matrix first. [`blocks`] has the formats of GGUF files, which are
-//! dequantized while they are read.
+//! [`with_format`]. Each file says how a row is stored and dequantized, how one is quantized where
+//! the program does that, and names the device kernels that read it as it is stored. [`blocks`] has
+//! the formats of GGUF files, [`halves`] floats of 16 bits, [`grouped`] codes of 4 and 8 bits with
+//! scales of groups, which matrices of other checkpoints ([`packed`]) become. Operations without a kernel for a format
+//! dequantize rows of one matrix at a time; none ever holds a whole model in f32.
 
 pub(crate) mod blocks;
+pub(crate) mod grouped;
+pub(crate) mod halves;
 pub(crate) mod int8;
+pub(crate) mod packed;
+pub(crate) mod search;
+pub(crate) mod tiles;
 
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 
+use self::blocks::BlockFormat;
+use self::grouped::GroupedFormat;
 use crate::checked::{Part, part};
 use crate::recorder::{self, Operand};
 
@@ -28,6 +36,14 @@ use crate::recorder::{self, Operand};
 pub enum Format {
     /// Signed bytes, with a scale for each row: its largest magnitude over 127.
     Int8,
+    /// Half floats, for devices that have none.
+    F16,
+    /// Brain floats, for devices that have none.
+    Bf16,
+    /// Blocks of a GGUF file.
+    Blocks(BlockFormat),
+    /// Codes with scales of groups.
+    Grouped(GroupedFormat),
 }
 
 /// Evaluates an expression with `$name` as the type of a format.
@@ -38,6 +54,16 @@ macro_rules! with_format {
                 type $name = $crate::quant::int8::Int8;
                 $body
             }
+            $crate::quant::Format::F16 => {
+                type $name = $crate::quant::halves::Half;
+                $body
+            }
+            $crate::quant::Format::Bf16 => {
+                type $name = $crate::quant::halves::Brain;
+                $body
+            }
+            $crate::quant::Format::Blocks(format) => $crate::quant::blocks::with_block!(format, $name => $body),
+            $crate::quant::Format::Grouped(format) => $crate::quant::grouped::with_grouped!(format, $name => $body),
         }
     };
 }
@@ -53,7 +79,6 @@ pub struct RowLayout {
 }
 
 /// A row of a quantized matrix on the host.
-#[cfg(feature = "ndarray")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QuantizedRow<'a> {
     pub(crate) words: &'a [i32],
@@ -71,13 +96,22 @@ pub(crate) enum Reader {
     DecodeStep,
 }
 
+/// Stores the nearest weights to a row in words and scales. Where a value is NaN, so is what is read again.
+pub(crate) type Quantize = fn(&[f32], &mut [i32], &mut [f32]);
+
 /// A format, row by row.
 pub(crate) trait RowFormat {
     /// As messages call it.
     const NAME: &'static str;
     /// The device kernels that read it as it is stored.
     #[cfg_attr(not(feature = "cubecl"), expect(dead_code, reason = "there is no device"))]
-    const READERS: &'static [Reader];
+    const READERS: &'static [Reader] = &[];
+    /// How a row is quantized, where that is done here: other formats come from files.
+    const QUANTIZE: Option<Quantize> = None;
+    /// A row's blocks in tiles, where the CPU has a kernel for them.
+    const TILES: Option<tiles::Fields> = None;
+    /// Whether that kernel multiplies integers.
+    const ROUNDS_INPUTS: bool = false;
 
     /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
     fn layout(d_input: usize) -> Option<RowLayout>;
@@ -85,24 +119,76 @@ pub(crate) trait RowFormat {
     /// The length of a row of so many words.
     fn row_length(words: usize) -> usize;
 
-    /// Stores the nearest weights to `row` in `words` and `scales`. Where a value is NaN, so is what is read again.
-    fn quantize(row: &[f32], words: &mut [i32], scales: &mut [f32]);
-
     /// The weights of a row.
-    #[cfg(feature = "ndarray")]
     fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]);
 
-    /// The sum of products of `x` with the weights of a row.
+    /// The sums of products of each row of `x` with the weights of a row, which may be spread out in `scratch`.
     #[cfg(feature = "ndarray")]
-    fn dot(x: &[f32], row: QuantizedRow<'_>) -> f32;
+    #[inline(always)]
+    fn dots(x: &[f32], row: QuantizedRow<'_>, scratch: &mut [f32], out: &mut [f32]) {
+        Self::dequantize(row, scratch);
+        crate::cpu::DotProducts { a: x, b: scratch, size: scratch.len(), out }.compute();
+    }
 
-    /// The weights of all rows, f32 `[d_output, d_input]`, by Burn's operations: right on every backend.
-    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2>;
+    /// The weights of all rows, f32 `[d_output, d_input]`, right on every backend: dequantized on the host unless the
+    /// format has them by Burn's operations.
+    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2> {
+        let ([d_output, d_input], device) = (weight.dims(), weight.packed.device());
+        let rows = HostRows::of(weight);
+        let mut values = vec![0.0; d_output * d_input];
+        for (row, out) in values.chunks_exact_mut(d_input).enumerate() {
+            Self::dequantize(rows.row(row), out);
+        }
+        Tensor::from_data(TensorData::new(values, [d_output, d_input]), (&device, DType::F32))
+    }
+}
+
+/// The words and scales of a matrix, read from its device.
+struct HostRows {
+    words: Vec<i32>,
+    scales: Vec<f32>,
+    words_each: usize,
+    scales_each: usize,
+}
+
+impl HostRows {
+    fn of<B: Backend>(weight: QuantizedWeight<B>) -> Self {
+        let ([d_output, words_each], scales_each) = (weight.packed.dims(), weight.scales_of_row());
+        let QuantizedWeight { packed, scales, format, order } = weight;
+        let mut words: Vec<i32> = packed.into_data().iter::<i32>().collect();
+        if order == RowOrder::Tiles {
+            tiles::untile(format, &mut words, [d_output, words_each]);
+        }
+        let scales = scales.map_or_else(Vec::new, |scales| scales.into_data().iter::<f32>().collect());
+        Self { words, scales, words_each, scales_each }
+    }
+
+    fn row(&self, at: usize) -> QuantizedRow<'_> {
+        QuantizedRow {
+            words: &self.words[at * self.words_each..][..self.words_each],
+            scales: &self.scales[at * self.scales_each..][..self.scales_each],
+        }
+    }
 }
 
 impl Format {
     /// All of them.
-    pub const ALL: [Self; 1] = [Self::Int8];
+    pub const ALL: [Self; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()] = {
+        let mut all = [Self::Int8; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()];
+        all[1] = Self::F16;
+        all[2] = Self::Bf16;
+        let mut at = 0;
+        while at < BlockFormat::ALL.len() {
+            all[3 + at] = Self::Blocks(BlockFormat::ALL[at]);
+            at += 1;
+        }
+        let mut at = 0;
+        while at < GroupedFormat::ALL.len() {
+            all[3 + BlockFormat::ALL.len() + at] = Self::Grouped(GroupedFormat::ALL[at]);
+            at += 1;
+        }
+        all
+    };
 
     /// As messages call it.
     pub fn name(self) -> &'static str {
@@ -112,6 +198,16 @@ impl Format {
     /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
     pub fn layout(self, d_input: usize) -> Option<RowLayout> {
         with_format!(self, F => F::layout(d_input))
+    }
+
+    /// Whether floats are quantized to it here; other formats come from files.
+    pub fn quantizes(self) -> bool {
+        with_format!(self, F => F::QUANTIZE.is_some())
+    }
+
+    /// Whether the CPU's kernel for it multiplies integers, and rounds inputs to bytes with a scale for each block.
+    pub fn rounds_inputs(self) -> bool {
+        with_format!(self, F => F::ROUNDS_INPUTS)
     }
 
     /// Whether a device kernel reads it as it is stored.
@@ -131,16 +227,40 @@ impl Format {
     }
 }
 
+/// The value of a float of four bits of exponent and three of fraction, without infinities: E4M3 of FP8 (Micikevicius et
+/// al., 2022).
+pub fn e4m3_value(byte: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let magnitude = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => fraction * 2f32.powi(-9),
+        _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
+    };
+    if byte & 128 == 0 { magnitude } else { -magnitude }
+}
+
+/// The order of the words of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RowOrder {
+    /// Row after row.
+    Rows,
+    /// Rows in tiles, as the kernels of the CPU read them; on the CPU alone.
+    Tiles,
+}
+
 /// A quantized matrix `[d_output, d_input]`.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight<B: Backend> {
     /// 32-bit words, `[d_output, words of a row]`.
     pub packed: Tensor<B, 2, Int>,
-    /// f32 `[d_output * scales of a row]`, row after row.
-    pub scales: Tensor<B, 1>,
+    /// f32 `[d_output * scales of a row]`, row after row; none where the words hold them.
+    pub scales: Option<Tensor<B, 1>>,
     /// How they are to be read.
     #[module(skip)]
     pub format: Format,
+    /// In which order the words are.
+    #[module(skip)]
+    pub order: RowOrder,
 }
 
 impl<B: Backend> QuantizedWeight<B> {
@@ -148,6 +268,10 @@ impl<B: Backend> QuantizedWeight<B> {
     pub fn dims(&self) -> [usize; 2] {
         let [d_output, words] = self.packed.dims();
         [d_output, self.format.row_length(words)]
+    }
+
+    pub(crate) fn scales_of_row(&self) -> usize {
+        self.scales.as_ref().map_or(0, |scales| scales.dims()[0] / self.packed.dims()[0])
     }
 
     /// Panics unless words and scales fit the format and each other.
@@ -160,7 +284,12 @@ impl<B: Backend> QuantizedWeight<B> {
         let Some(layout) = self.format.layout(d_input).filter(|layout| layout.words == words) else {
             panic!("{op}: {name} has rows of {words} words, which {format} cannot have");
         };
-        part(op, "scales", &self.scales).of(DType::F32).shaped(&[d_output * layout.scales], &packed);
+        match &self.scales {
+            Some(scales) => {
+                part(op, "scales", scales).of(DType::F32).shaped(&[d_output * layout.scales], &packed);
+            }
+            None => assert!(layout.scales == 0, "{op}: {name} has no scales, which {format} keeps apart"),
+        }
         packed
     }
 }
@@ -172,6 +301,9 @@ pub enum Weight<B: Backend> {
     Float(Tensor<B, 2>),
     /// Stored in a [`Format`]. Gradients flow through it, but it has none.
     Quantized(QuantizedWeight<B>),
+    /// Quantized matrices of one width, the rows of each after those of the one before: parts of a matrix that are stored in
+    /// several formats. Gradients flow through them, but they have none.
+    Stacked(Vec<QuantizedWeight<B>>),
 }
 
 impl<B: Backend> From<Tensor<B, 2>> for Weight<B> {
@@ -186,20 +318,34 @@ impl<B: Backend> From<QuantizedWeight<B>> for Weight<B> {
     }
 }
 
+impl<B: Backend> From<Vec<QuantizedWeight<B>>> for Weight<B> {
+    fn from(mut parts: Vec<QuantizedWeight<B>>) -> Self {
+        match parts.len() {
+            1 => Self::Quantized(parts.remove(0)),
+            _ => Self::Stacked(parts),
+        }
+    }
+}
+
 impl<B: Backend> Weight<B> {
     /// `[d_output, d_input]`.
     pub fn dims(&self) -> [usize; 2] {
         match self {
             Self::Float(weight) => weight.dims(),
             Self::Quantized(weight) => weight.dims(),
+            Self::Stacked(parts) => {
+                let width = parts.first().map_or(0, |part| part.dims()[1]);
+                [parts.iter().map(|part| part.dims()[0]).sum(), width]
+            }
         }
     }
 
-    /// The format, where it is not stored as floats.
+    /// The format, where it is not stored as floats; of several the first.
     pub fn format(&self) -> Option<Format> {
         match self {
             Self::Float(_) => None,
             Self::Quantized(weight) => Some(weight.format),
+            Self::Stacked(parts) => parts.first().map(|part| part.format),
         }
     }
 
@@ -208,6 +354,10 @@ impl<B: Backend> Weight<B> {
         match self {
             Self::Float(weight) => recorder::operand(weight),
             Self::Quantized(weight) => recorder::operand(&weight.packed),
+            Self::Stacked(parts) => {
+                let words: usize = parts.iter().map(|part| part.packed.dims().iter().product::<usize>()).sum();
+                Operand::new([words], DType::I32)
+            }
         }
     }
 
@@ -220,6 +370,15 @@ impl<B: Backend> Weight<B> {
             }
             Self::Quantized(weight) => {
                 weight.check(op, name).fits(holds, other);
+            }
+            Self::Stacked(parts) => {
+                assert!(!parts.is_empty(), "{op}: {name} is a stack of nothing");
+                let width = self.dims()[1];
+                for part in parts {
+                    let alike = part.dims()[1] == width;
+                    assert!(alike, "{op}: {name} has parts of {width} and of {} columns", part.dims()[1]);
+                    part.check(op, name).fits(holds, other);
+                }
             }
         }
     }

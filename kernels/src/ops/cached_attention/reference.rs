@@ -11,7 +11,7 @@ use crate::ops::rotary::rotary_heads;
 use crate::ops::weight::Dequantize;
 use crate::ops::weight::reference::dequantize;
 use crate::quant::int8::PACKED;
-use crate::quant::{Format, QuantizedWeight};
+use crate::quant::{Format, QuantizedWeight, RowOrder};
 
 /// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads, head_dim]`.
 pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
@@ -104,7 +104,7 @@ fn all_of<B: Backend>(held: &Held<B>, row: &CachedRow, dtype: FloatDType) -> Ten
             let [_, n_kv_heads, keys, words] = packed.dims();
             let lines = n_kv_heads * keys;
             let (packed, scales) = (packed.reshape([lines, words]), scales.reshape([lines]));
-            let weight = QuantizedWeight { packed, scales, format: Format::Int8 };
+            let weight = QuantizedWeight { packed, scales: Some(scales), format: Format::Int8, order: RowOrder::Rows };
             dequantize(Dequantize { weight, dtype }).reshape([1, n_kv_heads, keys, words * PACKED])
         }
     }

@@ -9,7 +9,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor};
 
 use super::{EmbedBackward, EmbedForward, EmbedOps, embed_backward, embed_forward};
-use crate::autodiff::{inner, inner_int, inner_quantized, take_sum};
+use crate::autodiff::{inner, inner_int, inner_stored, take_sum};
 use crate::checked::Checked;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -81,14 +81,10 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
         let _products = operands.products().enter();
         let EmbedForward { table, tokens, dtype, added } = operands.into_inner();
         // Rows are looked up as they are stored, and cast then.
-        let (table, parameter) = match table {
-            Weight::Float(table) => (Weight::Float(inner(&table)), table),
+        let (table, parameter) = match inner_stored(table) {
+            Ok(table) => (Weight::Float(inner(&table)), table),
             // Nothing is tracked in its place.
-            Weight::Quantized(table) => {
-                let table = inner_quantized(table);
-                let untracked = Tensor::from_inner(table.scales.clone().unsqueeze());
-                (Weight::Quantized(table), untracked)
-            }
+            Err(table) => (table, Tensor::zeros([1, 1], &tokens.device())),
         };
         let tokens = inner_int(tokens);
         let saved = Lookup::new(&table, &tokens);

@@ -11,7 +11,7 @@ use super::{
     HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossWanted, head_loss_backward,
     head_loss_forward,
 };
-use crate::autodiff::{inner, inner_int, inner_quantized, is_tracked, take_sum};
+use crate::autodiff::{inner, inner_int, inner_stored, is_tracked, take_sum};
 use crate::checked::Checked;
 use crate::products::Forward;
 use crate::quant::Weight;
@@ -50,9 +50,9 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
     fn head_loss(operands: Checked<HeadLossForward<Self>>) -> Tensor<Self, 1> {
         let _products = operands.products().enter();
         let HeadLossForward { hidden, weight, targets, options, .. } = operands.into_inner();
-        let (weight, parameter) = match weight {
-            Weight::Float(weight) => (Weight::Float(inner(&weight)), Some(weight)),
-            Weight::Quantized(weight) => (Weight::Quantized(inner_quantized(weight)), None),
+        let (weight, parameter) = match inner_stored(weight) {
+            Ok(weight) => (Weight::Float(inner(&weight)), Some(weight)),
+            Err(weight) => (weight, None),
         };
         let untracked = || primitive(Tensor::<Self, 2>::from_inner(inner(&hidden))).node;
         let wanted = match &parameter {

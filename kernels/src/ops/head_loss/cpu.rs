@@ -5,10 +5,10 @@ use burn_ndarray::NdArray;
 
 use super::{HeadLossBackward, HeadLossForward, HeadLossGradients, HeadLossOps, HeadLossOutput, HeadLossWanted};
 use crate::checked::Checked;
-use crate::cpu::{Matrix, Values, exp, for_rows, integers, max_of, sum_of, tensor, wide_product, zeros};
-use crate::ops::linear::cpu::{DOT_PRODUCT_ROWS, quantized_product};
-use crate::ops::linear::float_weight;
-use crate::quant::Weight;
+use crate::cpu::{
+    Inputs, Matrix, QuantizedRows, Values, exp, for_rows, integers, max_of, stored_gradient, stored_product, sum_of,
+    tensor, wide_product, zeros,
+};
 
 /// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
 const LOGITS: usize = 1 << 20;
@@ -48,8 +48,8 @@ impl HeadLossOps for NdArray {
 enum Head {
     /// Floats, `[vocabulary, d_model]`.
     Weight(Values),
-    /// All of them are there, `[rows, vocabulary]`.
-    Logits(Values),
+    /// Quantized rows.
+    Stored(Vec<QuantizedRows>, Inputs),
 }
 
 fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArray> {
@@ -57,12 +57,9 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     let (gradients, both) = (wanted != HeadLossWanted::Nothing, wanted == HeadLossWanted::Both);
     let [rows, d_model] = hidden.dims();
     let [vocabulary, _] = weight.dims();
-    let head = match weight {
-        // A quantized weight is read as it is stored for the logits of a few rows.
-        Weight::Quantized(weight) if !gradients && rows <= DOT_PRODUCT_ROWS => {
-            Head::Logits(Values::rows(quantized_product(hidden.clone(), weight, None, None)))
-        }
-        weight => Head::Weight(Values::rows(float_weight(weight, &hidden))),
+    let head = match QuantizedRows::parts(weight) {
+        Ok(parts) => Head::Stored(parts, if gradients { Inputs::Exact } else { Inputs::Quantized }),
+        Err(weight) => Head::Weight(Values::rows(weight)),
     };
     let hidden = Values::rows(hidden);
     // The token of each target that counts.
@@ -83,7 +80,8 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     for start in (0..rows).step_by(chunk) {
         let size = chunk.min(rows - start);
         let logits = &mut logits[..size * vocabulary];
-        let hidden = Matrix::of(&hidden[start * d_model..], d_model);
+        let states = &hidden[start * d_model..][..size * d_model];
+        let hidden = Matrix::of(states, d_model);
         match &head {
             // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
             // [size, vocabulary].
@@ -91,7 +89,9 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
                 let head = Matrix::of(weight, d_model).transposed();
                 wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
             },
-            Head::Logits(all) => logits.copy_from_slice(&all[start * vocabulary..][..size * vocabulary]),
+            Head::Stored(parts, inputs) => {
+                logits.copy_from_slice(&stored_product(states, size, parts, *inputs, |_, _, _| {}));
+            }
         }
         for_rows(
             logits,
@@ -121,6 +121,10 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         );
         let row_nats = nats[..size].iter().map(|nats| f32::from_bits(nats.load(std::sync::atomic::Ordering::Relaxed)));
         loss += row_nats.map(f64::from).sum::<f64>();
+        if gradients && let Head::Stored(parts, _) = &head {
+            let gradient = stored_gradient(logits, size, parts);
+            d_hidden[start * d_model..][..size * d_model].copy_from_slice(&gradient);
+        }
         if gradients && let Head::Weight(weight) = &head {
             let d_logits = Matrix::of(logits, vocabulary);
             let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);

@@ -13,7 +13,7 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use super::upload::{UploadOps, upload};
 use crate::checked::{Checked, Operands, part};
 use crate::mutation::call;
-use crate::quant::{Format, QuantizedWeight, RowFormat, RowLayout, Weight, with_format};
+use crate::quant::{Format, QuantizedWeight, RowFormat, RowLayout, RowOrder, Weight, with_format};
 use crate::selection::dispatch;
 
 impl<B: WeightOps> Weight<B> {
@@ -32,6 +32,7 @@ impl<B: WeightOps> Weight<B> {
         match self {
             Self::Float(weight) => weight,
             Self::Quantized(weight) => dequantize(weight, dtype),
+            Self::Stacked(parts) => Tensor::cat(parts.into_iter().map(|weight| dequantize(weight, dtype)).collect(), 0),
         }
     }
 }
@@ -68,6 +69,38 @@ impl<B: Backend> Operands for Dequantize<B> {
     }
 }
 
+/// A quantized matrix on the host, on its way to a device.
+#[derive(Clone, Debug)]
+pub struct HostWeight<B: Backend> {
+    /// How it is to be read.
+    pub format: Format,
+    /// `[d_output, d_input]`.
+    pub shape: [usize; 2],
+    /// 32-bit words, `[d_output, words of a row]`.
+    pub words: Vec<i32>,
+    /// f32 `[d_output * scales of a row]`; none where the words hold them.
+    pub scales: Vec<f32>,
+    /// Where it is to be.
+    pub device: B::Device,
+}
+
+impl<B: Backend> Operands for HostWeight<B> {
+    fn check(&self) {
+        let Self { format, shape: [d_output, d_input], words, scales, .. } = self;
+        let name = format.name();
+        let Some(layout) = format.layout(*d_input) else {
+            panic!("store: {name} has no rows of {d_input} weights");
+        };
+        let wanted = [layout.words, layout.scales].map(|each| each * d_output);
+        assert!(
+            [words.len(), scales.len()] == wanted && *d_output > 0,
+            "store: {} words and {} scales for {d_output} rows of {d_input} weights in {name}",
+            words.len(),
+            scales.len()
+        );
+    }
+}
+
 /// Panics unless kernels compute with `dtype`.
 #[track_caller]
 pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
@@ -82,6 +115,21 @@ pub trait WeightOps: UploadOps {
         reference::dequantize(operands.into_inner())
     }
 
+    /// Body of [`QuantizedWeight::stored`]: uploads the words, in the order in which the kernels of this backend read them.
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn store(weight: Checked<HostWeight<Self>>) -> Result<QuantizedWeight<Self>, ExecutionError> {
+        let HostWeight { format, shape: [d_output, _], words, scales, device } = weight.into_inner();
+        let words_each = words.len() / d_output;
+        // In one row: some devices leave gaps between the rows of a matrix.
+        let size = words.len();
+        let packed = upload::<Self, Int>(TensorData::new(words, [size]), &device)?.reshape([d_output, words_each]);
+        let size = scales.len();
+        let scales = (size > 0).then(|| upload(TensorData::new(scales, [size]), &device)).transpose()?;
+        Ok(QuantizedWeight { packed, scales, format, order: RowOrder::Rows })
+    }
+
     /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
     fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
         operands.into_inner().copy
@@ -92,8 +140,20 @@ fn dequantize<B: WeightOps>(weight: QuantizedWeight<B>, dtype: FloatDType) -> Te
     dispatch!(B: WeightOps::dequantize(Checked::new(Dequantize { weight, dtype })))
 }
 
-impl<B: UploadOps> QuantizedWeight<B> {
-    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that length cannot be stored.
+impl<B: WeightOps> QuantizedWeight<B> {
+    /// A matrix that is stored in a format already, such as that of a file.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If there are not as many words and scales as the format has for the shape.
+    pub fn stored(weight: HostWeight<B>) -> Result<Self, ExecutionError> {
+        B::store(Checked::new(weight))
+    }
+
+    /// The nearest weights of a format to `values` `[d_output, d_input]`. None if rows of that length cannot be stored, or
+    /// floats are not quantized to that format here.
     ///
     /// # Errors
     /// If the device fails.
@@ -117,23 +177,25 @@ impl<B: UploadOps> QuantizedWeight<B> {
     /// If the device fails.
     pub fn quantize_rows(
         format: Format,
-        [d_output, d_input]: [usize; 2],
+        shape: [usize; 2],
         device: &B::Device,
         mut read: impl FnMut(usize, &mut [f32]),
     ) -> Result<Option<Self>, ExecutionError> {
-        let Some(RowLayout { words, scales: scales_each }) = format.layout(d_input) else { return Ok(None) };
-        let mut packed = vec![0; d_output * words];
+        let [d_output, d_input] = shape;
+        let quantize = with_format!(format, F => F::QUANTIZE);
+        let (Some(RowLayout { words: words_each, scales: scales_each }), Some(quantize)) =
+            (format.layout(d_input), quantize)
+        else {
+            return Ok(None);
+        };
+        let mut words = vec![0; d_output * words_each];
         let mut scales = vec![0.0; d_output * scales_each];
         let mut row = vec![0.0f32; d_input];
         for at in 0..d_output {
             read(at, &mut row);
-            let (words, scales) = (&mut packed[at * words..][..words], &mut scales[at * scales_each..][..scales_each]);
-            with_format!(format, F => F::quantize(&row, words, scales));
+            let scales = &mut scales[at * scales_each..][..scales_each];
+            quantize(&row, &mut words[at * words_each..][..words_each], scales);
         }
-        // In one row: some devices leave gaps between the rows of a matrix.
-        let sizes = [packed.len(), scales.len()];
-        let packed = upload::<B, Int>(TensorData::new(packed, [sizes[0]]), device)?.reshape([d_output, words]);
-        let scales = upload(TensorData::new(scales, [sizes[1]]), device)?;
-        Ok(Some(Self { packed, scales, format }))
+        Self::stored(HostWeight { format, shape, words, scales, device: device.clone() }).map(Some)
     }
 }

@@ -90,7 +90,7 @@ fn centred<Q: Iterator<Item = i8>>(out: &mut [f32], d: f32, scale: impl Fn(usize
     }
 }
 
-pub(super) struct Q2K;
+pub(crate) struct Q2K;
 
 impl Block for Q2K {
     const NAME: &'static str = "Q2_K";
@@ -104,7 +104,7 @@ impl Block for Q2K {
     }
 }
 
-pub(super) struct Q3K;
+pub(crate) struct Q3K;
 
 impl Block for Q3K {
     const NAME: &'static str = "Q3_K";
@@ -121,7 +121,7 @@ impl Block for Q3K {
     }
 }
 
-pub(super) struct Q4K;
+pub(crate) struct Q4K;
 
 impl Block for Q4K {
     const NAME: &'static str = "Q4_K";
@@ -144,7 +144,7 @@ impl Block for Q4K {
     }
 }
 
-pub(super) struct Q5K;
+pub(crate) struct Q5K;
 
 impl Block for Q5K {
     const NAME: &'static str = "Q5_K";
@@ -161,7 +161,7 @@ impl Block for Q5K {
     }
 }
 
-pub(super) struct Q6K;
+pub(crate) struct Q6K;
 
 impl Block for Q6K {
     const NAME: &'static str = "Q6_K";

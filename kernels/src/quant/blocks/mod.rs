@@ -3,13 +3,18 @@
 //!
 //! A family of formats is a file here. Each says how a block is stored, and gives its weights back bit
 //! for bit as the format's own package (`gguf.quants.dequantize`) does. Some are written, too:
-//! [`search`] looks for their scales.
+//! [`search`] looks for their scales. A row's blocks fill words one after the other, the first byte
+//! lowest, and the last word with zeros.
 
-mod k;
+#[cfg(feature = "cubecl")]
+pub(crate) mod cubecl;
+pub(crate) mod k;
 mod search;
-mod simple;
+pub(crate) mod simple;
 
 use half::f16;
+
+use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// A format of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,7 +42,7 @@ pub enum BlockFormat {
 }
 
 /// How a block is read.
-trait Block {
+pub(crate) trait Block {
     /// As files call it.
     const NAME: &'static str;
     /// Weights in a block.
@@ -47,26 +52,71 @@ trait Block {
 
     /// Stores the nearest weights to the given ones in a block; none where the format is only read.
     const QUANTIZE: Option<fn(&[f32], &mut [u8])> = None;
+    /// The same for matrices that are quantized while they are loaded, by a search of the program's own.
+    const SEARCH: Option<fn(&[f32], &mut [u8])> = None;
 
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);
 }
 
+/// Bytes of a word.
+const WORD: usize = 4;
+
+/// The bytes of words, in memory's order, which is that of files.
+#[inline(always)]
+pub(crate) fn bytes_of(words: &[i32]) -> &[u8] {
+    // SAFETY: a word is four bytes, any of which is one, and bytes are aligned anywhere.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), std::mem::size_of_val(words)) }
+}
+
+impl<T: Block> RowFormat for T {
+    const NAME: &'static str = T::NAME;
+    const READERS: &'static [Reader] = &[Reader::Rows];
+    const QUANTIZE: Option<Quantize> = match T::SEARCH {
+        None => None,
+        Some(_) => Some(|row, words, _| {
+            let Some(search) = T::SEARCH else { return };
+            let mut bytes = vec![0; WORD * words.len()];
+            let blocks = row.chunks_exact(T::WEIGHTS).zip(bytes.chunks_exact_mut(T::BYTES));
+            blocks.for_each(|(weights, block)| search(weights, block));
+            let bytes = bytes.chunks_exact(WORD).map(|x| i32::from_ne_bytes([x[0], x[1], x[2], x[3]]));
+            words.iter_mut().zip(bytes).for_each(|(word, bytes)| *word = bytes);
+        }),
+    };
+
+    fn layout(d_input: usize) -> Option<RowLayout> {
+        let whole = d_input > 0 && d_input.is_multiple_of(T::WEIGHTS);
+        whole.then(|| RowLayout { words: (d_input / T::WEIGHTS * T::BYTES).div_ceil(WORD), scales: 0 })
+    }
+
+    // A block is larger than what fills the last word.
+    fn row_length(words: usize) -> usize {
+        words * WORD / T::BYTES * T::WEIGHTS
+    }
+
+    #[inline(always)]
+    fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]) {
+        let blocks = bytes_of(row.words).chunks_exact(T::BYTES);
+        blocks.zip(out.chunks_exact_mut(T::WEIGHTS)).for_each(|(block, out)| T::dequantize(block, out));
+    }
+}
+
 /// Evaluates an expression with `$name` as the type of a format of blocks.
 macro_rules! with_block {
     ($format:expr, $name:ident => $body:expr) => {
-        with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
+        $crate::quant::blocks::with_block!(@ $format, $name, $body, Q4_0 simple, Q4_1 simple, Q5_0 simple, Q5_1 simple, Q8_0 simple,
             Q2K k, Q3K k, Q4K k, Q5K k, Q6K k)
     };
     (@ $format:expr, $name:ident, $body:expr, $($variant:ident $family:ident),*) => {
         match $format {
-            $(BlockFormat::$variant => {
-                type $name = $family::$variant;
+            $($crate::quant::blocks::BlockFormat::$variant => {
+                type $name = $crate::quant::blocks::$family::$variant;
                 $body
             })*
         }
     };
 }
+pub(crate) use with_block;
 
 impl BlockFormat {
     /// All of them.
@@ -85,7 +135,7 @@ impl BlockFormat {
 
     /// As files call it.
     pub fn name(self) -> &'static str {
-        with_block!(self, F => F::NAME)
+        with_block!(self, F => <F as Block>::NAME)
     }
 
     /// Weights in a block.
@@ -100,7 +150,7 @@ impl BlockFormat {
 
     /// Whether weights can be stored in it; others are only read.
     pub fn is_written(self) -> bool {
-        with_block!(self, F => F::QUANTIZE.is_some())
+        with_block!(self, F => <F as Block>::QUANTIZE.is_some())
     }
 
     /// Stores the nearest weights to `weights`, which are finite and below 65504 in magnitude, in
@@ -119,7 +169,7 @@ impl BlockFormat {
             blocks.len(),
         );
         with_block!(self, F => {
-            let Some(quantize) = F::QUANTIZE else { panic!("quantize: {name} is only read") };
+            let Some(quantize) = <F as Block>::QUANTIZE else { panic!("quantize: {name} is only read") };
             let blocks = blocks.chunks_exact_mut(F::BYTES);
             weights.chunks_exact(F::WEIGHTS).zip(blocks).for_each(|(weights, block)| quantize(weights, block));
         });
@@ -141,7 +191,7 @@ impl BlockFormat {
         with_block!(self, F => blocks
             .chunks_exact(F::BYTES)
             .zip(out.chunks_exact_mut(F::WEIGHTS))
-            .for_each(|(block, out)| F::dequantize(block, out)));
+            .for_each(|(block, out)| <F as Block>::dequantize(block, out)));
     }
 }
 

@@ -12,6 +12,7 @@
 //! the fifth bits, a little-endian word, is weight i's.
 
 use super::{Block, half_at, put_half};
+use crate::quant::search::half_nibbles;
 
 const WEIGHTS: usize = 32;
 
@@ -76,15 +77,30 @@ fn quantize_bytes(weights: &[f32], block: &mut [u8]) {
     block[2..].iter_mut().zip(weights).for_each(|(byte, weight)| *byte = (weight * by).round() as i8 as u8);
 }
 
+/// The nearest of eight steps below 0 and seven above, of the scale that a search finds.
+fn search_nibbles(weights: &[f32], block: &mut [u8]) {
+    let mut quants = [0; WEIGHTS];
+    put_half(block, 0, half_nibbles(weights, &mut quants));
+    put_nibbles(&quants, &mut block[2..]);
+}
+
+fn quantize_nibbles(weights: &[f32], block: &mut [u8]) {
+    quantize_centred(weights, block, 8, put_nibbles);
+}
+
+fn quantize_five_bits(weights: &[f32], block: &mut [u8]) {
+    quantize_centred(weights, block, 16, put_five_bits);
+}
+
 macro_rules! block {
-    ($type:ident, $name:literal, $bytes:literal, |$block:ident, $out:ident| $body:expr $(, $quantize:expr)?) => {
-        pub(super) struct $type;
+    ($type:ident, $name:literal, $bytes:literal, |$block:ident, $out:ident| $body:expr $(, $name_of:ident = $value:expr)*) => {
+        pub(crate) struct $type;
 
         impl Block for $type {
             const NAME: &'static str = $name;
             const WEIGHTS: usize = WEIGHTS;
             const BYTES: usize = $bytes;
-            $(const QUANTIZE: Option<fn(&[f32], &mut [u8])> = Some($quantize);)?
+            $(const $name_of: Option<fn(&[f32], &mut [u8])> = Some($value);)*
 
             fn dequantize($block: &[u8], $out: &mut [f32]) {
                 $body
@@ -93,12 +109,27 @@ macro_rules! block {
     };
 }
 
-block!(Q4_0, "Q4_0", 18, |block, out| centred(out, half_at(block, 0), nibbles(&block[2..]), 8), |weights, block| {
-    quantize_centred(weights, block, 8, put_nibbles)
-});
+block!(
+    Q4_0,
+    "Q4_0",
+    18,
+    |block, out| centred(out, half_at(block, 0), nibbles(&block[2..]), 8),
+    QUANTIZE = quantize_nibbles,
+    SEARCH = search_nibbles
+);
 block!(Q4_1, "Q4_1", 20, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
-block!(Q5_0, "Q5_0", 22, |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16), |weights, block| {
-    quantize_centred(weights, block, 16, put_five_bits)
-});
+block!(
+    Q5_0,
+    "Q5_0",
+    22,
+    |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16),
+    QUANTIZE = quantize_five_bits
+);
 block!(Q5_1, "Q5_1", 24, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
-block!(Q8_0, "Q8_0", 34, |block, out| centred(out, half_at(block, 0), block[2..].iter().copied(), 0), quantize_bytes);
+block!(
+    Q8_0,
+    "Q8_0",
+    34,
+    |block, out| centred(out, half_at(block, 0), block[2..].iter().copied(), 0),
+    QUANTIZE = quantize_bytes
+);

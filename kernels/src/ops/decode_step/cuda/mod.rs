@@ -60,7 +60,7 @@ where
         (Weight::Float(weight), None) if weight.dtype() == dtype => Ok((primitive(weight.clone()), None)),
         (Weight::Quantized(weight), Some(format)) if weight.format == format => {
             let CubeQuantized { packed, scales, .. } = cube_quantized(weight.clone());
-            Ok((packed, Some(scales)))
+            Ok((packed, scales))
         }
         (_, Some(format)) => Err(Declined::new(format!("{name} is not {}, as the embedding is", format.name()))),
         (_, None) => Err(Declined::new(format!("{name} is not {}, as activations are", dtype.name()))),

@@ -54,6 +54,10 @@ where
                     None => rows,
                 }
             }
+            stacked @ Weight::Stacked(_) => {
+                let tokens = Tensor::from_primitive(tokens);
+                reference::embed_forward(EmbedForward { table: stacked, tokens, dtype, added })
+            }
         }
     }
 

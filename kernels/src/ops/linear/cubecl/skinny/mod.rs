@@ -51,7 +51,7 @@ impl<R: CubeRuntime> CubeWeight<R> {
                 Stored { floats: Some(floats), packed: None, scales: None, format: None, stride, d_output }
             }
             Self::Quantized(CubeQuantized { packed, scales, format, dims: [d_output, d_input] }) => {
-                let (packed, scales) = (Some(contiguous(packed)), Some(contiguous(scales)));
+                let (packed, scales) = (Some(contiguous(packed)), scales.map(contiguous));
                 Stored { floats: None, packed, scales, format: Some(format), stride: d_input, d_output }
             }
         }
