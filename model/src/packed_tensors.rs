@@ -193,6 +193,19 @@ pub(crate) fn gather(files: &mut TensorFiles, quantization: &Quantization) -> Re
         }
         Quantization::Mxfp4 => all(&mut taker, "_blocks", mxfp4),
     };
+    // What is left without a scale is no float of its own.
+    let scale = match quantization {
+        Quantization::Fp8 { .. } => Some("weight_scale_inv"),
+        Quantization::FbgemmFp8 | Quantization::Scaled { is_float: true, .. } => Some("weight_scale"),
+        _ => None,
+    };
+    let bare = taker.tensors.iter().find(|(_, tensor)| tensor.encoding == Encoding::Float(Dtype::F8_E4M3));
+    let gathered = gathered.and_then(|()| match (scale, bare) {
+        (Some(scale), Some((name, _))) => {
+            Err(format!("{}.{scale} is missing", name.strip_suffix(".weight").unwrap_or(name)))
+        }
+        _ => Ok(()),
+    });
     let made = std::mem::take(&mut taker.made);
     gathered.map_err(|reason| files.wrong(reason))?;
     for (name, stored) in made {

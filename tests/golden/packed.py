@@ -96,7 +96,9 @@ def bnb4(kind, nested):
         packed, state = bnb.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
         parts = {"weight": packed}
         parts |= {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-        return parts, bnb.dequantize_4bit(packed, state)
+        # Blocks run on from row to row; the package's kernel for the CPU takes each for a row's own, so it gets them as rows.
+        shape, state.shape = state.shape, torch.Size([weight.numel() // 64, 64])
+        return parts, bnb.dequantize_4bit(packed, state).reshape(shape)
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
               "_load_in_8bit": False, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested,
               "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8",
@@ -270,7 +272,7 @@ if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     for name, kind, nested in [("nf4", "nf4", False), ("nf4_nested", "nf4", True), ("fp4", "fp4", False)]:
         config, pack = bnb4(kind, nested)
-        # Blocks that run on from row to row, which bitsandbytes' own layer cannot multiply on the CPU.
+        # Rows that end within a block: bitsandbytes' own layer cannot multiply them on the CPU.
         straddles = kind == "fp4"
         write(name, config, pack, width=96 if straddles else 128, check=not straddles)
     config, _ = bnb4("nf4", False)

@@ -269,3 +269,102 @@ fn what_cannot_be_exported_is_refused_in_one_line() {
     assert_eq!(run("export", &model, &["--out", text(&out)]).status.code(), Some(2));
     assert_eq!(run("export", &model, &["--gguf", "q9", "--out", text(&out)]).status.code(), Some(2));
 }
+
+/// Log-probabilities of the next token behind each of `tokens`.
+fn own_logarithms(path: &Path, tokens: &[u32]) -> Vec<Vec<f64>> {
+    let device = Default::default();
+    let model = ModelFolder::new(path).load::<B>(&device).expect("a model");
+    let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+    let tokens = TensorData::new(tokens.clone(), [1, tokens.len()]);
+    let logits = model.logits(model.forward(Tensor::<B, 2, Int>::from_data(tokens, &device)));
+    let [.., vocabulary] = logits.dims();
+    let logits = values(&logits);
+    let row = |row: &[f32]| {
+        let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+        let sum: f64 = row.iter().map(|logit| (f64::from(*logit) - most).exp()).sum();
+        row.iter().map(|logit| f64::from(*logit) - most - sum.ln()).collect()
+    };
+    logits.chunks_exact(vocabulary).map(row).collect()
+}
+
+fn first_two(row: &[f64]) -> (usize, f64) {
+    let mut order: Vec<usize> = (0..row.len()).collect();
+    order.sort_by(|a, b| row[*b].total_cmp(&row[*a]));
+    (order[0], row[order[0]] - row[order[1]])
+}
+
+/// Exports a model in every kind and compares what llama.cpp computes of the files with the folder's own results, over the
+/// first tokens of a text. Run in `tests/llama_cpp`'s way:
+/// `FIRECLAY_LLAMA_CPP=FOLDER_OF_NODE_MODULES FIRECLAY_MODEL=FOLDER FIRECLAY_TEXT=FILE cargo test .. -- --ignored llama_cpp`
+#[test]
+#[ignore = "needs npm's node-llama-cpp, a model and a text"]
+fn llama_cpp_computes_of_our_files_what_we_do() {
+    let of =
+        |name: &str| std::path::PathBuf::from(std::env::var_os(name).unwrap_or_else(|| panic!("{name} is not set")));
+    let (packages, model) = (of("FIRECLAY_LLAMA_CPP"), of("FIRECLAY_MODEL"));
+    let text: String = fs::read_to_string(of("FIRECLAY_TEXT")).expect("a text").chars().take(4000).collect();
+    let script = std::env::current_dir().expect("a folder").join("tests/llama_cpp/probabilities.mjs");
+    let tokenizer = Tokenizer::load(&model.join("tokenizer.json")).expect("a tokenizer");
+    let all = tokenizer.encode_prompt(&text).expect("tokens");
+    let (_, config) = ModelFolder::new(&model).config().expect("a config");
+    let tokens = &all[..all.len().min(config.context_length - 1).min(500)];
+    let scratch = tempfile::tempdir().expect("a folder");
+    let [file, request, out] = ["model.gguf", "request.json", "out.f32"].map(|name| scratch.path().join(name));
+    fs::write(&request, serde_json::json!({ "text": text, "tokens": tokens }).to_string()).expect("writable");
+    let folder = own_logarithms(&model, tokens);
+    for kind in KINDS {
+        let name = format!("{kind:?}").to_lowercase();
+        let name = if kind == GgufKind::Q4KM { "q4_k_m" } else { &name };
+        let output = run("export", &model, &["--gguf", name, "--out", crate::cli::text(&file)]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let output = std::process::Command::new("node")
+            .args([&script, &file, &request, &out])
+            .current_dir(&packages)
+            .output()
+            .expect("node starts");
+        assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+        let answer: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let theirs: Vec<u32> = serde_json::from_value(answer["tokens"].clone()).expect("ids");
+        assert_eq!(theirs, tokenizer.encode(&text).expect("tokens"), "{name}: llama.cpp cuts the text otherwise");
+        let vocabulary = folder[0].len();
+        assert_eq!(answer["vocabulary"], vocabulary);
+        let bytes = fs::read(&out).expect("probabilities");
+        let floats: Vec<f64> =
+            bytes.chunks_exact(4).map(|x| f64::from(f32::from_le_bytes([x[0], x[1], x[2], x[3]]))).collect();
+        let own = own_logarithms(&file, tokens);
+        let (mut divergence, mut agree, mut clear, mut wrong, mut error) = (0.0, 0, 0, 0, 0f64);
+        for (at, theirs) in floats.chunks_exact(vocabulary).enumerate() {
+            assert!((theirs.iter().sum::<f64>() - 1.0).abs() < 1e-3, "{name}: probabilities");
+            let (first, margin) = first_two(&folder[at]);
+            // How far the format moves logarithms of what is not unlikely.
+            let moved = folder[at].iter().zip(&own[at]).filter(|(own, _)| **own > -10.0);
+            let moved = moved.fold(0f64, |most, (a, b)| most.max((a - b).abs()));
+            error = error.max(moved);
+            let logarithms: Vec<f64> = theirs.iter().map(|p| p.max(1e-30).ln()).collect();
+            divergence +=
+                folder[at].iter().zip(&logarithms).map(|(own, theirs)| own.exp() * (own - theirs)).sum::<f64>();
+            let same = first_two(&logarithms).0 == first;
+            agree += usize::from(same);
+            // Both of two may move, and llama.cpp rounds inputs of products, too.
+            if margin > 2.0 * moved + 0.1 {
+                clear += 1;
+                wrong += usize::from(!same);
+            }
+        }
+        divergence /= tokens.len() as f64;
+        let bytes = fs::metadata(&file).expect("a file").len() as f64 / 1e6;
+        println!(
+            "{name}: {bytes:.1} MB, KL divergence {divergence:.6}, top-1 agrees {agree} of {}, {wrong} wrong of {clear} whose \
+             margin exceeds the format's error (at most {error:.3})",
+            tokens.len()
+        );
+        assert_eq!(wrong, 0, "{name}");
+        assert!(clear > tokens.len() / 4, "{name}: {clear} of {}", tokens.len());
+        let most = match kind {
+            GgufKind::F32 | GgufKind::F16 | GgufKind::Bf16 => 1e-3,
+            GgufKind::Q8_0 => 0.01,
+            GgufKind::Q4_0 | GgufKind::Q4KM => 0.2,
+        };
+        assert!(divergence < most, "{name}: {divergence}");
+    }
+}

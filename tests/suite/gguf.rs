@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use fireclay_kernels::{Backend, BlockFormat, Format};
-use fireclay_model::{ActivationKind, Family, ModelFolder, Positions, RotaryScaling, Transformer, TransformerConfig};
+use fireclay_model::{
+    ActivationKind, Family, MatrixDtype, ModelFolder, Positions, RotaryScaling, Transformer, TransformerConfig,
+};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 
@@ -285,6 +287,62 @@ backend_test!(a_quantized_file_computes_as_its_dequantized_weights_in_every_form
         let mut read = (0, 0);
         ModelFolder::new(&path).load_in::<B>(FloatDType::F32, &mut |done, total| read = (done, total), &device)?;
         assert!(read.0 == read.1 && read.1 < fs::metadata(&path).expect("a file").len(), "{read:?}");
+    }
+});
+
+/// How far predictions of `own` logits, in rows of `vocabulary`, are from those of `wanted`: the mean of their KL divergences, in
+/// nats, and the rows where the first token differs although the margin is larger than the rows' own difference.
+fn divergence(own: &[f32], wanted: &[f32], vocabulary: usize) -> (f64, usize) {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().fold(f64::NEG_INFINITY, |max, x| max.max(f64::from(*x)));
+        let sum = row.iter().map(|x| (f64::from(*x) - max).exp()).sum::<f64>().ln();
+        row.iter().map(|x| f64::from(*x) - max - sum).collect()
+    };
+    let top = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a vocabulary");
+    let rows = own.chunks_exact(vocabulary).zip(wanted.chunks_exact(vocabulary));
+    let (mut nats, mut count, mut wrong) = (0.0, 0, 0);
+    for (own, wanted) in rows {
+        let (p, q) = (log_softmax(wanted), log_softmax(own));
+        nats += p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+        count += 1;
+        let (first, furthest) = (top(wanted), largest_difference(own, wanted));
+        let second = wanted.iter().enumerate().filter(|(at, _)| *at != first).map(|(_, x)| *x).fold(f32::MIN, f32::max);
+        wrong += usize::from(top(own) != first && wanted[first] - second > 2.0 * furthest);
+    }
+    (nats / f64::from(count), wrong)
+}
+
+backend_test!(a_file_predicts_as_it_is_stored_what_its_dequantized_weights_do::<B>(device) {
+    let tokens: Vec<i32> = (0..40).map(|at| at * 17 % 61).collect();
+    let stored = |path: &Path, tokens: &[i32]| -> Result<Vec<f32>, fireclay::Failure> {
+        let model = ModelFolder::new(path).load_in::<B>(MatrixDtype::Stored, &mut |_, _| {}, &device)?;
+        // A prompt of many tokens, and few.
+        let few = logits(&model, &tokens[..3], &device);
+        let all = logits(&model, tokens, &device);
+        let vocabulary = all.len() / tokens.len();
+        let (nats, _) = divergence(&few, &all[..3 * vocabulary], vocabulary);
+        assert!(nats < 1e-4, "{}: {nats} nats between few rows and many", path.display());
+        Ok(all)
+    };
+    for format in BlockFormat::ALL {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = pair(format, folder.path());
+        let wanted = logits(&ModelFolder::new(folder.path()).load::<B>(&device)?, &tokens, &device);
+        let (nats, wrong) = divergence(&stored(&path, &tokens)?, &wanted, 61);
+        assert!(nats < 1e-3 && wrong == 0, "{}: {nats} nats, {wrong} wrong", format.name());
+        let encodings = ModelFolder::new(&path).encodings()?;
+        assert_eq!(encodings[0].0, format.name());
+        // Nothing is asked for: the file's own format.
+        let wrong = divergence(&wanted.iter().rev().copied().collect::<Vec<_>>(), &wanted, 61).0;
+        assert!(wrong > 10.0 * nats && wrong > 1e-2, "{}: {wrong} nats of a wrong order", format.name());
+    }
+    let golden = Golden::open("gguf/models.safetensors");
+    for name in ["llama", "llama3", "llama_mixed", "mistral", "qwen2", "qwen3", "gpt2"] {
+        let tokens: Vec<i32> = golden.values(&format!("{name}.tokens")).iter().map(|token| *token as i32).collect();
+        let wanted = golden.values(&format!("{name}.logits"));
+        let own = stored(&folder(&format!("gguf/{name}.gguf")), &tokens)?;
+        let (nats, wrong) = divergence(&own, wanted, wanted.len() / tokens.len());
+        assert!(nats < 1e-3 && wrong == 0, "{name}: {nats} nats, {wrong} wrong");
     }
 });
 

@@ -5,6 +5,8 @@
 
 mod dot_products;
 mod stored;
+mod team;
+mod tile_products;
 mod words;
 
 use std::ops::Range;
@@ -17,6 +19,7 @@ use rayon::prelude::*;
 
 pub(crate) use self::dot_products::DotProducts;
 pub(crate) use self::stored::{DOT_PRODUCT_ROWS, Inputs, QuantizedRows, stored_gradient, stored_product};
+pub(crate) use self::tile_products::Instructions;
 pub(crate) use self::words::{Words, words_tensor};
 
 /// Columns of a product that are worked on together: what `gemm`'s kernels hold in registers, or up to three times as many

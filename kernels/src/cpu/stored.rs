@@ -4,18 +4,24 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
 use rayon::prelude::*;
 
+use super::team::for_pieces;
+use super::tile_products::Packed;
 use super::{Matrix, SLAB, Shared, Values, Words, product, vectorised, wide_product};
 use crate::quant::tiles::{self, Fields, TILE};
 use crate::quant::{Format, QuantizedRow, QuantizedWeight, RowFormat, RowOrder, Weight, with_format};
 
 /// Products of so few rows are a dot product for each of their elements.
 pub(crate) const DOT_PRODUCT_ROWS: usize = 16;
-/// Columns of a product that are worked on together: what is a multiple of a tile.
+/// Columns of a product of few rows that are worked on together, where they are dequantized.
 const FEW_ROWS_PIECE: usize = 2 * TILE;
+/// Words of tiles that a piece has for few rows of inputs, tiles that it has at the most, and those for many rows.
+const FEW_ROWS_WORDS: usize = 1 << 15;
+const MOST_TILES: usize = 16;
+const TILES: usize = 4;
 /// Rows that are dequantized for a part of a gradient.
 const GRADIENT_ROWS: usize = 256;
 
@@ -55,7 +61,7 @@ impl QuantizedRows {
         let QuantizedWeight { packed, scales, format, order } = weight;
         let [_, words_each] = packed.dims();
         let tiles = tiles::fields(format).filter(|_| order == RowOrder::Tiles);
-        let (packed, scales) = (words_of(packed), scales.map(Values::rows));
+        let (packed, scales) = (Words::of(packed), scales.map(Values::rows));
         Self { packed, scales, words_each, scales_each, format, rows, d_input, tiles }
     }
 
@@ -113,10 +119,6 @@ impl QuantizedRows {
     }
 }
 
-fn words_of(packed: Tensor<NdArray, 2, Int>) -> Words {
-    Words::of(packed)
-}
-
 /// How the inputs of a product with a quantized matrix are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Inputs {
@@ -126,67 +128,163 @@ pub(crate) enum Inputs {
     Quantized,
 }
 
+/// A matrix that is filled piece by piece.
+#[derive(Clone, Copy)]
+struct Destination {
+    begin: Shared,
+    /// Columns of all of it.
+    columns: usize,
+}
+
+impl Destination {
+    /// Calls `then` with each row's piece of some columns.
+    ///
+    /// # Safety
+    /// There are as many rows, and nothing else touches these columns, which are written.
+    unsafe fn finish(self, rows: usize, columns: Range<usize>, then: &impl Fn(usize, usize, &mut [f32])) {
+        vectorised(
+            #[inline(always)]
+            || {
+                for row in 0..rows {
+                    // SAFETY: the caller's.
+                    let own = unsafe {
+                        let at = self.begin.0.add(row * self.columns + columns.start);
+                        std::slice::from_raw_parts_mut(at, columns.len())
+                    };
+                    then(row, columns.start, own);
+                }
+            },
+        );
+    }
+}
+
 /// `x * weight^T` of `x` `[rows, d_input]` in memory of its own, the parts of the weight one after the other. `then` gets each
 /// piece of a row, with the row and its first column, while it is in the cache.
 pub(crate) fn stored_product(
     x: &[f32],
     rows: usize,
     parts: &[QuantizedRows],
-    _inputs: Inputs,
+    inputs: Inputs,
     then: impl Fn(usize, usize, &mut [f32]) + Sync,
 ) -> Vec<f32> {
     let columns: usize = parts.iter().map(|part| part.rows).sum();
-    let d_input = parts.first().map_or(0, |part| part.d_input);
     let mut out = Vec::<f32>::with_capacity(rows * columns);
-    let begin = Shared(out.as_mut_ptr());
-    let width = if rows <= DOT_PRODUCT_ROWS { FEW_ROWS_PIECE } else { SLAB };
-    let piece = |part: &QuantizedRows, before: usize, range: Range<usize>| {
-        let begin = begin;
-        let (first, width) = (before + range.start, range.len());
-        vectorised(
-            #[inline(always)]
-            || {
-                if rows <= DOT_PRODUCT_ROWS {
-                    return with_scratch(d_input + rows * width, |scratch| {
-                        let (scratch, own) = scratch.split_at_mut(d_input);
-                        part.dots(x, range.clone(), scratch, own);
-                        for (row, own) in own.chunks_exact_mut(width).enumerate() {
-                            then(row, first, own);
-                            // SAFETY: there is room for [rows, columns], and no other piece has these columns.
-                            unsafe {
-                                let at = begin.0.add(row * columns + first);
-                                at.copy_from_nonoverlapping(own.as_ptr(), width);
-                            }
-                        }
-                    });
+    let destination = Destination { begin: Shared(out.as_mut_ptr()), columns };
+    let mut before = 0;
+    for part in parts {
+        // SAFETY: there is room for [rows, columns], and no other part has these columns.
+        unsafe {
+            match part.tiles {
+                Some(fields) if inputs == Inputs::Quantized || !part.format.rounds_inputs() => {
+                    part.tiles_product(fields, x, rows, destination, before, &then);
                 }
-                with_scratch(width * d_input, |weights| {
-                    part.dequantize(range.clone(), weights);
-                    let at = Matrix::at(begin.0, columns as isize, 1).from(0, first);
-                    let weights = Matrix::of(weights, d_input).transposed();
-                    // SAFETY: the slices hold [rows, d_input] and [width, d_input], there is room for [rows, columns], and no
-                    // other piece has these columns, which are written before they are read.
-                    unsafe {
-                        product([rows, d_input, width], at, Matrix::of(x, d_input), weights, false);
-                        for row in 0..rows {
-                            let own = begin.0.add(row * columns + first);
-                            then(row, first, std::slice::from_raw_parts_mut(own, width));
+                _ => part.rows_product(x, rows, destination, before, &then),
+            }
+        }
+        before += part.rows;
+    }
+    // SAFETY: the parts cover all columns of all rows.
+    unsafe { out.set_len(rows * columns) };
+    out
+}
+
+impl QuantizedRows {
+    /// The products of all rows of `x` by the kernel of the format, from column `before` on.
+    ///
+    /// # Safety
+    /// The destination has room for them, and nothing else touches these columns.
+    unsafe fn tiles_product(
+        &self,
+        fields: Fields,
+        x: &[f32],
+        rows: usize,
+        out: Destination,
+        before: usize,
+        then: &(impl Fn(usize, usize, &mut [f32]) + Sync),
+    ) {
+        let packed = Packed::new(self.format, x, self.d_input);
+        let (tile_words, whole) = (TILE * self.words_each, self.rows / TILE);
+        let each = match rows <= DOT_PRODUCT_ROWS {
+            true => (FEW_ROWS_WORDS / tile_words).clamp(1, MOST_TILES),
+            false => TILES,
+        };
+        // Rows behind the last whole tile are made one, with rows of zeros.
+        let mut last = Vec::new();
+        if whole * TILE < self.rows {
+            last.extend_from_slice(&self.packed[whole * tile_words..]);
+            last.resize(tile_words, 0);
+            tiles::tile_rows(fields, &mut last, &mut Vec::new());
+        }
+        let pieces = whole.div_ceil(each);
+        for_pieces(pieces + usize::from(!last.is_empty()), |piece| {
+            let (tiles, columns) = match piece < pieces {
+                true => {
+                    let tiles = piece * each..whole.min((piece + 1) * each);
+                    let words = &self.packed[tiles.start * tile_words..tiles.end * tile_words];
+                    (words, tiles.start * TILE..tiles.end * TILE)
+                }
+                false => (&last[..], whole * TILE..self.rows),
+            };
+            let columns = before + columns.start..before + columns.end;
+            let begin = out.begin;
+            // SAFETY: the caller's; each piece has columns of its own.
+            unsafe {
+                packed.multiply(tiles, columns.len(), begin.0.add(columns.start), out.columns);
+                out.finish(rows, columns, then);
+            }
+        });
+    }
+
+    /// The products of all rows of `x` with rows that are dequantized first, from column `before` on.
+    ///
+    /// # Safety
+    /// As for [`tiles_product`](Self::tiles_product).
+    unsafe fn rows_product(
+        &self,
+        x: &[f32],
+        rows: usize,
+        out: Destination,
+        before: usize,
+        then: &(impl Fn(usize, usize, &mut [f32]) + Sync),
+    ) {
+        let d_input = self.d_input;
+        let few = rows <= DOT_PRODUCT_ROWS;
+        let each = if few { FEW_ROWS_PIECE } else { SLAB };
+        for_pieces(self.rows.div_ceil(each), |piece| {
+            let range = piece * each..self.rows.min((piece + 1) * each);
+            let (first, width) = (before + range.start, range.len());
+            let begin = out.begin;
+            if few {
+                with_scratch(d_input + rows * width, |scratch| {
+                    let (scratch, own) = scratch.split_at_mut(d_input);
+                    vectorised(
+                        #[inline(always)]
+                        || self.dots(x, range.clone(), scratch, own),
+                    );
+                    for (row, own) in own.chunks_exact(width).enumerate() {
+                        // SAFETY: the caller's; each piece has columns of its own.
+                        unsafe {
+                            let at = begin.0.add(row * out.columns + first);
+                            at.copy_from_nonoverlapping(own.as_ptr(), width);
                         }
                     }
                 });
-            },
-        );
-    };
-    let mut before = 0;
-    for part in parts {
-        (0..part.rows.div_ceil(width)).into_par_iter().for_each(|index| {
-            piece(part, before, index * width..part.rows.min((index + 1) * width));
+            } else {
+                with_scratch(width * d_input, |weights| {
+                    vectorised(
+                        #[inline(always)]
+                        || self.dequantize(range.clone(), weights),
+                    );
+                    let at = Matrix::at(begin.0, out.columns as isize, 1).from(0, first);
+                    let weights = Matrix::of(weights, d_input).transposed();
+                    // SAFETY: the slices hold [rows, d_input] and [width, d_input]; the rest is as above.
+                    unsafe { product([rows, d_input, width], at, Matrix::of(x, d_input), weights, false) };
+                });
+            }
+            // SAFETY: as above; all rows of these columns are written.
+            unsafe { out.finish(rows, first..first + width, then) };
         });
-        before += part.rows;
     }
-    // SAFETY: the pieces cover all columns of all rows.
-    unsafe { out.set_len(rows * columns) };
-    out
 }
 
 /// `grad * weight`, the gradient of the inputs: `grad` is `[rows, d_output]`.

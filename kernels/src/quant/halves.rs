@@ -8,6 +8,7 @@
 use cubecl::prelude::*;
 use half::{bf16, f16};
 
+use super::tiles::{Field, Fields};
 use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// Weights in a word.
@@ -39,6 +40,7 @@ macro_rules! half_format {
         impl RowFormat for $type {
             const NAME: &'static str = $name;
             const READERS: &'static [Reader] = &[Reader::Rows];
+            const TILES: Option<Fields> = Some(&[Field { unit: 2, count: 1 }]);
             const QUANTIZE: Option<Quantize> =
                 Some(|row, words, _| pack(row, words, |value| <$half>::from_f32(value).to_bits()));
 

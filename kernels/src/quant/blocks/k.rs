@@ -14,6 +14,7 @@
 
 use super::search::{Affine, Fit, scaled, shifted as fit_shifted};
 use super::{Block, half_at, put_half};
+use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 256;
 
@@ -136,6 +137,8 @@ impl Block for Q4K {
         put_scales_and_leasts(&scales, &leasts, &mut block[4..16]);
         put_plane::<4, 32>(quants.into_iter().map(|quant| quant as u8), &mut block[16..]);
     });
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 2, count: 2 }, Field { unit: 1, count: 12 }, Field { unit: 4, count: 32 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (scales, low) = (&block[4..16], &block[16..]);
@@ -176,6 +179,8 @@ impl Block for Q6K {
         block[192..208].iter_mut().zip(scales).for_each(|(byte, scale)| *byte = scale as i8 as u8);
         put_half(block, 208, d);
     });
+    const TILES: Option<Fields> =
+        Some(&[Field { unit: 4, count: 48 }, Field { unit: 1, count: 16 }, Field { unit: 2, count: 1 }]);
 
     fn dequantize(block: &[u8], out: &mut [f32]) {
         let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);

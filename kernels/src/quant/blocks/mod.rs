@@ -14,6 +14,7 @@ pub(crate) mod simple;
 
 use half::f16;
 
+use super::tiles::Fields;
 use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// A format of blocks.
@@ -49,6 +50,8 @@ pub(crate) trait Block {
     const WEIGHTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+    /// A block in tiles, where the CPU has a kernel for them, which multiplies integers.
+    const TILES: Option<Fields> = None;
 
     /// Stores the nearest weights to the given ones in a block; none where the format is only read.
     const QUANTIZE: Option<fn(&[f32], &mut [u8])> = None;
@@ -83,6 +86,8 @@ impl<T: Block> RowFormat for T {
             words.iter_mut().zip(bytes).for_each(|(word, bytes)| *word = bytes);
         }),
     };
+    const TILES: Option<Fields> = T::TILES;
+    const ROUNDS_INPUTS: bool = T::TILES.is_some();
 
     fn layout(d_input: usize) -> Option<RowLayout> {
         let whole = d_input > 0 && d_input.is_multiple_of(T::WEIGHTS);

@@ -13,6 +13,7 @@
 
 use super::{Block, half_at, put_half};
 use crate::quant::search::half_nibbles;
+use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 32;
 
@@ -93,14 +94,16 @@ fn quantize_five_bits(weights: &[f32], block: &mut [u8]) {
 }
 
 macro_rules! block {
-    ($type:ident, $name:literal, $bytes:literal, |$block:ident, $out:ident| $body:expr $(, $name_of:ident = $value:expr)*) => {
+    ($type:ident, $name:literal, $bytes:literal, $tiles:expr, |$block:ident, $out:ident| $body:expr
+        $(, $writes:ident = $by:expr)*) => {
         pub(crate) struct $type;
 
         impl Block for $type {
             const NAME: &'static str = $name;
             const WEIGHTS: usize = WEIGHTS;
             const BYTES: usize = $bytes;
-            $(const $name_of: Option<fn(&[f32], &mut [u8])> = Some($value);)*
+            const TILES: Option<Fields> = $tiles;
+            $(const $writes: Option<fn(&[f32], &mut [u8])> = Some($by);)*
 
             fn dequantize($block: &[u8], $out: &mut [f32]) {
                 $body
@@ -109,27 +112,32 @@ macro_rules! block {
     };
 }
 
+const SCALE: Field = Field { unit: 2, count: 1 };
+
 block!(
     Q4_0,
     "Q4_0",
     18,
+    Some(&[SCALE, Field { unit: 4, count: 4 }]),
     |block, out| centred(out, half_at(block, 0), nibbles(&block[2..]), 8),
     QUANTIZE = quantize_nibbles,
     SEARCH = search_nibbles
 );
-block!(Q4_1, "Q4_1", 20, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
+block!(Q4_1, "Q4_1", 20, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
 block!(
     Q5_0,
     "Q5_0",
     22,
+    None,
     |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16),
     QUANTIZE = quantize_five_bits
 );
-block!(Q5_1, "Q5_1", 24, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
+block!(Q5_1, "Q5_1", 24, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
 block!(
     Q8_0,
     "Q8_0",
     34,
+    Some(&[SCALE, Field { unit: 4, count: 8 }]),
     |block, out| centred(out, half_at(block, 0), block[2..].iter().copied(), 0),
     QUANTIZE = quantize_bytes
 );
