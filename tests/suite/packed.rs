@@ -66,7 +66,7 @@ fn furthest(own: &[f32], wanted: &[f32]) -> f32 {
 fn matrices_are_dequantized_bit_for_bit_as_by_the_packages_that_made_them() {
     let bytes = golden();
     let golden = SafeTensors::deserialize(&bytes).expect("a safetensors file");
-    let name = "model.layers.0.mlp.down_proj.weight";
+    let (name, mut wrong) = ("model.layers.0.mlp.down_proj.weight", Vec::new());
     for (checkpoint, _) in CHECKPOINTS {
         let model = ModelFolder::new(folder(&format!("packed/{checkpoint}")));
         let ([rows, columns], own) = model.tensor::<2>(name).expect("a matrix").expect("there is one");
@@ -80,8 +80,11 @@ fn matrices_are_dequantized_bit_for_bit_as_by_the_packages_that_made_them() {
             _ => own.iter().flat_map(|x| x.to_le_bytes()).collect(),
         };
         let differ = own.chunks_exact(2).zip(wanted.data().chunks_exact(2)).filter(|(a, b)| a != b).count();
-        assert!(own == wanted.data(), "{checkpoint}: {differ} of {} halves differ", own.len() / 2);
+        if own != wanted.data() {
+            wrong.push(format!("{checkpoint}: {differ} of {} halves differ", own.len() / 2));
+        }
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let (shape, own) =
         ModelFolder::new(folder("packed/mxfp4")).tensor::<3>("x").expect("a stack").expect("there is one");
     assert_eq!(shape, [2, 6, 64]);
@@ -97,6 +100,7 @@ backend_test!(quantized_checkpoints_compute_what_transformers_does_of_them::<B>(
         assert!(wanted.iter().any(|logit| logit.abs() > 0.3));
         let own = logits(&files.load::<B>(&device)?, &tokens(&golden), &device);
         let off = furthest(&own, &wanted);
+        println!("{checkpoint}: {off:.1e}");
         assert!(off < 1e-3, "{checkpoint}: {off}");
 
         let mut read = (0, 0);
@@ -141,7 +145,9 @@ fn changed(checkpoint: &str, out: &Path, change: impl Fn(&str, Vec<usize>) -> Op
 fn a_checkpoint_that_lacks_a_part_or_has_another_shape_is_refused() {
     type B = burn::backend::NdArray;
     let scratch = tempfile::tempdir().expect("a folder");
-    let refusal = || ModelFolder::new(scratch.path()).load::<B>(&Default::default()).expect_err("damaged").to_string();
+    let refusal = || {
+        ModelFolder::new(scratch.path()).load::<B>(&Default::default()).map(|_| ()).expect_err("damaged").to_string()
+    };
     for (checkpoint, part) in [
         ("nf4", "q_proj.weight.absmax"),
         ("nf4", "q_proj.weight.quant_map"),

@@ -71,15 +71,13 @@ impl Bnb4<'_> {
 
 /// Bytes with a scale for each row, its largest magnitude: `byte * scale / 127`.
 pub fn int8(dims: [usize; 2], weight: &[u8], largest: &[f32]) -> CodedMatrix {
-    // 1 / 127, as the package has it.
-    let scales = largest.iter().map(|largest| largest * 7.874_016e-3).collect();
     CodedMatrix {
         dims,
-        coding: Coding::Signed,
+        coding: Coding::Signed127,
         codes: weight.to_vec(),
         group: dims[1],
         groups: None,
-        scales,
+        scales: largest.to_vec(),
         zeros: Vec::new(),
     }
 }

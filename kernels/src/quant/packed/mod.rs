@@ -26,6 +26,9 @@ use super::blocks::BlockFormat;
 use super::grouped::{FP4, GroupedFormat, NF4};
 use super::{Format, e4m3_value};
 
+/// As bitsandbytes has it.
+const A_127TH: f32 = 7.874_016e-3;
+
 /// What a code stands for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Coding {
@@ -33,6 +36,8 @@ pub enum Coding {
     Unsigned,
     /// Two's complement: `scale * code`.
     Signed,
+    /// Two's complement, a 127th of it, in this order of products: `scale * code / 127`.
+    Signed127,
     /// A float of four bits of exponent and three of fraction, without infinities (Micikevicius et
     /// al., 2022): `scale * value`.
     E4m3,
@@ -95,6 +100,7 @@ impl CodedMatrix {
             *out = match &self.coding {
                 Coding::Unsigned => scale * (f32::from(*code) - self.zeros.get(group).copied().unwrap_or(0.0)),
                 Coding::Signed => scale * f32::from(*code as i8),
+                Coding::Signed127 => scale * f32::from(*code as i8) * A_127TH,
                 Coding::E4m3 => scale * e4m3_value(*code),
                 Coding::Table(table) => scale * table[usize::from(*code & 15)],
             };
@@ -151,6 +157,10 @@ impl CodedMatrix {
             }
             Coding::Unsigned => None,
             Coding::Signed => self.signed_bytes(&self.codes, of_row, divides(32) && halves()),
+            Coding::Signed127 => {
+                let scales = self.scales.iter().map(|scale| scale * A_127TH).collect();
+                Self { scales, coding: Coding::Signed, ..self.clone() }.stored()
+            }
             Coding::E4m3 if of_row || self.group.is_multiple_of(GroupedFormat::Fp8.group()) => {
                 columns.is_multiple_of(4).then(|| self.grouped(GroupedFormat::Fp8, &self.codes))
             }
