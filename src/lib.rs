@@ -1,8 +1,9 @@
 //! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
 //!
-//! This crate is the program `fireclay` and what it is made of: recipes, training, checkpoints, generation, chat,
-//! evaluation, prediction and the hub. The transformer is in [`fireclay_model`], its operations are in [`fireclay_kernels`], data
-//! is in [`fireclay_datasets`].
+//! This crate is the program `fireclay` and its library: recipes, training, checkpoints,
+//! generation, chat, evaluation, prediction and downloads. The transformer is in
+//! [`fireclay_model`], its operations are in [`fireclay_kernels`], data is in
+//! [`fireclay_datasets`].
 //!
 //! ```
 //! use burn::backend::NdArray;

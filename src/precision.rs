@@ -7,22 +7,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 
-/// Dtype of activations and products, and of matrices where nothing is trained: in training, parameters are f32.
+/// Dtype of activations and products, and of matrices at inference: in training, parameters are
+/// f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// Matrices of a GGUF file or a quantized checkpoint as they are stored, for activations in a dtype of 16 bits where the device has it and in f32
     /// elsewhere; any other model in f32. Not for training.
     Auto,
-    /// Single.
+    /// Single precision.
     F32,
-    /// Single, with products in TF32: large ones in a third of the time, with relative errors of 1e-3. On CUDA.
+    /// Single precision, with products in TF32: large ones take a third of the time, with relative
+    /// errors of 1e-3. CUDA only.
     Tf32,
-    /// Brain floats, sums in f32.
+    /// bfloat16, accumulated in f32.
     Bf16,
-    /// Half, sums in f32. Not for training: its gradients vanish.
+    /// Half precision, accumulated in f32. Not for training: gradients underflow.
     F16,
-    /// Matrices of bytes with a scale for each output, activations in bf16 where the device has it and in f32 elsewhere.
+    /// INT8 matrices with a scale per output row, activations in bf16 where supported, else f32.
     /// Not for training.
     Int8,
     /// Matrices of 4 bits with a scale for 32 weights, found by a search; activations as with int8. Not for training.
@@ -38,13 +40,13 @@ pub enum Precision {
     Nf4,
 }
 
-/// What a model's cache keeps keys and values as.
+/// Data type of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum CachePrecision {
     /// The dtype of the activations.
     #[default]
     Auto,
-    /// Bytes, with a scale for each head of a token: about half of what bf16 takes, or a quarter of f32.
+    /// INT8 with a scale per head and token: about half the size of bf16, or a quarter of f32.
     Int8,
 }
 
@@ -137,7 +139,7 @@ impl Precision {
     /// The dtype of activations on `device`.
     ///
     /// # Errors
-    /// If the device lacks it.
+    /// If the device does not support it.
     pub(crate) fn activations<B: Backend>(self, device: &B::Device) -> Result<FloatDType, Failure> {
         let dtype = match self {
             Self::Auto | Self::F32 => return Ok(FloatDType::F32),

@@ -1,9 +1,9 @@
-//! A batch of token rows and what should follow each token.
+//! Batches of token rows and their next tokens.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-/// The target of a position that does not count.
+/// The target of an ignored position.
 pub const IGNORED_TARGET: i32 = -100;
 
 /// Rows of tokens with their targets, on the host.
@@ -11,24 +11,24 @@ pub const IGNORED_TARGET: i32 = -100;
 pub struct TokenBatch {
     inputs: Vec<i32>,
     targets: Vec<i32>,
-    /// Where documents are to be told apart, the token that ends one, and for each token the place in its row where its document
-    /// begins.
+    /// With separate documents: the token that ends one, and for each token the column where its
+    /// document starts.
     documents: Option<(u32, Vec<i32>)>,
     seq_length: usize,
 }
 
 impl TokenBatch {
-    /// A batch without rows, of rows of `seq_length`.
+    /// An empty batch of rows of `seq_length`.
     pub(crate) fn empty(seq_length: usize) -> Self {
         Self { inputs: Vec::new(), targets: Vec::new(), documents: None, seq_length }
     }
 
-    /// A batch without rows, in whose rows `end` ends a document.
+    /// An empty batch with separate documents, each ended by `end`.
     pub(crate) fn of_documents(seq_length: usize, end: u32) -> Self {
         Self { documents: Some((end, Vec::new())), ..Self::empty(seq_length) }
     }
 
-    /// Adds a row that predicts each of `tokens` after the first, filled up with positions that do not count.
+    /// Adds a row that predicts each of `tokens` after the first, padded with ignored positions.
     pub(crate) fn push(&mut self, tokens: &[u32]) {
         let pairs = tokens.len().saturating_sub(1).min(self.seq_length);
         let filling = self.seq_length - pairs;
@@ -49,17 +49,17 @@ impl TokenBatch {
         self.targets.extend(std::iter::repeat_n(IGNORED_TARGET, filling));
     }
 
-    /// Tokens, row after row.
+    /// Tokens, in row-major order.
     pub fn inputs(&self) -> &[i32] {
         &self.inputs
     }
 
-    /// What follows each token, or [`IGNORED_TARGET`].
+    /// Next tokens, or [`IGNORED_TARGET`].
     pub fn targets(&self) -> &[i32] {
         &self.targets
     }
 
-    /// For each token the place in its row where its document begins, where documents are to be told apart.
+    /// For each token the column where its document starts, with separate documents.
     pub fn document_starts(&self) -> Option<&[i32]> {
         self.documents.as_ref().map(|(_, starts)| starts.as_slice())
     }
@@ -74,12 +74,12 @@ impl TokenBatch {
         self.seq_length
     }
 
-    /// How many targets count.
+    /// Number of targets that are not ignored.
     pub fn target_count(&self) -> usize {
         self.targets.iter().filter(|target| **target != IGNORED_TARGET).count()
     }
 
-    /// The same rows in `parts` batches of equal size, or in fewer where there are fewer rows.
+    /// The same rows in `parts` batches of equal size, or fewer if there are fewer rows.
     pub fn split(self, parts: usize) -> Vec<Self> {
         let rows = self.batch_size().div_ceil(parts.max(1)).max(1) * self.seq_length;
         let part = |begin: usize| {
@@ -94,12 +94,12 @@ impl TokenBatch {
         (0..self.inputs.len()).step_by(rows).map(part).collect()
     }
 
-    /// What of it is on the device, in one upload.
+    /// Uploads the batch in one transfer.
     pub fn to_device<B: Backend>(&self, device: &B::Device) -> DeviceTokens<B> {
         let starts = self.document_starts();
         let parts = [Some(self.inputs()), Some(self.targets()), starts];
         let all: Vec<i32> = parts.into_iter().flatten().flatten().copied().collect();
-        // As one row, and then as many: devices may lay the rows of a matrix apart.
+        // As one row, then reshaped: devices may pad the rows of a matrix.
         let (all, count) = (Tensor::<B, 1, Int>::from_data(all.as_slice(), device), self.inputs.len());
         let shape = [self.batch_size(), self.seq_length];
         let part = |at: usize| all.clone().narrow(0, at * count, count).reshape(shape);
@@ -112,8 +112,8 @@ impl TokenBatch {
 pub struct DeviceTokens<B: Backend> {
     /// Tokens, `[batch_size, seq_length]`.
     pub inputs: Tensor<B, 2, Int>,
-    /// What follows each, or [`IGNORED_TARGET`].
+    /// Next tokens, or [`IGNORED_TARGET`].
     pub targets: Tensor<B, 2, Int>,
-    /// Where in its row each token's document begins, where documents are to be told apart.
+    /// The column where each token's document starts, with separate documents.
     pub document_starts: Option<Tensor<B, 2, Int>>,
 }

@@ -17,11 +17,11 @@ use crate::pass::{Pass, Site};
 /// A transformer block.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
-    /// The norm that goes with attention, before or after it.
+    /// The norm of attention, before or after it.
     pub attention_norm: LayerNorm<B>,
     /// Self-attention.
     pub attention: Attention<B>,
-    /// The norm that goes with the feed-forward layer, before or after it.
+    /// The norm of the feed-forward layer, before or after it.
     pub feed_forward_norm: LayerNorm<B>,
     /// The feed-forward layer.
     pub feed_forward: FeedForward<B>,
@@ -86,7 +86,8 @@ impl<B: Backend> Block<B> {
         }
     }
 
-    /// The weights of this block's attention over `x`, f32 `[batch_size, n_heads, seq_length, seq_length]`.
+    /// This block's attention weights over `x`, f32 `[batch_size, n_heads, seq_length,
+    /// seq_length]`.
     pub(crate) fn attention_weights(&self, x: Tensor<B, 2>, pass: &Pass<B>) -> Tensor<B, 4> {
         let norm = (self.norm_placement == NormPlacement::Pre).then(|| self.attention_norm.weights());
         self.attention.weights(x, norm.as_ref(), pass)

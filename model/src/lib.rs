@@ -1,6 +1,6 @@
 //! One transformer, written once against Fireclay's [`Backend`](fireclay_kernels::Backend) trait.
 //!
-//! A [`TransformerConfig`], and nothing else, turns it into GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
+//! A [`TransformerConfig`] alone makes it GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT. The same
 //! blocks serve training, prefill and decode.
 //!
 //! ```
@@ -59,5 +59,5 @@ pub use linear::{Adapter, Linear};
 pub use matrix::Matrix;
 pub use parameters::{LayerNorm, named_parameters, trained_parameters};
 pub use rotary::RotaryScaling;
-pub use transformer::{Hidden, NextTokens, Tokens, TokensAhead, Transformer};
+pub use transformer::{Hidden, MultiStepTokens, NextTokens, Tokens, Transformer};
 pub use weights::{MatrixDtype, ModelFolder, StoredValues, f32_chunks};

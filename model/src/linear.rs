@@ -1,4 +1,4 @@
-//! A linear layer: its weight, and an adapter that is trained instead of it.
+//! A linear layer: its weight, and an optional low-rank adapter.
 
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -9,26 +9,28 @@ use fireclay_kernels::{
 
 use crate::matrix::Matrix;
 
-/// The weight of a projection, `[d_output, d_input]`, and an adapter, if there is one.
+/// The weight of a projection, `[d_output, d_input]`, with an optional adapter.
 ///
-/// The base may be quantized, or frozen (see [`Transformer::with_trained`](crate::Transformer::with_trained)): gradients flow
-/// through it to what is before it, and it has none itself.
+/// The base may be quantized or frozen (see
+/// [`Transformer::with_trained`](crate::Transformer::with_trained)): gradients flow through it, but
+/// it gets none itself.
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// The weight.
     pub base: Matrix<B>,
-    /// What is added to it.
+    /// The adapter.
     pub adapter: Option<Adapter<B>>,
 }
 
-/// A low-rank adapter (LoRA; Hu et al., 2021): the projection of `x` gets `scale * (x a^T) b^T` added to it.
+/// A low-rank adapter (LoRA; Hu et al., 2021), which adds `scale * (x a^T) b^T` to the projection
+/// of `x`.
 #[derive(Module, Debug)]
 pub struct Adapter<B: Backend> {
     /// `[rank, d_input]`.
     pub a: Matrix<B>,
     /// `[d_output, rank]`.
     pub b: Matrix<B>,
-    /// Factor on what is added.
+    /// Scale of the adapter.
     pub scale: f64,
 }
 
@@ -39,7 +41,8 @@ impl<B: Backend> From<Matrix<B>> for Linear<B> {
 }
 
 impl<B: Backend> Linear<B> {
-    /// `norm(x) weight^T + bias`, of which norm and bias may be missing: `x` `[rows, d_input]`, the result `[rows, d_output]`.
+    /// `norm(x) weight^T + bias`, with optional norm and bias: `x` `[rows, d_input]`, the result
+    /// `[rows, d_output]`.
     pub(crate) fn forward(
         &self,
         x: Tensor<B, 2>,

@@ -6,10 +6,11 @@ use burn::tensor::{DType, Tensor};
 
 use fireclay_kernels::{Backend, Format, QuantizedWeight, Weight};
 
-/// A matrix `[d_output, d_input]`, as on the hub: a parameter, which operations read as it is, or as a stored copy in another dtype.
+/// A matrix `[d_output, d_input]`, as on the hub: a parameter, and optionally a copy in another
+/// format for operations.
 #[derive(Module, Debug)]
 pub struct Matrix<B: Backend> {
-    /// What is trained and saved; it holds nothing where the matrix was loaded quantized.
+    /// The trained and saved value; empty if the matrix was loaded quantized.
     pub parameter: Param<Tensor<B, 2>>,
     stored: Option<Stored<B>>,
 }
@@ -35,7 +36,7 @@ impl<B: Backend> Matrix<B> {
         self.parameter.val()
     }
 
-    /// As operations take it.
+    /// The weight for operations.
     pub fn weight(&self) -> Weight<B> {
         match &self.stored {
             Some(Stored::Quantized(parts)) => parts.clone().into(),
@@ -44,7 +45,7 @@ impl<B: Backend> Matrix<B> {
         }
     }
 
-    /// Whether operations read it quantized.
+    /// Whether operations read a quantized weight.
     pub(crate) fn is_quantized(&self) -> bool {
         matches!(self.stored, Some(Stored::Quantized(_)))
     }
@@ -54,7 +55,7 @@ impl<B: Backend> Matrix<B> {
         self.stored = Some(Stored::Quantized(parts));
     }
 
-    /// From here on operations read the parameter quantized, where the format stores rows of that length.
+    /// Makes operations read the parameter quantized, if the format supports its row length.
     ///
     /// # Errors
     /// If the device fails.
@@ -71,14 +72,14 @@ impl<B: Backend> Matrix<B> {
         Ok(())
     }
 
-    /// From here on operations read a copy in `dtype`, where that is not the parameter's own.
+    /// Makes operations read a copy in `dtype`, unless that is the parameter's own.
     pub(crate) fn make_copy(&mut self, dtype: DType) {
         if !self.is_quantized() && self.parameter.val().dtype() != dtype {
             self.stored = Some(Stored::Copy(self.parameter.val().cast(dtype).detach()));
         }
     }
 
-    /// The copy and the parameter that it is of; operations read the parameter again.
+    /// Takes the copy and the id of its parameter; operations read the parameter again.
     pub(crate) fn take_copy(&mut self) -> Option<(ParamId, Tensor<B, 2>)> {
         match self.stored.take() {
             Some(Stored::Copy(copy)) => Some((self.parameter.id, copy)),
@@ -89,7 +90,7 @@ impl<B: Backend> Matrix<B> {
         }
     }
 
-    /// From here on operations read `copy`.
+    /// Makes operations read `copy`.
     pub(crate) fn put_copy(&mut self, copy: Tensor<B, 2>) {
         self.stored = Some(Stored::Copy(copy));
     }

@@ -352,7 +352,7 @@ impl ModelFolder {
     /// If the file system refuses, or the model is quantized or has adapters.
     pub fn save<B: Backend>(&self, model: &Transformer<B>) -> Result<(), WeightsError> {
         if model.is_quantized() {
-            let reason = "a model that was loaded quantized cannot be saved".to_string();
+            let reason = "a quantized model cannot be saved".to_string();
             return Err(WeightsError::Weights { path: self.path.clone(), reason });
         }
         if model.has_adapters() {

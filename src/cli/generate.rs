@@ -15,38 +15,37 @@ use super::signals::{exit_code, interrupt_on_signals};
 
 #[derive(Args)]
 pub(super) struct GenerateArgs {
-    /// The model's folder or .gguf file, or its name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M
-    /// of GGUF files
+    /// Model folder, .gguf file, or name on the hub: OWNER/NAME, or OWNER/NAME:Q4_K_M for GGUF
     #[arg(long, value_name = "MODEL")]
     model: PathBuf,
-    /// Text to go on from
+    /// Prompt
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     prompt: Option<String>,
-    /// A file with a prompt on each line
+    /// File with one prompt per line
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompts: Option<PathBuf>,
-    /// The field of --prompts that holds them, where it is JSON, a table or Parquet [default: text]
+    /// Field of --prompts with the prompt, for JSON, CSV, TSV or Parquet [default: text]
     #[arg(long, value_name = "NAME", requires = "prompts")]
     field: Option<String>,
-    /// Tokens to write at the most
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// 0 takes the likeliest token each time
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     temperature: f64,
-    /// Draw among the likeliest tokens that make up this probability
+    /// Top-p sampling: sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[command(flatten)]
     draw: DrawArgs,
-    /// End before this text; may be given several times
+    /// Stop before this string; repeat for several
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     #[command(flatten)]
     run: RunArgs,
     #[command(flatten)]
     dtypes: DtypeArgs,
-    /// Where the draws come from
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
 }

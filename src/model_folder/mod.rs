@@ -1,5 +1,4 @@
-//! What a model's folder, or the GGUF file of one, has beside the weights, and what is worth saying
-//! of it.
+//! What a model folder or GGUF file has besides the weights, and warnings about it.
 
 mod gguf;
 
@@ -16,7 +15,7 @@ use crate::run_folder::TOKENIZER;
 /// The tokenizer of a model.
 ///
 /// # Errors
-/// If it is missing, damaged, or of a kind that is not read.
+/// If it is missing, damaged, or of an unsupported kind.
 pub(crate) fn tokenizer(model: &Path) -> Result<Tokenizer, Failure> {
     match ModelFolder::new(model).gguf_metadata()? {
         Some(metadata) => gguf::tokenizer(model, &metadata),
@@ -24,7 +23,7 @@ pub(crate) fn tokenizer(model: &Path) -> Result<Tokenizer, Failure> {
     }
 }
 
-/// The tokens that a GGUF file says end a text; none of a folder.
+/// The stop tokens of a GGUF file; none for a folder.
 ///
 /// # Errors
 /// If the file is damaged.
@@ -44,43 +43,41 @@ pub(crate) fn gguf_templates(model: &Path) -> Result<Option<Templates>, Failure>
     ModelFolder::new(model).gguf_metadata()?.map(read).transpose()
 }
 
-/// Names the keys of `config.json`, or of a GGUF file, that are passed over, on stderr, and says
-/// where the context is shorter than it says.
+/// Warns on stderr of ignored keys of `config.json` or of a GGUF file, and of a context shorter
+/// than they say.
 ///
 /// # Errors
-/// If the file is missing, damaged, or describes nothing that can be built.
+/// If the file is missing, damaged, or describes an unsupported model.
 pub(crate) fn warn_of_config(folder: &Path) -> Result<(), Failure> {
     let files = ModelFolder::new(folder);
     let unknown = files.unknown_keys()?;
     if !unknown.is_empty() {
         let described = if files.is_gguf() { folder.to_path_buf() } else { folder.join("config.json") };
         let (shown, keys) = (described, unknown.join(", "));
-        eprintln!("warning: {}: nothing is known of {keys}, which may change what the model computes", shown.display());
+        eprintln!("warning: {}: unknown keys {keys} are ignored and may change the model's results", shown.display());
     }
     let (_, config) = files.config()?;
-    // In GGUF files factors may hold for the whole context.
+    // In GGUF files the factors may be valid for the whole context.
     if let Positions::Rotary { scaling: RotaryScaling::LongRope { .. }, .. } = config.positions
         && !files.is_gguf()
     {
         let (shown, context) = (folder.display(), config.context_length);
-        eprintln!(
-            "note: {shown}: the context is {context} tokens, as far as the short factors of its longrope are for"
-        );
+        eprintln!("note: {shown}: the context is limited to {context} tokens, the range of longrope's short factors");
     }
     Ok(())
 }
 
-/// Refuses tokens that a model of `vocab_size` tokens has no row for: a tokenizer may have more.
+/// Refuses tokens beyond a model's `vocab_size`: a tokenizer may have more.
 ///
 /// # Errors
-/// With the first of them.
+/// Names the first of them.
 pub(crate) fn assert_known(tokens: &[u32], vocab_size: usize, tokenizer: &Tokenizer) -> Result<(), Failure> {
     match tokens.iter().find(|token| **token as usize >= vocab_size) {
         None => Ok(()),
         Some(token) => {
             let name = tokenizer.token(*token).map_or(String::new(), |name| format!(" ('{name}')"));
             let last = vocab_size.saturating_sub(1);
-            Err(Failure::new(format!("the text has token {token}{name}, but the model knows 0 to {last} only")))
+            Err(Failure::new(format!("the text has token {token}{name}, but the model's vocabulary is 0 to {last}")))
         }
     }
 }

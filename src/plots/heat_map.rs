@@ -1,4 +1,4 @@
-//! Matrices as coloured cells: attention maps, confusion matrices, what a model would say at each layer.
+//! Matrices as coloured cells: attention maps, confusion matrices, logit lenses.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Tensor};
@@ -16,21 +16,21 @@ const MARGIN: u32 = 16;
 /// A matrix to draw.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeatMap {
-    /// Above the picture.
+    /// The title.
     pub title: String,
-    /// What rows are, left of their labels; columns, above theirs.
+    /// Names of the row and the column axis.
     pub axes: [String; 2],
-    /// A label for each row, top to bottom.
+    /// Row labels, top to bottom.
     pub rows: Vec<String>,
-    /// A label for each column, left to right.
+    /// Column labels, left to right.
     pub columns: Vec<String>,
-    /// Row after row, 0 (white) to 1 (dark).
+    /// Cell shades in row-major order, 0 (white) to 1 (dark).
     pub shades: Vec<f64>,
-    /// What stands in each cell, row after row; nothing where this is empty.
+    /// Cell texts in row-major order; empty for none.
     pub texts: Vec<String>,
 }
 
-/// White at 0, a dark blue at 1; what is no number is grey.
+/// White at 0, dark blue at 1; grey for NaN.
 fn colour(shade: f64) -> RGBColor {
     if !shade.is_finite() {
         return RGBColor(190, 190, 190);
@@ -39,7 +39,7 @@ fn colour(shade: f64) -> RGBColor {
     RGBColor(towards(8.0), towards(64.0), towards(129.0))
 }
 
-/// Text that can be seen: spaces and line ends of tokens have signs of their own.
+/// Makes white space in tokens visible.
 fn visible(text: &str) -> String {
     text.chars()
         .map(|c| match c {
@@ -55,7 +55,7 @@ fn visible(text: &str) -> String {
 /// Draws a matrix.
 ///
 /// # Errors
-/// If it has no cells, or shades or texts are not as many as its cells.
+/// If it has no cells, or the number of shades or texts is wrong.
 pub fn heat_map(map: &HeatMap) -> Result<Svg, Failure> {
     let cells = map.rows.len() * map.columns.len();
     if cells == 0 || map.shades.len() != cells || !(map.texts.is_empty() || map.texts.len() == cells) {
@@ -71,7 +71,7 @@ pub fn heat_map(map: &HeatMap) -> Result<Svg, Failure> {
     Ok(Svg(svg))
 }
 
-/// Where things stand, in pixels.
+/// The layout, in pixels.
 ///
 /// ```text
 ///            title
@@ -154,10 +154,10 @@ fn draw(
     Ok(())
 }
 
-/// Draws where each token attends: `weights` `[tokens, tokens]`, row after row, each of which sums to one.
+/// Plots an attention matrix: `weights` `[tokens, tokens]` in row-major order; rows sum to one.
 ///
 /// # Errors
-/// If the weights are not as many as the tokens' pairs.
+/// If the size of `weights` is wrong.
 pub fn attention_map(title: &str, tokens: &[String], weights: &[f32]) -> Result<Svg, Failure> {
     let labels: Vec<String> = tokens.iter().map(|token| visible(token)).collect();
     heat_map(&HeatMap {
@@ -170,11 +170,11 @@ pub fn attention_map(title: &str, tokens: &[String], weights: &[f32]) -> Result<
     })
 }
 
-/// Draws several heads at a glance, `per_row` of them side by side, each a small map with its name above; weights as in
+/// Plots several heads as small maps, `per_row` side by side, each with a title; weights as in
 /// [`attention_map`].
 ///
 /// # Errors
-/// If there are no heads, or a head's weights are not as many as those of the first, or not a square.
+/// If there are no heads, or their weights are not square or differ in size.
 pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)]) -> Result<Svg, Failure> {
     const MAP: u32 = 170;
     const GAP: u32 = 14;
@@ -200,7 +200,7 @@ pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)])
             let upper = (top + (at / per_row) as u32 * (MAP + GAP + FONT + 6)) as i32;
             area.draw_text(name, &("sans-serif", FONT).into_font().color(&INK), (left, upper))?;
             let upper = upper + FONT as i32 + 4;
-            // Borders between cells fall where the division leaves them, so that no gap shows.
+            // Round the cell borders, so that no gaps show.
             let edge = |index: usize| (index * MAP as usize / tokens) as i32;
             for (cell, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 1e-3) {
                 let (row, column) = (cell / tokens, cell % tokens);
@@ -219,12 +219,12 @@ pub fn attention_maps(title: &str, per_row: usize, heads: &[(String, Vec<f32>)])
     Ok(Svg(svg))
 }
 
-/// What a model would say of each token after each block, as a matrix to draw: `streams` are the logits
-/// `[1, seq_length, vocab_size]` of each residual stream in turn ([`logit_lens`](fireclay_model::Transformer::logit_lens)), a
-/// cell names the likeliest next token and is shaded by its probability. The last stream is on top.
+/// Plots a logit lens: `streams` are the logits `[1, seq_length, vocab_size]` of each residual
+/// stream in order ([`logit_lens`](fireclay_model::Transformer::logit_lens)). A cell shows the top
+/// next token, shaded by its probability. The last stream is the top row.
 ///
 /// # Errors
-/// If the device failed, the logits are not for `tokens`, or `name` fails.
+/// If the device fails, the logits do not match `tokens`, or `name` fails.
 pub fn logit_lens<B: Backend, E: Into<Failure>>(
     title: &str,
     tokens: &[String],
@@ -242,7 +242,7 @@ pub fn logit_lens<B: Backend, E: Into<Failure>>(
         let likeliest = likeliest.try_into_data().map_err(failed)?;
         let said = likeliest.iter::<i64>().map(|token| name(token as u32).map_err(Into::into));
         let said = said.collect::<Result<Vec<String>, Failure>>()?;
-        // The rows stand bottom up, as the blocks do in every diagram.
+        // Rows go from bottom to top, as in diagrams of the model.
         rows.insert(0, if block == 0 { "embedding".to_string() } else { format!("block {}", block - 1) });
         shades.splice(0..0, probability.iter::<f64>());
         texts.splice(0..0, said.iter().map(|text| visible(text)));
@@ -257,11 +257,11 @@ pub fn logit_lens<B: Backend, E: Into<Failure>>(
     })
 }
 
-/// Draws how often each label (row) was predicted as each (column): `counts` row after row; a cell is shaded by its share
-/// of its row.
+/// Plots a confusion matrix: `counts` in row-major order, with a row per expected and a column per
+/// predicted label. A cell is shaded by its share of the row.
 ///
 /// # Errors
-/// If the counts are not as many as the labels' pairs.
+/// If the size of `counts` is wrong.
 pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Result<Svg, Failure> {
     let width = labels.len().max(1);
     let total = |row: usize| counts.iter().skip(row * width).take(width).sum::<usize>().max(1);

@@ -1,4 +1,4 @@
-//! The profile as a page in one file: the table, a flame graph, the roofline.
+//! The profile as a single-file page: the table, a flame graph, the roofline.
 
 use std::fmt::Write;
 
@@ -36,7 +36,7 @@ pub(super) fn page(profile: &Profile) -> Result<String, Failure> {
     Ok(page)
 }
 
-/// The roofline with a dot for each operation, where there are operations with products and a known peak.
+/// The roofline with a dot per operation, if there are operations with products and a known peak.
 fn roof(profile: &Profile) -> Result<Option<String>, Failure> {
     let report = &profile.report;
     let dots: Vec<Dot> = profile
@@ -62,7 +62,7 @@ struct Tile<'a> {
     title: String,
 }
 
-/// Parts over operations over kernels, each as wide as its share.
+/// Parts above operations above kernels, each as wide as its share.
 fn flame(profile: &Profile) -> String {
     const WIDTH: f64 = 1068.0;
     const HEIGHT: usize = 26;
@@ -106,7 +106,7 @@ fn flame(profile: &Profile) -> String {
         let (x, y, wide) = (start * WIDTH, depth * HEIGHT, width * WIDTH);
         let room = (wide / 7.0) as usize;
         let text: String = if room < 3 { String::new() } else { name.chars().take(room).collect() };
-        // A colour for each name, the same each time.
+        // A fixed colour per name.
         let hue = name.bytes().fold(7u32, |hue, byte| hue.wrapping_mul(31).wrapping_add(byte.into())) % 360;
         let _ = write!(
             svg,

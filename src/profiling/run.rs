@@ -1,4 +1,4 @@
-//! The work that is profiled: the program's own, a few warm steps of it.
+//! The profiled work: a few warm steps of training, generation or prediction.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -17,24 +17,24 @@ use crate::process_memory::process_memory;
 use crate::recipe::Recipe;
 use crate::training::{StepOutput, Trainer, read_steps};
 
-/// What all profiles need to know.
+/// Options of every profile.
 #[derive(Clone, Debug)]
 pub struct ProfileOptions {
-    /// Units before the first that counts: kernels are compiled, and memory is taken.
+    /// Warm-up units, in which kernels are compiled and memory is allocated.
     pub warm_up: u64,
-    /// Units that are recorded.
+    /// Recorded units.
     pub count: u64,
-    /// The device's name, for its datasheet.
+    /// The device's name, to look up its datasheet.
     pub device: String,
-    /// TFLOP/s of its matrix products, in place of the datasheet's.
+    /// TFLOP/s of its matrix products, instead of the datasheet's.
     pub peak: Option<f64>,
 }
 
-/// Training steps of a recipe.
+/// A profile of training steps.
 pub struct ProfileTraining {
-    /// What is trained.
+    /// The recipe.
     pub recipe: Recipe,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -49,7 +49,7 @@ impl OnBackend for ProfileTraining {
             sync::<B>(&device)?;
             Ok(steps)
         };
-        // Losses are read late, as training does.
+        // Losses are read late, as in training.
         read_steps(&steps(options.warm_up)?)?;
         let begun = Instant::now();
         drop(steps(options.count)?);
@@ -59,7 +59,7 @@ impl OnBackend for ProfileTraining {
         let report = recording.stop().map_err(unrecorded)?;
         for (loss, _) in read_steps(&outputs)? {
             if !loss.is_finite() {
-                return Err(Failure::new("the loss is not a number: what is profiled does not train"));
+                return Err(Failure::new("the loss is not a number: training failed"));
             }
         }
         let name = format!("train {}, {}", recipe.name, recipe.training.precision.name());
@@ -67,19 +67,19 @@ impl OnBackend for ProfileTraining {
     }
 }
 
-/// Tokens that a model writes after a prompt.
+/// A profile of text generation.
 pub struct ProfileGeneration {
     /// The model's folder.
     pub model: PathBuf,
-    /// The prompts, read and continued together.
+    /// The prompts, run as one batch.
     pub prompts: Vec<String>,
-    /// How they are continued.
+    /// Sampling and limits.
     pub generation: GenerationOptions,
-    /// Dtype of matrices and activations.
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// What the cache keeps keys and values as.
+    /// Data type of the KV cache.
     pub cache: CachePrecision,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -121,15 +121,15 @@ impl OnBackend for ProfileGeneration {
     }
 }
 
-/// Utterances whose intent and slots are predicted.
+/// A profile of intent and slot prediction.
 pub struct ProfilePrediction {
     /// The model's folder.
     pub model: PathBuf,
-    /// The utterances, predicted together.
+    /// The utterances, predicted as one batch.
     pub texts: Vec<String>,
-    /// Dtype of matrices and activations.
+    /// Data type of matrices and activations.
     pub precision: Precision,
-    /// How it is profiled.
+    /// The options.
     pub options: ProfileOptions,
 }
 
@@ -159,17 +159,17 @@ fn sync<B: Backend>(device: &B::Device) -> Result<(), Failure> {
 }
 
 fn unrecorded(error: RecorderError) -> Failure {
-    Failure::new(format!("there is no profile: {error}"))
+    Failure::new(format!("cannot profile: {error}"))
 }
 
-/// A recording with the best clock that there is, and why it is not the device's, where it should be.
+/// A recording with the best available clock, and why it is not the device's, if it should be.
 fn start<B: Backend>(device: &B::Device) -> Result<(Recording, Option<String>), Failure> {
     let clocked = B::is_synchronous() || B::probe(device).is_some();
     let recording = if clocked { Recording::start::<B>(device) } else { Recording::start_waiting::<B>(device) };
     match recording {
         Ok(recording) => Ok((recording, None)),
         Err(error @ RecorderError::Cupti(_)) => {
-            let note = format!("warning: {error}; so operations are waited for instead");
+            let note = format!("warning: {error}; timing each operation by waiting for it instead");
             Ok((Recording::start_waiting::<B>(device).map_err(unrecorded)?, Some(note)))
         }
         Err(error) => Err(unrecorded(error)),

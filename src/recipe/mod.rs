@@ -1,4 +1,4 @@
-//! Recipes: what to train, on what, and how, as TOML.
+//! Recipes: everything about a training run, as TOML.
 
 mod model;
 mod parse;

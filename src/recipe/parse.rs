@@ -1,4 +1,4 @@
-//! Recipes as TOML: the shipped ones, files, and settings of the command line.
+//! Recipes as TOML: shipped ones, files, and overrides from the command line.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::schema::{DataRecipe, Recipe, TrainingRecipe, is_unknown};
 use crate::failure::Failure;
 use crate::recipe::task::ModelSizes;
 
-/// The recipes that come with the program.
+/// The shipped recipes.
 const SHIPPED: [(&str, &str); 7] = [
     ("stories", include_str!("shipped/stories.toml")),
     ("shakespeare-char-cpu", include_str!("shipped/shakespeare-char-cpu.toml")),
@@ -22,7 +22,7 @@ const SHIPPED: [(&str, &str); 7] = [
 ];
 
 impl Recipe {
-    /// A recipe that comes with the program, by its name.
+    /// A shipped recipe by name.
     ///
     /// # Errors
     /// If there is none of that name.
@@ -32,15 +32,15 @@ impl Recipe {
             None => {
                 let known: Vec<&str> = SHIPPED.iter().map(|(known, _)| *known).collect();
                 let known = known.join(", ");
-                Err(Failure::usage(format!("no recipe '{name}': neither a file nor one of those shipped ({known})")))
+                Err(Failure::usage(format!("no recipe '{name}': neither a file nor a shipped recipe ({known})")))
             }
         }
     }
 
-    /// The recipe in a file, or the shipped one of that name.
+    /// The recipe in a file, or a shipped one.
     ///
     /// # Errors
-    /// If there is neither, or the file is no recipe.
+    /// If there is neither, or the file is invalid.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let name = path.to_string_lossy();
         if !path.exists() && !name.ends_with(".toml") {
@@ -50,10 +50,10 @@ impl Recipe {
         Self::parse(&text, &name)
     }
 
-    /// Reads TOML; `origin` stands in errors.
+    /// Parses TOML; `origin` is named in errors.
     ///
     /// # Errors
-    /// If it is not TOML, a key is unknown, or a value is of the wrong type.
+    /// If it is not TOML, a key is unknown, or a value has a wrong type.
     pub fn parse(text: &str, origin: &str) -> Result<Self, Failure> {
         let wrong = |reason: String| Failure::usage(format!("{origin}: {reason}"));
         let table: Table = text.parse().map_err(|error: toml::de::Error| {
@@ -84,7 +84,7 @@ impl Recipe {
             Failure::usage(text.trim().to_string())
         })?;
         if is_unknown(&recipe.sizes) && recipe.init.is_none() {
-            // Finds wrong types in [model] now, rather than when the data has been read.
+            // Finds wrong types in [model] now, before the data is read.
             recipe.sizes.vocab_size = 1;
             recipe.model_config()?;
             recipe.sizes = ModelSizes::default();
@@ -92,19 +92,19 @@ impl Recipe {
         recipe.check()
     }
 
-    /// With `key` set to `value`, which reads as TOML where it can, else as a text. A key is `section.key`, or the key
-    /// alone.
+    /// Sets `key` to `value`, parsed as TOML if possible, else as a string. A key is `section.key`,
+    /// or just the key.
     ///
     /// # Errors
-    /// If the key is unknown (the nearest known one is named) or the value of a wrong type.
+    /// If the key is unknown (the error suggests the nearest one) or the value has a wrong type.
     pub fn with(&self, key: &str, value: &str) -> Result<Self, Failure> {
         self.with_all([(key, value)])
     }
 
-    /// As [`with_all`](Self::with_all) for settings as a command line has them, `KEY=VALUE`.
+    /// [`with_all`](Self::with_all) for settings of a command line, `KEY=VALUE`.
     ///
     /// # Errors
-    /// As there, or if one is no such pair.
+    /// As there, or if a setting has another form.
     pub fn with_settings(&self, settings: &[String]) -> Result<Self, Failure> {
         let pair = |setting: &'_ String| match setting.split_once('=') {
             Some((key, value)) => Ok((key.trim().to_string(), value.trim().to_string())),
@@ -114,10 +114,10 @@ impl Recipe {
         self.with_all(pairs.iter().map(|(key, value)| (key.as_str(), value.as_str())))
     }
 
-    /// As [`with`](Self::with) for several keys at once: the recipe is checked when all are set, not in between.
+    /// [`with`](Self::with) for several keys at once; the recipe is checked after all are set.
     ///
     /// # Errors
-    /// If a key is unknown, or the recipe with all of them is none that can be trained.
+    /// If a key is unknown, or the resulting recipe is invalid.
     pub fn with_all<'a>(&self, settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, Failure> {
         let known = known_keys();
         let mut table = Table::try_from(self).map_err(|error| Failure::new(error.to_string()))?;
@@ -172,7 +172,7 @@ fn unknown(key: &str, known: &[(String, String)]) -> Failure {
         closeness(a).total_cmp(&closeness(b))
     });
     let nearest = nearest.map_or(String::new(), |(section, key)| dotted(section, key));
-    Failure::usage(format!("unknown key {key}; the nearest known one is {nearest}"))
+    Failure::usage(format!("unknown key {key}; did you mean {nearest}?"))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Rows for a step, and their loss.
+//! A step's rows, and their loss.
 
 use burn::tensor::Tensor;
 use fireclay_datasets::{TokenBatch, UtteranceBatch};
@@ -9,10 +9,10 @@ use super::counts::TargetCounts;
 use super::{intent_slot, language};
 use crate::recipe::schema::TrainingRecipe;
 
-/// Rows for a step, on the host.
+/// A step's rows, on the host.
 #[derive(Clone, Debug)]
 pub enum Batch {
-    /// Tokens, and what follows each.
+    /// Tokens and their next tokens.
     Tokens(TokenBatch),
     /// Pieces of words, with intents and tags.
     Utterances(UtteranceBatch),
@@ -31,7 +31,7 @@ impl From<UtteranceBatch> for Batch {
 }
 
 impl Batch {
-    /// The targets that count.
+    /// The number of targets.
     pub(crate) fn counts(&self) -> TargetCounts {
         match self {
             Self::Tokens(batch) => TargetCounts { tokens: batch.target_count(), intents: 0 },
@@ -39,7 +39,7 @@ impl Batch {
         }
     }
 
-    /// Tokens learnt from.
+    /// Number of trained tokens.
     pub(crate) fn tokens(&self) -> usize {
         match self {
             Self::Tokens(batch) => batch.target_count(),
@@ -47,7 +47,7 @@ impl Batch {
         }
     }
 
-    /// The same rows in `parts`.
+    /// The same rows, split into `parts`.
     pub(crate) fn split(self, parts: usize) -> Vec<Self> {
         match self {
             Self::Tokens(batch) => batch.split(parts).into_iter().map(Self::Tokens).collect(),
@@ -55,8 +55,8 @@ impl Batch {
         }
     }
 
-    /// What this part of a batch, whose targets are `whole`, adds to the mean loss over all of it, by the hidden states that
-    /// `forward` gives: `[1]` nats.
+    /// This part's contribution to the mean loss of a batch with targets `whole`, from the hidden
+    /// states of `forward`: `[1]`, in nats.
     pub(crate) fn loss<B: Backend>(
         &self,
         model: &Transformer<B>,

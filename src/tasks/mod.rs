@@ -1,4 +1,4 @@
-//! What a model is trained for: the data, the loss, how the model is judged, and what is saved.
+//! Training tasks: data, loss, validation, and saved files.
 
 pub mod batch;
 pub(crate) mod counts;
@@ -19,23 +19,23 @@ pub use batch::Batch;
 pub use intent_slot::IntentSlot;
 pub use language::Language;
 pub use scores::{ClassificationReport, Scores};
-pub use validation::{Judged, Validation};
+pub use validation::{Validation, ValidationOutput};
 
 use crate::failure::Failure;
 use crate::progress::Watch;
 use crate::recipe::{ModelSizes, Recipe, TaskName, TrainingRecipe};
 
-/// A kind of work, with its data.
+/// A task with its data.
 #[allow(clippy::large_enum_variant)] // A run has one of them.
 pub enum Task {
-    /// Each token predicts the next.
+    /// Next-token prediction.
     Language(Language),
-    /// Predicts the intent and slots of utterances.
+    /// Intent and slot prediction for utterances.
     IntentSlot(IntentSlot),
 }
 
 impl Task {
-    /// What a model needs room for.
+    /// The sizes that it needs of a model.
     pub fn sizes(&self) -> ModelSizes {
         match self {
             Self::Language(language) => {
@@ -45,10 +45,11 @@ impl Task {
         }
     }
 
-    /// The rows of a training step that are `rank`'s: a pure function of the recipe's seed, `step` and `rank`.
+    /// The rows of a training step for `rank`: a pure function of the recipe's seed, `step` and
+    /// `rank`.
     ///
     /// # Errors
-    /// If the data is in files that cannot be read any more.
+    /// If its data files cannot be read any more.
     pub fn batch(&self, training: &TrainingRecipe, step: u64, rank: Rank) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
         let key = BatchKey { seed: training.seed, step, rank: rank.rank as u64, ranks: rank.ranks as u64 };
@@ -58,30 +59,31 @@ impl Task {
         }
     }
 
-    /// How `model` does on held-out data: about `tokens` of a language's, all of the utterances.
+    /// Validates `model`: on about `tokens` held-out tokens of a language task, on all utterances
+    /// otherwise.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn validate<B: Backend>(
         &self,
         model: &Transformer<B>,
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
-    ) -> Result<Judged, Failure> {
+    ) -> Result<ValidationOutput, Failure> {
         match self {
             Self::Language(language) => {
                 let loss = language.validate(model, training.batch_size, tokens, device)?;
-                Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
+                Ok(ValidationOutput { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
         }
     }
 
-    /// Writes what belongs beside the weights: the tokenizer and, by task, where a text ends or what labels are called.
+    /// Writes the tokenizer and, by task, the end token or the labels.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system fails.
     pub(crate) fn save(&self, folder: &Path) -> Result<(), Failure> {
         match self {
             Self::Language(language) => language.save(folder),
@@ -89,7 +91,7 @@ impl Task {
         }
     }
 
-    /// The task of `recipe` with its data; with the tokenizer of `model`, where the run begins from one.
+    /// The task of `recipe` with its data, and with the tokenizer of `model` if given.
     ///
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
@@ -100,10 +102,10 @@ impl Task {
         }
     }
 
-    /// The task of `recipe` with its data, as the tokenizer and labels in `folder` have it.
+    /// The task of `recipe` with its data, and with the tokenizer and labels in `folder`.
     ///
     /// # Errors
-    /// As [`begin`](Self::begin), and if the tokenizer lacks something in the text.
+    /// As [`begin`](Self::begin), and if the tokenizer lacks a part of the text.
     pub(crate) fn resume(recipe: &Recipe, folder: &Path, watch: Watch<'_>) -> Result<Self, Failure> {
         match recipe.task {
             TaskName::Language => Language::resume(recipe, folder, watch).map(Self::Language),
@@ -111,16 +113,16 @@ impl Task {
         }
     }
 
-    /// For each token of the task the one of the model that a run begins from whose embedding it takes, where the run has another
-    /// tokenizer than that model.
-    pub(crate) fn rows_to_begin_from(&self) -> Option<&[Option<u32>]> {
+    /// For each token, the token of the initial model whose embedding it takes, if the tokenizers
+    /// differ.
+    pub(crate) fn initial_rows(&self) -> Option<&[Option<u32>]> {
         match self {
             Self::Language(language) => language.rows.as_deref(),
             Self::IntentSlot(_) => None,
         }
     }
 
-    /// Whether the model in `folder` has heads for this very task, so that they are not begun anew.
+    /// Whether the model in `folder` has heads for this task, to keep instead of new ones.
     ///
     /// # Errors
     /// If its labels are damaged.
@@ -131,7 +133,7 @@ impl Task {
         }
     }
 
-    /// Says what is about to be trained on, for people.
+    /// Describes the training data.
     pub(crate) fn describe(&self, config: &TransformerConfig, training: &TrainingRecipe) -> String {
         match self {
             Self::Language(language) => language.describe(config, training),
@@ -139,7 +141,7 @@ impl Task {
         }
     }
 
-    /// Nats a token that no model can beat, where the data's source says so.
+    /// Lower bound of the loss in nats per token, if the data's source has a known entropy.
     pub fn source_entropy(&self) -> Option<f64> {
         match self {
             Self::Language(language) => language.corpus.source_entropy(),
@@ -147,15 +149,15 @@ impl Task {
         }
     }
 
-    /// Whether validations have scores beside the loss; otherwise the loss has a perplexity.
+    /// Whether validations have scores; otherwise they have a perplexity.
     pub(crate) fn has_scores(&self) -> bool {
         matches!(self, Self::IntentSlot(_))
     }
 
-    /// How `model` does on the test data, where the task has such.
+    /// The report of `model` on the test data, if the task has any.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub(crate) fn test<B: Backend>(
         &self,
         model: &Transformer<B>,
@@ -167,7 +169,7 @@ impl Task {
         }
     }
 
-    /// Whether there is test data.
+    /// Whether the task has test data.
     pub(crate) fn has_test(&self) -> bool {
         matches!(self, Self::IntentSlot(task) if task.test_count() > 0)
     }

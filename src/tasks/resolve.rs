@@ -1,4 +1,4 @@
-//! From a recipe to its data and its model.
+//! Resolves a recipe's data and model.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -14,14 +14,14 @@ use crate::progress::Watch;
 use crate::recipe::{ModelSizes, Recipe};
 
 impl Recipe {
-    /// Refuses a model that the task's data does not fit.
+    /// Checks that a model fits the task's data.
     pub(crate) fn suits(&self, config: &TransformerConfig, task: &Task) -> Result<(), Failure> {
         self.suits_rows(config)?;
         task.sizes().fit(config)
     }
 
-    /// The model in `folder`, with heads for the task where it needs them: the folder's, if they are for the same
-    /// labels, else fresh ones.
+    /// The model in `folder`, with the task's heads: the folder's if they have the same labels,
+    /// else new ones.
     pub(crate) fn model_from<B: Backend>(
         &self,
         folder: &Path,
@@ -38,7 +38,7 @@ impl Recipe {
         let ModelSizes { intents, tags, .. } = task.sizes();
         let config = config.with_intents(intents).with_tags(tags);
         let shown = folder.display().to_string();
-        let rows = task.rows_to_begin_from();
+        let rows = task.initial_rows();
         let known = rows.map_or(config.vocab_size, <[_]>::len);
         self.suits(&TransformerConfig { vocab_size: known, ..config.clone() }, task)
             .map_err(|failure| failure.about(&shown))?;
@@ -51,7 +51,7 @@ impl Recipe {
         })
     }
 
-    /// Reads the data, and makes its tokenizer.
+    /// Reads the data, and trains its tokenizer.
     ///
     /// # Errors
     /// If the data is missing, empty, malformed, not text, or too short.
@@ -59,36 +59,36 @@ impl Recipe {
         self.task_watched(&mut |_, _| ControlFlow::Continue(()))
     }
 
-    /// As [`task`](Self::task), told of how far the making of tokens is.
+    /// [`task`](Self::task), reporting the progress of tokenization.
     ///
     /// # Errors
     /// As [`task`](Self::task), and if `watch` stops it.
     pub fn task_watched(&self, watch: Watch<'_>) -> Result<Task, Failure> {
-        Task::begin(self, self.begins_with()?, watch)
+        Task::begin(self, self.init_model()?, watch)
     }
 
-    /// The model to begin from.
+    /// The model to initialize from.
     ///
     /// # Errors
-    /// If there is one that cannot know the data's words.
-    pub fn begins_with(&self) -> Result<Option<&Path>, Failure> {
+    /// If it cannot have the data's vocabulary.
+    pub fn init_model(&self) -> Result<Option<&Path>, Failure> {
         match &self.init {
             Some(_) if self.data.source == "stories" => Err(Failure::usage(
-                "the embedded stories are in words of their own, which no other model knows: give text with --data",
+                "the embedded stories have their own vocabulary, which no other model knows: give text with --data",
             )),
             init => Ok(init.as_deref()),
         }
     }
 
-    /// Reads the data as the tokenizer and the labels in a model's folder have it.
+    /// Reads the data with the tokenizer and labels of a model folder.
     ///
     /// # Errors
-    /// As [`task_watched`](Self::task_watched), and if the tokenizer lacks something in the text.
+    /// As [`task_watched`](Self::task_watched), and if the tokenizer lacks a part of the text.
     pub fn task_of(&self, folder: &Path, watch: Watch<'_>) -> Result<Task, Failure> {
         Task::resume(self, folder, watch)
     }
 
-    /// With a model that has room for what the task's data holds.
+    /// With the sizes that the task's data needs.
     pub fn sized_for(mut self, task: &Task) -> Self {
         self.sizes = task.sizes();
         self

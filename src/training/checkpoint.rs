@@ -1,4 +1,4 @@
-//! What a checkpoint holds: a model folder, what the optimizer keeps, and the state of the run.
+//! Checkpoints: a model folder, the optimizer's state, and the state of the run.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -22,30 +22,30 @@ use crate::training::trainer::Trainer;
 /// The best validation so far.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// After how many steps.
+    /// Its step.
     pub step: u64,
-    /// How well it did.
+    /// Its result.
     pub validation: Validation,
     /// Validations since then.
     #[serde(default)]
     pub without_improvement: u64,
 }
 
-/// What a checkpoint holds besides model and optimizer.
+/// State of a run besides model and optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
-    /// Steps taken.
+    /// Completed steps.
     pub step: u64,
-    /// The best validation up to then.
+    /// The best validation so far.
     pub best: Option<Best>,
-    /// The data and tokenizer that the run began with; checkpoints written before these were kept have none.
+    /// The data and tokenizer at the start of the run; missing in old checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
-    /// What is being trained.
+    /// The recipe.
     pub recipe: Recipe,
 }
 
-/// The folder of the run in `path`, and the state of its last checkpoint.
+/// Opens the run in `path` and the state of its last checkpoint.
 ///
 /// # Errors
 /// If there is none, its state cannot be read, or another process trains there.
@@ -60,10 +60,10 @@ pub fn resume(path: &Path) -> Result<(RunFolder, RunState), Failure> {
     Ok((folder, state))
 }
 
-/// Writes a checkpoint, makes it the folder's model if it is the best, and drops all but the last few.
+/// Writes a checkpoint, publishes its model if it is the best, and removes old checkpoints.
 ///
 /// # Errors
-/// If the file system refuses; what was there before stays as it was.
+/// If the file system fails; earlier checkpoints stay.
 pub fn save<B: Backend>(folder: &RunFolder, trainer: &Trainer<B>, state: &RunState) -> Result<(), Failure> {
     let place = folder.put_checkpoint(state.step, |folder| write(folder, trainer, state))?;
     if state.best.is_some_and(|best| best.step == state.step) {
@@ -88,7 +88,8 @@ fn write<B: Backend>(folder: &Path, trainer: &Trainer<B>, state: &RunState) -> R
     write_atomic(&folder.join(STATE), text.as_bytes())
 }
 
-/// A tensor of the optimizer as it is saved: read from the device when it is written, so that the host holds one at a time.
+/// An optimizer tensor that is read from the device when it is written, so that the host holds one
+/// at a time.
 struct Kept<'a, B: Backend> {
     shape: [usize; 1],
     tensor: &'a Tensor<B, 1>,
@@ -114,10 +115,10 @@ impl<B: Backend> View for Kept<'_, B> {
     }
 }
 
-/// The trainer of the last checkpoint in `folder`.
+/// Restores the trainer from the last checkpoint in `folder`.
 ///
 /// # Errors
-/// If a file is missing or damaged; it is named.
+/// If a file is missing or damaged; names it.
 pub fn load<B: Backend>(
     folder: &RunFolder,
     state: &RunState,
@@ -131,12 +132,12 @@ pub fn load<B: Backend>(
     let bytes = fs::read(&file).map_err(Failure::io(&file))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| damaged(&file, &error.to_string()))?;
     let read = |name: &str, size: usize| {
-        // Checkpoints written when AdamW was the only optimizer do not name it.
+        // Old checkpoints of AdamW do not name the optimizer.
         let older = name.strip_prefix("adamw.").unwrap_or(name);
         let view = tensors.tensor(name).or_else(|_| tensors.tensor(older));
         let view = view.map_err(|_| damaged(&file, &format!("{name} is missing")))?;
         if view.shape() != [size] || view.dtype() != Dtype::F32 {
-            return Err(damaged(&file, &format!("{name} is not {size} values of f32")));
+            return Err(damaged(&file, &format!("{name} does not have {size} f32 values")));
         }
         let chunks = view.data().chunks_exact(4);
         let values: Vec<f32> = chunks.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
@@ -144,7 +145,7 @@ pub fn load<B: Backend>(
     };
     let optimizer = Optimizer::new(state.recipe.training.optimizer, trainer.model()).with_state(state.step, read)?;
     trainer.restore(state.step, optimizer);
-    // A run that was killed between a checkpoint and its publication.
+    // The run may have been killed between a checkpoint and its publication.
     if state.best.is_some_and(|best| best.step == state.step) {
         folder.publish(&checkpoint)?;
     }
@@ -154,5 +155,5 @@ pub fn load<B: Backend>(
 
 fn damaged(file: &Path, reason: &str) -> Failure {
     let folder = file.parent().unwrap_or(file).display();
-    Failure::new(format!("{}: {reason}; remove {folder} to go on from the checkpoint before", file.display()))
+    Failure::new(format!("{}: {reason}; remove {folder} to resume from the checkpoint before it", file.display()))
 }

@@ -8,8 +8,8 @@ use fireclay_kernels::operands::{Checked, LinearBackward};
 use fireclay_kernels::{
     Activation, ActivationKind, AdamW, AdamWParameter, AttentionMask, AttentionOptions, Backend, CacheDType, CachedRow,
     CachedTokens, DecodeBlock, DecodeModel, DecodePlan, Dropout, FeedForwardLayer, Format, HeadLossOptions, LayerCache,
-    Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow, SampledRows,
-    Sampling, StepDraw, StepsAhead, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
+    MultiStep, Norm, PackedHeads, Penalties, Placement, QuantizedWeight, RandomKey, RotaryTable, SampledRow,
+    SampledRows, Sampling, StepDraw, TokenCounts, Wanted, Weight, activate, attention, cached_attention, compile_ahead,
     decode_step, dropout, embed, embed_add, feed_forward, head_loss, head_sample, linear, linear_add, next_positions,
     norm, norm_gate_up, norm_linear, optimizer_step, qkv_attention, qkv_rotary, reshape, rotary,
 };
@@ -317,14 +317,14 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         let row = |page: u32| CachedRow { pages: [page].into(), tokens: 1, keys: 4 };
         let at = |pages: &[u32]| CachedTokens::<B>::new(pages.iter().copied().map(row).collect(), None, &make.0);
         let mut step = |at: &CachedTokens<B>, draw: Option<StepDraw<'_, B>>, steps: usize| {
-            let ahead = StepsAhead { steps, ends: None };
+            let ahead = MultiStep { steps, stop_tokens: None };
             decode_step(&plan, make.ints([at.rows().len()]), at, &mut own, draw, ahead)
         };
         refused(op, &["page 3", "cache of 3"], || step(&at(&[3]), None, 1));
         refused(op, &["page 2", "listed twice"], || step(&at(&[2, 2]), None, 1));
         let two = SampledRows::<B>::new(&vec![Sampling::greedy().into(); 2], &make.0);
         let lined = SampledRows::<B>::new(&[SampledRow { sampling: Sampling::greedy(), line: Some(2) }], &make.0);
-        for (named, rows) in [("rows", &two), ("line 2 of no texts", &lined)] {
+        for (named, rows) in [("rows", &two), ("line 2 without counts", &lined)] {
             refused(op, &[named], || step(&at(&[2]), Some(StepDraw { rows, counts: None }), 1));
         }
         // More than there are positions behind it on its page.
@@ -339,7 +339,7 @@ backend_test!(decode_step_refuses_what_does_not_fit::<B>(device) {
         // The kernel has the addresses of the plan's caches, and others of their sizes would stay as they are.
         for mut others in [caches(3, heads), caches(4, heads)] {
             refused(op, &["other caches than those that the plan was made with"], || {
-                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, StepsAhead::one())
+                decode_step(&plan, make.ints([1]), &at(&[2]), &mut others, None, MultiStep::one())
             });
         }
     } else {
@@ -410,7 +410,7 @@ backend_test!(cached_attention_refuses_what_does_not_fit::<B>(device) {
     refused(op, &["one token more"], || at(&[row(&[0], 2, 2)]).next(vec![row(&[0], 1, 3)]));
     refused(op, &["no room"], || new(2, 0, heads));
     refused(op, &["no room"], || new(usize::MAX / 2, 4, heads));
-    refused(op, &["no power of two"], || new(2, 6, heads));
+    refused(op, &["not a power of two"], || new(2, 6, heads));
     let bytes = |heads| LayerCache::<B>::new(3, 4, heads, CacheDType::Int8, &make.0);
     refused(op, &["heads of 12", "multiple of 8"], || bytes(PackedHeads { head_dim: 12, ..heads }));
     let other = PackedHeads { head_dim: 16, ..heads };
@@ -443,8 +443,8 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
         let lined = |line| SampledRow { sampling: Sampling::greedy(), line };
         let lined = [vec![lined(Some(2))], vec![lined(None); rows - 1]].concat();
         let lined = SampledRows::<B>::new(&lined, &make.0);
-        refused("head_sample", &["line 2 of no texts"], || drawn(weight(), lined.clone()));
-        for (name, broken) in [("counts of the prompts", 0), ("counts of written tokens", 1), ("biases", 2)] {
+        refused("head_sample", &["line 2 without counts"], || drawn(weight(), lined.clone()));
+        for (name, broken) in [("counts of the prompts", 0), ("counts of generated tokens", 1), ("biases", 2)] {
             let line = |at: usize| make.float([3, if at == broken { 5 } else { 6 }]);
             let mut counts = TokenCounts { prompt: line(0), written: line(1), bias: line(2) };
             refused("head_sample", &[name], || {
@@ -452,7 +452,7 @@ backend_test!(losses_and_draws_refuse_what_does_not_fit::<B>(device) {
             });
         }
         let mut few = TokenCounts::<B>::new(2, 6, &make.0);
-        refused("head_sample", &["line 2 of 2 texts"], || {
+        refused("head_sample", &["line 2 of 2"], || {
             head_sample(make.float([rows, 8]), weight(), &lined, make.ints([rows]), Some(&mut few))
         });
     }

@@ -219,7 +219,7 @@ async function completion() {
     assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
     assert.equal(await count(page, "assistant"), turn + 1);
   }
-  assert.match(await page.innerText(".cut"), /not sent any more: it does not fit in the model's [\d,]+ tokens\./);
+  assert.match(await page.innerText(".cut"), /no longer sent: they do not fit in the model's [\d,]+ tokens\./);
   await picture(page, "stories-cut");
   // As many tokens as fit, though more are allowed.
   await set(page, "max_tokens", 100000);
@@ -272,7 +272,7 @@ async function refusals() {
   await page.reload();
   await ready(page);
 
-  for (const [status, message] of [[429, "too many texts wait already"], [500, "the kiln broke"], [503, "still loading"]]) {
+  for (const [status, message] of [[429, "too many requests are waiting"], [500, "the kiln broke"], [503, "still loading"]]) {
     await refuse(page, status, { message });
     await say(page, "Two\nlines");
     await page.waitForSelector("#error:not([hidden])");
@@ -285,7 +285,7 @@ async function refusals() {
   await page.route(/completions$/, route => route.abort());
   await page.click(".regenerate");
   await page.waitForSelector("#error:not([hidden])");
-  assert.equal(await page.innerText("#error"), "the server does not answer");
+  assert.equal(await page.innerText("#error"), "the server does not respond");
   assert.equal(await answers(page).innerText(), "Good morning.", "the answer that was to be replaced stays");
   assert.equal(await page.isVisible(".said.assistant"), true);
   assert.equal(await focused(page), "regenerate");
@@ -409,7 +409,7 @@ async function history() {
     Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); };
   });
   await exchange(first, "More", "Still here");
-  assert.match(await first.innerText("#notice"), /not kept/);
+  assert.match(await first.innerText("#notice"), /not saved/);
   assert.equal(await answers(first).nth(1).innerText(), "Still here");
   // Where a browser has no storage for it the page works all the same.
   const without = await context.newPage();
@@ -423,7 +423,7 @@ async function history() {
   await standIn(without);
   await exchange(without, "Hello", "Good morning.");
   assert.equal(await answers(without).innerText(), "Good morning.");
-  assert.match(await without.innerText("#notice"), /not kept/);
+  assert.match(await without.innerText("#notice"), /not saved/);
   assert.deepEqual(faults, []);
   await context.close();
 }

@@ -352,7 +352,7 @@ fn a_full_disk_stops_the_run_and_harms_no_checkpoint() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: ")).collect();
-    assert!(lines.len() == 1 && lines[0].contains("is whole"), "{stderr}");
+    assert!(lines.len() == 1 && lines[0].contains("is intact"), "{stderr}");
     assert_eq!(fs::read(out.join("model.safetensors")).expect("a model"), before);
     assert!(train(&["--resume", "--steps", "6", "--plain", "--out", text(&out)]).status.success(), "room again");
 }

@@ -124,7 +124,7 @@ fn a_mixture_names_texts_and_weights() {
         command
     };
     fs::write(at("b.txt"), words()).expect("writable");
-    assert_refused(&refused(resume()), 1, &["corpus", "b.txt", "is not what it was"]);
+    assert_refused(&refused(resume()), 1, &["corpus", "b.txt", "changed (sha256 was"]);
     fs::write(at("b.txt"), words().to_uppercase()).expect("writable");
     assert_eq!(done(resume())["steps"], 6);
 }
@@ -142,7 +142,7 @@ fn tokens_that_do_not_fit_a_run_are_refused() {
     let run =
         |more: &[&str]| train(folder.path(), &[&["--data", text(&tokens), "--out", text(&at("run"))], more].concat());
     let other = format!("tokenizer={}", tokenizer(folder.path(), 320));
-    assert_refused(&refused(run(&["--set", &other])), 1, &["tokens", "another tokenizer than the run's"]);
+    assert_refused(&refused(run(&["--set", &other])), 1, &["tokens", "prepared with another tokenizer"]);
     assert_refused(&refused(run(&["--set", "holdout_by=document"])), 1, &["was prepared for holdout_by=tail"]);
     let stdin = train(folder.path(), &["--data", "-", "--out", text(&at("run"))]);
     assert_refused(&refused(stdin), 2, &["fireclay prepare --data -"]);
@@ -173,7 +173,7 @@ fn text_that_is_none_is_refused_with_its_place() {
     assert_refused(
         &run("c.jsonl", b"{\"title\": \"a\"}"),
         1,
-        &["c.jsonl, line 1", "field 'text' but title", "--field NAME"],
+        &["c.jsonl, line 1", "no field 'text'; it has title", "--field NAME"],
     );
     assert_refused(&run("d.parquet", b"PAR1"), 1, &["d.parquet", "is not Parquet"]);
     assert_refused(&run("e.gz", b"no"), 1, &["e.gz"]);
@@ -213,7 +213,7 @@ fn every_command_that_asks_for_a_field_takes_it() {
             }
             command.output().expect("the program starts")
         };
-        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "but meta.body", "--field NAME"]);
+        assert_refused(&command(&[]), 1, &[".json, line 2: element 1", "it has meta.body", "--field NAME"]);
         let output = command(&["--field", "meta.body"]);
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
@@ -254,7 +254,7 @@ fn tokens_that_vanish_while_a_run_reads_them_end_it_with_a_checkpoint() {
     let output = child.wait_with_output().expect("it ends");
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{told}");
-    assert!(told.contains("cut short while it was read") && told.contains("saved at step"), "{told}");
+    assert!(told.contains("truncated while it was read") && told.contains("saved at step"), "{told}");
     let checkpoints = fs::read_dir(out.join("training")).expect("checkpoints").flatten();
     assert_eq!(checkpoints.filter(|entry| entry.path().is_dir()).count(), 1);
     fs::remove_dir_all(&tokens).expect("there");
@@ -304,7 +304,7 @@ fn tokens_of_nobody_knows_what_are_refused() {
     let tokenizer = tokenizer(folder.path(), 300);
     let mut prepare = program();
     prepare.args(["prepare", "--tokenizer", &tokenizer, "--data", text(&data), "--out", text(&out)]);
-    assert_refused(&prepare.output().expect("it starts"), 1, &["tokens.json", "says nothing of tokens"]);
+    assert_refused(&prepare.output().expect("it starts"), 1, &["tokens.json", "not a manifest of tokens"]);
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn read<B: Backend>(model: &Transformer<B>, prompts: &[&[u32]], room: usize) -> 
 }
 
 /// So many rows that take their likeliest tokens.
-pub(crate) fn likeliest<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
+pub(crate) fn greedy_rows<B: Backend>(rows: usize, device: &B::Device) -> SampledRows<B> {
     SampledRows::new(&vec![Sampling::greedy().into(); rows], device)
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn greedy<B: Backend>(
 ) -> Vec<Vec<u32>> {
     let longest = prompts.iter().map(|prompt| prompt.len()).max().expect("prompts");
     let (mut cache, rows, hidden) = read(model, prompts, longest + steps);
-    let sampled = likeliest(rows.len(), device);
+    let sampled = greedy_rows(rows.len(), device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut written = vec![Vec::new(); prompts.len()];
     for step in 0..steps {
@@ -75,11 +75,11 @@ backend_test!(a_cache_is_for_its_model_with_its_weights_and_for_its_own_rows::<B
     let own = read(&model, row);
     assert_eq!(own.dims(), [1, 32]);
     read(&model.clone(), row);
-    refused("a cache of another model", || read(&other, row));
-    refused("of other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
+    refused("belongs to another model", || read(&other, row));
+    refused("or other weights", || read(&model.clone().with_quantized_matrices(Format::Int8).expect("a device that works"), row));
     let mut copies = model.clone();
     copies.put_copies(Default::default());
-    refused("of other weights", || read(&copies, row));
+    refused("or other weights", || read(&copies, row));
     // Rows of another cache, whose numbers are others.
     let mut foreign = other.cache(64);
     let stranger = foreign.add_row();
@@ -163,7 +163,7 @@ backend_test!(a_cache_of_int8_is_refused_where_heads_do_not_fit_it::<B>(device) 
     let tokenizer = Tokenizer::train(TokenizerKind::Char, "a potter")?;
     let refused = Generator::new(model, tokenizer, device).with_cache(CachePrecision::Int8).err().expect("heads of 6");
     let message = refused.to_string();
-    assert!(message.contains("this model's have 6") && message.contains("--cache-dtype"), "{message}");
+    assert!(message.contains("this model's is 6") && message.contains("--cache-dtype"), "{message}");
 });
 
 backend_test!(prompts_of_a_batch_are_continued_as_they_are_alone::<B>(device) {
@@ -315,7 +315,7 @@ backend_test!(long_texts_take_no_more_memory_than_their_cache::<B>(device) {
     let config = TransformerConfig::llama(50, steps + 40, 32, 2, 4).with_init_deviation(0.3);
     let model: Transformer<B> = config.init(3, &device)?;
     let (mut cache, rows, hidden) = read(&model, &[&[1, 2, 3]], steps + 20);
-    let sampled = likeliest(1, &device);
+    let sampled = greedy_rows(1, &device);
     let mut next = model.sample(hidden, &sampled, None, &cache);
     let mut decode = |count: usize| {
         for step in 0..count {

@@ -72,10 +72,10 @@ backend_test!(a_profile_names_what_breaks_residency::<B>(device) {
     let of = |kind: VerdictKind| {
         found.iter().filter(|verdict| verdict.kind == kind).map(|verdict| verdict.text.clone()).collect::<Vec<_>>()
     };
-    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once a step: the references were asked for"]);
+    assert_eq!(of(VerdictKind::Fallback), ["activate ran its reference once per step: kernels=reference is set"]);
     let copies = of(VerdictKind::Copies);
     assert!(
-        copies.contains(&"512 B copied to the host once a step by feed_forward: peek".to_string()),
+        copies.contains(&"512 B copied to the host once per step by feed_forward: peek".to_string()),
         "{copies:?}: {}",
         profile.report
     );
@@ -120,7 +120,8 @@ fn what_is_denied_and_found_ends_with_exit_code_1() {
     let output = fireclay(&[&["profile", "train"], &SMALL[..], &reference].concat());
     assert_eq!(output.status.code(), Some(1));
     let stderr = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("fireclay: denied, but found: ")).collect();
+    let lines: Vec<&str> =
+        stderr.lines().filter(|line| line.starts_with("fireclay: found what --deny forbids: ")).collect();
     assert!(matches!(&lines[..], [line] if line.contains("ran its reference")), "{stderr}");
 }
 

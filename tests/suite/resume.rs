@@ -199,7 +199,7 @@ fn one_process_at_a_time_trains_in_a_folder() {
     child.wait().expect("it ends");
     let told = String::from_utf8_lossy(&second.stderr).into_owned();
     assert_eq!(second.status.code(), Some(1), "{told}");
-    assert!(told.contains("another process trains in") && told.lines().count() == 1, "{told}");
+    assert!(told.contains("another process is training in") && told.lines().count() == 1, "{told}");
 }
 
 #[test]
@@ -222,13 +222,13 @@ fn a_run_whose_data_moved_or_changed_goes_on_only_when_told_to() {
     let moved = folder.path().join("moved.txt");
     std::fs::rename(&data, &moved).expect("renamed");
     let (code, told) = go_on(4, &[]);
-    assert!(code == Some(1) && told.contains("if it was moved, say so"), "{code:?}: {told}");
+    assert!(code == Some(1) && told.contains("if it was moved, give its new path"), "{code:?}: {told}");
     let (code, told) = go_on(4, &["--set", &format!("source={}", moved.display())]);
     assert_eq!(code, Some(0), "{told}");
     std::fs::write(&moved, "Once upon a time there was a nice owl.\n".repeat(400)).expect("a text");
     let (code, told) = go_on(8, &[]);
     assert_eq!(code, Some(1), "{told}");
-    assert!(told.contains("is not what it was") && told.contains("--allow-changed-data"), "{told}");
+    assert!(told.contains("changed (sha256 was") && told.contains("--allow-changed-data"), "{told}");
     let (code, told) = go_on(8, &["--allow-changed-data"]);
     assert_eq!(code, Some(0), "{told}");
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fireclay::Failure;
 use fireclay::inference::generation::scheduler::{
-    Finish, Request, RequestId, Scheduler, SchedulerOptions, WrittenToken,
+    Finish, OutputToken, Request, RequestId, Scheduler, SchedulerOptions,
 };
 use fireclay_kernels::{Backend, Penalties, Sampling, TokenCounts};
 use fireclay_model::{Transformer, TransformerConfig};
@@ -54,7 +54,7 @@ fn requests(count: usize) -> Vec<Request> {
             vec![]
         };
         let max_tokens = 1 + numbers.below(60);
-        Request { sampling, biases, ends: vec![(at % 7) as u32 + 60], ..Request::new(prompt, max_tokens) }
+        Request { sampling, biases, stop_tokens: vec![(at % 7) as u32 + 60], ..Request::new(prompt, max_tokens) }
     };
     (0..count).map(request).collect()
 }
@@ -112,10 +112,10 @@ fn together<B: Backend>(
         step(&mut scheduler, model, &mut texts)?;
     }
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages), "{load:?}");
     let text = |(id, request): (&RequestId, &Request)| {
         let (tokens, finish) = texts.remove(id).expect("a text");
-        let ended = tokens.last().is_some_and(|last| request.ends.contains(last));
+        let ended = tokens.last().is_some_and(|last| request.stop_tokens.contains(last));
         let wanted = if ended { Finish::End } else { Finish::Length };
         assert_eq!(finish, Some(wanted));
         assert!(ended || tokens.len() == request.max_tokens);
@@ -157,15 +157,15 @@ backend_test!(texts_that_wait_for_pages_wait_for_those_that_tokens_need::<B>(dev
         step(&mut scheduler, &model, &mut texts)?;
     }
     for request in requests(24) {
-        scheduler.add(Request { ends: vec![], ..request })?;
+        scheduler.add(Request { stop_tokens: vec![], ..request })?;
     }
     let mut waited = 0;
     while !scheduler.is_idle() {
         step(&mut scheduler, &model, &mut texts)?;
         let load = scheduler.load();
-        let running = load.reading + load.writing;
-        if load.waiting > 0 && load.pages_left == 0 && running < tight.rows {
-            let held = (load.pages - load.pages_left) * 64;
+        let running = load.prefilling + load.decoding;
+        if load.waiting > 0 && load.free_pages == 0 && running < tight.rows {
+            let held = (load.pages - load.free_pages) * 64;
             // A token on its way has its place, too.
             assert!(held <= load.tokens + running * 64, "{load:?}");
             waited += 1;
@@ -184,11 +184,11 @@ backend_test!(a_prompt_that_was_read_ahead_is_written_as_soon_as_another_text_en
     step(&mut scheduler, &model, &mut texts)?;
     let load = scheduler.load();
     // Four are written; of one that waits all is read but its last token.
-    assert_eq!((load.waiting, load.reading, load.writing, load.tokens), (1, 1, 4, 4 * 8 + 7), "{load:?}");
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.tokens), (1, 1, 4, 4 * 8 + 7), "{load:?}");
     scheduler.cancel(ids[0]);
     step(&mut scheduler, &model, &mut texts)?;
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.tokens), (1, 0, 4, 3 * 9 + 8), "{load:?}");
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.tokens), (1, 0, 4, 3 * 9 + 8), "{load:?}");
     while !scheduler.is_idle() {
         step(&mut scheduler, &model, &mut texts)?;
     }
@@ -223,7 +223,7 @@ backend_test!(a_prompt_that_does_not_fit_its_step_is_read_ahead_in_part::<B>(dev
 
 backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>(device) {
     let model = model::<B>(&device)?;
-    let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { ends: vec![], max_tokens: 40, ..request }).collect();
+    let requests: Vec<Request> = requests(6).into_iter().map(|request| Request { stop_tokens: vec![], max_tokens: 40, ..request }).collect();
     let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
     let add = |scheduler: &mut Scheduler<B>, at: usize| scheduler.add(requests[at].clone()).expect("it fits");
     let ids: Vec<RequestId> = (0..6).map(|at| add(&mut scheduler, at)).collect();
@@ -241,7 +241,7 @@ backend_test!(a_cancelled_request_gives_its_pages_back_and_changes_no_other::<B>
         step(&mut scheduler, &model, &mut texts)?;
     }
     let load = scheduler.load();
-    assert_eq!(load.pages_left, load.pages);
+    assert_eq!(load.free_pages, load.pages);
     for at in [0, 2, 3] {
         assert_eq!(texts[&ids[at]].0, alone(&model, &requests[at], &device)?, "request {at}");
     }
@@ -264,7 +264,7 @@ backend_test!(a_warm_up_leaves_nothing_behind::<B>(device) {
         scheduler.warm_up(&model, options.rows, || taken.replace(taken.get() + 1) < steps)?;
         assert!(taken.get() >= steps.min(10), "{options:?}: {} steps", taken.get());
         let load = scheduler.load();
-        assert_eq!((load.waiting, load.reading, load.writing), (0, 0, 0), "{options:?}");
+        assert_eq!((load.waiting, load.prefilling, load.decoding), (0, 0, 0), "{options:?}");
         let mut texts = Texts::new();
         let id = scheduler.add(request.clone()).expect("it fits");
         while !scheduler.is_idle() {
@@ -272,7 +272,7 @@ backend_test!(a_warm_up_leaves_nothing_behind::<B>(device) {
         }
         assert_eq!(texts[&id].0, wanted, "{options:?}");
         let load = scheduler.load();
-        assert_eq!(load.pages_left, load.pages, "{options:?}");
+        assert_eq!(load.free_pages, load.pages, "{options:?}");
     }
 });
 
@@ -323,8 +323,8 @@ backend_test!(a_token_that_ends_a_text_is_in_no_page_that_others_share::<B>(devi
         }
         Ok::<_, Failure>((steps, texts[&id].0.clone()))
     };
-    let ended = Request { ends: vec![end], ..Request::new(prompt.clone(), 40) };
-    assert_eq!(write(&ended)?.1, written, "it ends at the last cell of its page");
+    let ended = Request { stop_tokens: vec![end], ..Request::new(prompt.clone(), 40) };
+    assert_eq!(write(&ended)?.1, written, "it stop_tokens at the last cell of its page");
     // What goes on from there reads the page again: 97 tokens, 48 a step.
     let next: Vec<u32> = prompt.iter().chain(&written).copied().chain(0..33).collect();
     let next = Request::new(next, 9);
@@ -353,7 +353,7 @@ backend_test!(a_text_that_is_paused_goes_on_where_it_was::<B>(device) {
     assert!(pauses > 10, "{pauses}");
     assert!(ids.iter().zip(&wanted).all(|(id, wanted)| &texts[id].0 == wanted));
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages), "{load:?}");
 });
 
 backend_test!(where_pages_run_out_the_client_that_has_most_is_preempted::<B>(device) {
@@ -366,7 +366,7 @@ backend_test!(where_pages_run_out_the_client_that_has_most_is_preempted::<B>(dev
     };
     let mut texts = Texts::new();
     let many = (0..5).map(|_| scheduler.add(request(1, 60, 250))).collect::<Result<Vec<_>, _>>()?;
-    while scheduler.load().writing < 5 {
+    while scheduler.load().decoding < 5 {
         step(&mut scheduler, &model, &mut texts)?;
     }
     let one = request(2, 60, 60);
@@ -391,10 +391,10 @@ backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
     // In parts of a step, among others that are decoded, and where pages run out.
     for cache_tokens in [ROOMY.cache_tokens, 6 * 64] {
         let mut scheduler = Scheduler::new(&model, SchedulerOptions { cache_tokens, ..ROOMY }, device.clone());
-        let ask = |prompt: &Vec<u32>| Request { prompt_likeliest: Some(2), ..Request::new(prompt.clone(), 20) };
+        let ask = |prompt: &Vec<u32>| Request { prompt_top_logprobs: Some(2), ..Request::new(prompt.clone(), 20) };
         let plain = scheduler.add(Request::new(prompts[3].clone(), 40))?;
         let ids = prompts.iter().map(|prompt| scheduler.add(ask(prompt))).collect::<Result<Vec<_>, _>>()?;
-        let mut told: BTreeMap<RequestId, Vec<WrittenToken>> = BTreeMap::new();
+        let mut told: BTreeMap<RequestId, Vec<OutputToken>> = BTreeMap::new();
         while !scheduler.is_idle() {
             scheduler.step(&model)?;
             for written in scheduler.take() {
@@ -418,8 +418,8 @@ backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
                 let mut sorted = row.to_vec();
                 sorted.sort_by(f32::total_cmp);
                 assert!((own - row[known.token as usize]).abs() < 2e-3, "token {at}");
-                assert_eq!(known.likeliest.len(), 2);
-                for (place, (token, log_probability)) in known.likeliest.iter().enumerate() {
+                assert_eq!(known.top_logprobs.len(), 2);
+                for (place, (token, log_probability)) in known.top_logprobs.iter().enumerate() {
                     assert!((log_probability - row[*token as usize]).abs() < 2e-3, "token {at}");
                     assert!((log_probability - sorted[VOCABULARY - 1 - place]).abs() < 2e-3, "token {at}");
                 }
@@ -431,18 +431,18 @@ backend_test!(log_probabilities_of_prompts_are_those_of_the_model::<B>(device) {
 backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
     let model = model::<B>(&device)?;
     let sampling = Sampling::greedy().with_temperature(1.5).with_seed(4, 0).with_top_k(Some(40));
-    let request = Request { sampling, likeliest: Some(3), ..Request::new(vec![4, 5, 6], 6) };
+    let request = Request { sampling, top_logprobs: Some(3), ..Request::new(vec![4, 5, 6], 6) };
     let mut scheduler = Scheduler::new(&model, ROOMY, device.clone());
     // Beside one that did not ask for any.
     let plain = scheduler.add(Request::new(vec![9, 9], 4)).expect("it fits");
     let id = scheduler.add(request.clone()).expect("it fits");
-    let mut tokens: Vec<WrittenToken> = Vec::new();
+    let mut tokens: Vec<OutputToken> = Vec::new();
     while !scheduler.is_idle() {
         scheduler.step(&model)?;
         for written in scheduler.take() {
             match written.id == id {
                 true => tokens.extend(written.tokens),
-                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.likeliest.is_empty())),
+                false => assert!(written.id == plain && written.tokens.iter().all(|token| token.log_probability.is_none() && token.top_logprobs.is_empty())),
             }
         }
     }
@@ -457,8 +457,8 @@ backend_test!(log_probabilities_are_those_of_the_model::<B>(device) {
         close((written.token, written.log_probability.expect("it was asked for")));
         let mut best: Vec<u32> = (0..VOCABULARY as u32).collect();
         best.sort_by(|a, b| exact[*b as usize].total_cmp(&exact[*a as usize]));
-        assert_eq!(written.likeliest.iter().map(|(token, _)| *token).collect::<Vec<_>>(), best[..3]);
-        written.likeliest.into_iter().for_each(close);
+        assert_eq!(written.top_logprobs.iter().map(|(token, _)| *token).collect::<Vec<_>>(), best[..3]);
+        written.top_logprobs.into_iter().for_each(close);
         text.push(written.token as i32);
     }
 });
@@ -471,13 +471,13 @@ backend_test!(requests_that_can_never_be_written_are_refused::<B>(device) {
         let failure = scheduler.add(request).expect_err(part).to_string();
         assert!(failure.contains(part) && !failure.contains('\n'), "{failure}");
     };
-    refused(Request::new(vec![], 5), "needs a prompt of one token");
-    refused(Request::new(vec![1], 0), "asks for one at least");
-    refused(Request::new(vec![90], 5), "token 90 is none of the model's, which are 0 to 89");
-    refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is none");
+    refused(Request::new(vec![], 5), "needs a prompt of at least one token");
+    refused(Request::new(vec![1], 0), "max_tokens of at least 1");
+    refused(Request::new(vec![90], 5), "token 90 is outside the model's vocabulary, 0 to 89");
+    refused(Request { biases: vec![(400, 1.0)], ..Request::new(vec![1], 5) }, "token 400 is outside");
     let sampling = fireclay_kernels::Sampling::greedy().with_temperature(1e39);
     refused(Request { sampling, ..Request::new(vec![1], 5) }, "a temperature of 1000");
-    refused(Request { likeliest: Some(21), ..Request::new(vec![1], 5) }, "20 of the likeliest");
+    refused(Request { top_logprobs: Some(21), ..Request::new(vec![1], 5) }, "20 is the maximum number");
     refused(Request::new(vec![1; 300], 21), "the model's context is 320");
     refused(Request::new(vec![1; 100], 29), "the cache holds 128");
     assert!(scheduler.is_idle());
@@ -502,7 +502,7 @@ fn rows_that_come_and_go_leave_nothing_behind() {
             let penalties = Penalties { presence: (added % 2) as f64, ..Penalties::default() };
             let sampling =
                 Sampling::greedy().with_temperature(1.0).with_seed(added as u64, 0).with_penalties(penalties);
-            let request = Request { sampling, ends: vec![5], ..Request::new(prompt, 1 + numbers.below(20)) };
+            let request = Request { sampling, stop_tokens: vec![5], ..Request::new(prompt, 1 + numbers.below(20)) };
             alive.push(scheduler.add(request).expect("it fits"));
             added += 1;
         }
@@ -517,5 +517,5 @@ fn rows_that_come_and_go_leave_nothing_behind() {
         }
     }
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages));
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages));
 }

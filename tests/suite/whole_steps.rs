@@ -8,7 +8,7 @@ use fireclay::inference::generation::scheduler::{Finish, Request, Scheduler, Sch
 use fireclay_datasets::{Tokenizer, TokenizerKind};
 use fireclay_kernels::recorder::Recording;
 use fireclay_kernels::{
-    ActivationKind, Backend, CacheDType, Format, Penalties, SampledRow, SampledRows, Sampling, StepsAhead, TokenCounts,
+    ActivationKind, Backend, CacheDType, Format, MultiStep, Penalties, SampledRow, SampledRows, Sampling, TokenCounts,
     draw,
 };
 use fireclay_model::{
@@ -20,7 +20,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use crate::backend_test;
 use crate::compare::{relative_error, values};
-use crate::decoding::likeliest;
+use crate::decoding::greedy_rows;
 use crate::scheduling::{Texts, step};
 
 /// So many that a block of the kernel has more rows of the head than its shared memory holds.
@@ -168,7 +168,7 @@ impl<'a, B: Backend> Rows<'a, B> {
     #[track_caller]
     fn assert_predictions(&self, hidden: Hidden<B>, step: usize) {
         let wanted = self.model.logits(hidden.states().unsqueeze());
-        let greedy = likeliest(self.rows.len(), self.device);
+        let greedy = greedy_rows(self.rows.len(), self.device);
         let tokens = self.model.sample(hidden.clone(), &greedy, None, &self.cache).into_data();
         let (_, logits) = self.model.sample_logits(hidden, &greedy, None, &self.cache);
         let [logits, wanted] = [values(&logits), values(&wanted.cast(DType::F32))];
@@ -308,7 +308,7 @@ backend_test!(a_step_of_few_rows_is_one_operation_where_there_is_a_kernel_for_it
         assert!(rows.add(text(0, 5), 20));
         rows.step();
         let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-        let greedy = likeliest(1, &device);
+        let greedy = greedy_rows(1, &device);
         let drawn = SampledRows::new(&[Sampling::greedy().with_temperature(0.7).with_top_p(Some(0.9)).into()], &device);
         for sampled in [&greedy, &drawn] {
             let recording = Recording::start::<B>(&device).expect("a recording");
@@ -398,8 +398,8 @@ backend_test!(steps_ahead_give_the_tokens_of_steps_one_by_one::<B>(device) {
                     let mut steps = Vec::new();
                     while written.len() < 45 * count {
                         let most = most.min(45 - written.len() / count);
-                        let most = StepsAhead { steps: most, ends: None };
-                        let ahead = model.tokens_ahead(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
+                        let most = MultiStep { steps: most, stop_tokens: None };
+                        let ahead = model.decode_multi_step(next, &ids, most, &sampled, Some(&mut counts), &mut rows.cache);
                         steps.push(ahead.tokens.dims()[0]);
                         written.extend(ahead.tokens.into_data().iter::<i64>());
                         next = ahead.last;
@@ -431,15 +431,15 @@ backend_test!(rows_keep_the_token_that_ends_them_in_steps_ahead::<B>(device) {
     for sampling in [Sampling::greedy(), Sampling::greedy().with_temperature(3.0)] {
         let sampled = [0, 1].map(|row| SampledRow::from(sampling.with_seed(3, row)));
         let sampled = SampledRows::new(&sampled, &device);
-        let write = |ends: Option<[i32; 4]>| {
+        let write = |stop_tokens: Option<[i32; 4]>| {
             let mut rows = Rows::new(&model, 1.0, 4 * PAGE_TOKENS, &device);
             (0..2).for_each(|row| assert!(rows.add(text(row, 5), 60)));
             let ids: Vec<RowId> = rows.rows.iter().map(|(id, _)| *id).collect();
-            let ends = ends.map(|ends| Tensor::<B, 1, Int>::from_data(TensorData::from(ends), &device).reshape([2, 2]));
+            let stop_tokens = stop_tokens.map(|stop_tokens| Tensor::<B, 1, Int>::from_data(TensorData::from(stop_tokens), &device).reshape([2, 2]));
             let (mut next, mut written): (_, Vec<i64>) = (integers(&[9, 8], &device), Vec::new());
             while written.len() < 2 * 40 {
-                let most = StepsAhead { steps: 40 - written.len() / 2, ends: ends.as_ref() };
-                let ahead = model.tokens_ahead(next, &ids, most, &sampled, None, &mut rows.cache);
+                let most = MultiStep { steps: 40 - written.len() / 2, stop_tokens: stop_tokens.as_ref() };
+                let ahead = model.decode_multi_step(next, &ids, most, &sampled, None, &mut rows.cache);
                 written.extend(ahead.tokens.into_data().iter::<i64>());
                 next = ahead.last;
             }
@@ -478,7 +478,7 @@ backend_test!(of_top_k_one_a_step_draws_its_likeliest_token_at_any_temperature::
         let hidden = model.decode(integers(&[step, 7, 9], &device), &ids, &mut rows.cache);
         let (tokens, logits) = model.sample_logits(hidden.clone(), &drawn, None, &rows.cache);
         let tokens: Vec<i64> = tokens.into_data().iter().collect();
-        let wanted: Vec<i64> = model.sample(hidden, &likeliest(3, &device), None, &rows.cache).into_data().iter().collect();
+        let wanted: Vec<i64> = model.sample(hidden, &greedy_rows(3, &device), None, &rows.cache).into_data().iter().collect();
         assert_eq!(tokens, wanted, "step {step}");
         assert_eq!(logits.dims(), [3, VOCABULARY]);
     }
@@ -531,7 +531,7 @@ backend_test!(rows_that_leave_a_full_cache_change_no_other_and_leave_their_pages
 });
 
 /// A text, and how it ended.
-type Written = (Vec<u32>, Option<Finish>);
+type RequestOutput = (Vec<u32>, Option<Finish>);
 
 /// Each token of a text is the likeliest behind those before it, but for rounding.
 #[track_caller]
@@ -557,7 +557,7 @@ fn write<B: Backend>(
     cache_tokens: usize,
     cancelled: &[(usize, usize)],
     device: &B::Device,
-) -> Result<(Vec<Written>, usize), Failure> {
+) -> Result<(Vec<RequestOutput>, usize), Failure> {
     let options = SchedulerOptions { rows: 12, step_tokens: 256, cache_tokens };
     let mut scheduler = Scheduler::new(model, options, device.clone());
     let ids = requests.iter().map(|request| scheduler.add(request.clone())).collect::<Result<Vec<_>, _>>()?;
@@ -571,7 +571,7 @@ fn write<B: Backend>(
         step(&mut scheduler, model, &mut texts)?;
     }
     let load = scheduler.load();
-    assert_eq!((load.waiting, load.reading, load.writing, load.pages_left), (0, 0, 0, load.pages), "{load:?}");
+    assert_eq!((load.waiting, load.prefilling, load.decoding, load.free_pages), (0, 0, 0, load.pages), "{load:?}");
     Ok((ids.iter().map(|id| texts.remove(id).unwrap_or_default()).collect(), load.preemptions))
 }
 
@@ -586,7 +586,7 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
         let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
         // Some end at a token that they have in their middle.
         for (request, (text, _)) in requests.iter_mut().zip(&texts).step_by(2) {
-            request.ends = vec![text[text.len() / 2]];
+            request.stop_tokens = vec![text[text.len() / 2]];
         }
         let (texts, _) = write(&model, &requests, 64 * PAGE_TOKENS, &[], &device)?;
         let ended = texts.iter().filter(|(_, finish)| *finish == Some(Finish::End)).count();
@@ -595,7 +595,7 @@ backend_test!(a_text_that_ends_changes_no_other_in_whole_steps::<B>(device) {
             let by = if *finish == Some(Finish::End) { Finish::End } else { Finish::Length };
             assert_eq!(*finish, Some(by));
             assert!(by == Finish::End || text.len() == request.max_tokens);
-            assert!(text.iter().rev().skip(1).all(|token| !request.ends.contains(token)), "it goes on behind its end");
+            assert!(text.iter().rev().skip(1).all(|token| !request.stop_tokens.contains(token)), "it goes on behind its end");
             assert_likeliest(&model, bound, &request.prompt, text, &device);
         }
     }

@@ -1,4 +1,4 @@
-//! Parquet: a row a document, with the document in a column of UTF-8.
+//! Parquet: one document per row, in a UTF-8 column.
 
 use std::fs::File;
 use std::ops::ControlFlow;
@@ -11,10 +11,10 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use super::{EachPiece, Piece, field};
 use crate::error::DataError;
 
-/// Rows that are read at once.
+/// Rows read at once.
 const ROWS: usize = 256;
 
-/// Hands on a document a row; nulls count for nothing. Tells which share of the rows was read since it last did.
+/// Passes on a document per row; skips nulls. Reports the share of rows read since the last report.
 pub(super) fn pieces(
     file: File,
     path: &Path,
@@ -38,7 +38,7 @@ pub(super) fn pieces(
         let ColumnReader::ByteArrayColumnReader(mut values) = group.get_column_reader(column).map_err(broken)? else {
             let kind = columns.column(column).physical_type();
             let others = (0..columns.num_columns()).map(name).filter(|other| other != field).collect();
-            let reason = format!("the column '{field}' is {kind}, no text; {}", field::others(others));
+            let reason = format!("the column '{field}' is {kind}, not text; {}", field::others(others));
             return Err(DataError::Refused { path: path.to_path_buf(), reason });
         };
         loop {
@@ -79,14 +79,13 @@ pub(super) mod tests {
         write_as(path, "OPTIONAL BINARY text (UTF8);", 1, rows);
     }
 
-    /// Writes a column of texts, of these fields; `level` is how many of those that it is in are
-    /// optional.
+    /// Writes a column of strings in these nested fields; `level` counts the optional ones.
     pub(in super::super) fn write_as(path: &Path, fields: &str, level: i16, rows: &[Option<&str>]) {
         let schema = parse_message_type(&format!("message rows {{ {fields} }}")).expect("a schema");
         let file = File::create(path).expect("writable");
         let properties = Arc::new(WriterProperties::builder().build());
         let mut writer = SerializedFileWriter::new(file, Arc::new(schema), properties).expect("a writer");
-        // Several groups of rows.
+        // Several row groups.
         for rows in rows.chunks(2) {
             let mut group = writer.next_row_group().expect("a group");
             let mut column = group.next_column().expect("no failure").expect("a column");
@@ -99,7 +98,7 @@ pub(super) mod tests {
         writer.close().expect("writable");
     }
 
-    /// Writes a column `id` of a number.
+    /// Writes a numeric column `id`.
     pub(in super::super) fn write_number(path: &Path) {
         let schema = parse_message_type("message rows { REQUIRED INT64 id; }").expect("a schema");
         let file = File::create(path).expect("writable");

@@ -1,5 +1,4 @@
-//! Tables of comma- or tab-separated values: a row a document, with the document in a column that
-//! the first row names.
+//! CSV and TSV: one document per row, in a column named by the first row.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -13,13 +12,13 @@ use super::plain::{Plain, unreadable_at};
 use super::{EachPiece, LONGEST_DOCUMENT, Piece, field};
 use crate::error::DataError;
 
-/// Read behind the end of a file, in which no NUL byte can be: where it does not come as a row, a
-/// quoted field has not ended.
+/// Appended after the end of a file, which cannot contain NUL bytes: if it does not arrive as a
+/// row, a quoted field is not closed.
 const END: &[u8] = b"\n\0";
-/// Bytes of rows that were read before they are forgotten.
+/// Bytes of finished rows to keep before they are dropped.
 const FORGOTTEN: usize = 1 << 20;
 
-/// Hands on a document a row; empty fields count for nothing.
+/// Passes on a document per row; skips empty fields.
 pub(super) fn pieces(
     reader: Plain<impl Read>,
     path: &Path,
@@ -40,7 +39,7 @@ pub(super) fn pieces(
     while let Some(row) = rows.row()? {
         if row.len() != header.len() {
             let (found, wanted) = (row.len(), header.len());
-            return Err(rows.malformed(format!("has {found} fields, but the first row names {wanted} columns")));
+            return Err(rows.malformed(format!("has {found} fields, but the header names {wanted} columns")));
         }
         if row[column].is_empty() {
             continue;
@@ -59,9 +58,9 @@ pub(super) fn pieces(
 struct Rows<'a, R> {
     reader: Reader<Kept<R>>,
     path: &'a Path,
-    /// What was read since the last row began, and more.
+    /// The bytes since the start of the last row, and more.
     kept: Rc<RefCell<Bytes>>,
-    /// Where the last row began, or the blank lines before it.
+    /// Offset of the last row, or of the blank lines before it.
     began: Position,
 }
 
@@ -69,7 +68,7 @@ impl<'a, R: Read> Rows<'a, R> {
     fn new(reader: R, path: &'a Path, delimiter: u8) -> Self {
         let kept = Rc::new(RefCell::new(Bytes::default()));
         let reader = Kept { reader, kept: Rc::clone(&kept) };
-        // Rows of other lengths are refused here, where their lines are known.
+        // Rows of other lengths are refused here, with their line numbers.
         let mut builder = ReaderBuilder::new();
         builder.delimiter(delimiter).has_headers(false).flexible(true).buffer_capacity(64 << 10);
         Self { reader: builder.from_reader(reader), path, kept, began: Position::new() }
@@ -90,13 +89,13 @@ impl<'a, R: Read> Rows<'a, R> {
         })?;
         match row.iter().next_back() {
             Some(last) if row.len() == 1 && *last == END[1..] => Ok(None),
-            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row does not end".into())),
+            Some(last) if last.ends_with(END) => Err(self.malformed("a quoted field of this row is not closed".into())),
             _ => Ok(Some(row)),
         }
     }
 
-    /// The line on which the last row begins. The reader counts lines to the end of the row before,
-    /// and blank ones are between.
+    /// The line on which the last row starts. The reader counts lines up to the end of the row
+    /// before, and blank lines are in between.
     fn line(&self) -> usize {
         let kept = self.kept.borrow();
         let from = (self.began.byte() - kept.before) as usize;
@@ -109,7 +108,7 @@ impl<'a, R: Read> Rows<'a, R> {
     }
 }
 
-/// Bytes that were read, but for those `before` them.
+/// The bytes read, after the `before` dropped ones.
 #[derive(Default)]
 struct Bytes {
     bytes: Vec<u8>,
@@ -117,7 +116,7 @@ struct Bytes {
 }
 
 impl Bytes {
-    /// Forgets what stands before the byte `at`, now and then.
+    /// Drops the bytes before offset `at`, at intervals.
     fn forget(&mut self, at: u64) {
         let count = (at - self.before) as usize;
         if count >= FORGOTTEN {
@@ -127,7 +126,7 @@ impl Bytes {
     }
 }
 
-/// Keeps what is read, and refuses to keep more than the longest row may have.
+/// Buffers what is read, up to the maximum length of a row.
 struct Kept<R> {
     reader: R,
     kept: Rc<RefCell<Bytes>>,
@@ -144,7 +143,7 @@ impl<R: Read> Read for Kept<R> {
     }
 }
 
-/// That a row is too long.
+/// The error of a row that is too long.
 #[derive(Debug, thiserror::Error)]
-#[error("is longer than 64 MB: does a quoted field not end?")]
+#[error("is longer than 64 MB: is a quoted field not closed?")]
 struct TooLong;

@@ -279,7 +279,7 @@ impl<B: Backend> QuantizedWeight<B> {
     pub(crate) fn check<'a>(&self, op: &'static str, name: &'a str) -> Part<'a, B::Device> {
         let packed = part(op, name, &self.packed).integer();
         let dtype = self.packed.dtype();
-        assert!(dtype.size() == 4, "{op}: {name} has {dtype:?} words, and not 32-bit ones");
+        assert!(dtype.size() == 4, "{op}: {name} has {dtype:?} words instead of 32-bit ones");
         let ([d_output, words], [_, d_input], format) = (self.packed.dims(), self.dims(), self.format.name());
         let Some(layout) = self.format.layout(d_input).filter(|layout| layout.words == words) else {
             panic!("{op}: {name} has rows of {words} words, which {format} cannot have");

@@ -224,7 +224,7 @@ impl<R: Runtime> Probe for CuptiProbe<R> {
         let mut subscriber = null_mut();
         // SAFETY: the callback is a function of this program, and uses no user data.
         match unsafe { (cupti.subscribe)(&mut subscriber, called, null_mut()) } {
-            OTHER_SUBSCRIBER => return Err(RecorderError::Cupti("another profiler of this process uses it".into())),
+            OTHER_SUBSCRIBER => return Err(RecorderError::Cupti("another profiler in this process uses it".into())),
             code => cupti.check("cuptiSubscribe", code)?,
         }
         *lock(&SESSION) = Some(Session {
@@ -522,7 +522,7 @@ fn functions(library: libloading::Library, path: &Path) -> Result<Cupti, String>
     let code = unsafe { get_version(&mut version) };
     if code != SUCCESS || !(OLDEST..TOO_NEW).contains(&version) {
         return Err(format!(
-            "{} has version {version} of the interface, and only those of CUDA 11.4 to 13 are known",
+            "{} has interface version {version}; those of CUDA 11.4 to 13 are supported",
             path.display()
         ));
     }

@@ -1,4 +1,4 @@
-//! `/v1/embeddings` and `/v1/utterances`: what an encoder makes of texts.
+//! `/v1/embeddings` and `/v1/utterances`, for encoders.
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -12,13 +12,13 @@ use tokio::time::timeout;
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::texts::{named, told_unknown};
+use super::generation::{named, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
 use crate::failure::Failure;
 use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
-/// Texts of a request, as OpenAI has it.
+/// Maximum inputs of a request, as at OpenAI.
 pub(super) const TEXTS: usize = 2048;
 
 pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
@@ -26,7 +26,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     let encoder = encoder(&shared)?;
-    let base64 = match fields.text("encoding_format")? {
+    let base64 = match fields.string("encoding_format")? {
         None | Some("float") => false,
         Some("base64") => true,
         Some(_) => return Err(fields.wrong("encoding_format", "\"float\" or \"base64\"")),
@@ -38,7 +38,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
         let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
         let given = fields.get("input").cloned().unwrap_or(Value::Null);
         let tokens = tokens(&fields, encoder)?;
-        told_unknown(&work, &record, &fields)?;
+        warn_unknown_fields(&work, &record, &fields)?;
         Ok((tokens, given))
     })
     .await
@@ -61,8 +61,8 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// The first numbers of an embedding, at length one again: for models that were trained so that
-/// these say most (Kusupati et al., 2022, "Matryoshka Representation Learning").
+/// The first elements of an embedding, normalized: for models trained for it (Kusupati et al.,
+/// 2022, "Matryoshka Representation Learning").
 fn shortened(mut embedding: Vec<f32>, dimensions: usize) -> Vec<f32> {
     if dimensions < embedding.len() {
         embedding.truncate(dimensions);
@@ -78,14 +78,14 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
     named(&shared, &fields)?;
     if !encoder(&shared)?.predicts {
         return Err(ApiError::request(
-            "this model was not trained on utterances: it says nothing of intents and slots",
+            "this model was not trained on utterances: it does not predict intents and slots",
         ));
     }
-    let texts = fields.texts("input", TEXTS)?;
+    let texts = fields.strings("input", TEXTS)?;
     if texts.is_empty() {
         return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
     }
-    told_unknown(&shared, &caller.record, &fields)?;
+    warn_unknown_fields(&shared, &caller.record, &fields)?;
     caller.record.prompt(0, || texts.clone().into());
     let asked = texts.clone();
     let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
@@ -101,12 +101,12 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
 pub(super) fn encoder(shared: &Shared) -> Result<&ServedEncoder, ApiError> {
     match shared.served.get() {
         Some(Served::Encoder(encoder)) => Ok(encoder),
-        Some(Served::Writer(_)) => Err(ApiError::request("this model writes: it is no encoder")),
-        None => Err(ApiError::unavailable("the model is being loaded").with_code("loading")),
+        Some(Served::Generator(_)) => Err(ApiError::request("this model generates text: it is not an encoder")),
+        None => Err(ApiError::unavailable("the model is loading").with_code("loading")),
     }
 }
 
-/// Has the device do a job.
+/// Runs a job on the device.
 pub(super) async fn ask<T>(
     shared: &Shared,
     caller: &Caller,
@@ -120,7 +120,7 @@ pub(super) async fn ask<T>(
     Ok(answer.map_err(|_| ApiError::stopping())??)
 }
 
-/// The texts of `input`, each a string or tokens.
+/// The inputs, each a string or tokens.
 fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
     let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", encoder.vocabulary);
     let wrong = || fields.wrong("input", &wanted);
@@ -146,7 +146,7 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
     };
     match texts.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
         Some(text) => {
-            let message = format!("a text has {} tokens; the model reads 1 to {}", text.len(), encoder.context);
+            let message = format!("an input has {} tokens; the model accepts 1 to {}", text.len(), encoder.context);
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
         None => Ok(texts),

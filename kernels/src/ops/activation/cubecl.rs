@@ -1,4 +1,4 @@
-//! Activations in CubeCL: the bias before them, where there is one, added in the same pass.
+//! Activations in CubeCL, with an optional bias before them in the same pass.
 
 use burn::tensor::Tensor;
 use burn_cubecl::element::BoolElement;
@@ -86,7 +86,7 @@ pub(crate) fn activate_backward<R: CubeRuntime>(
     backward(grad, x, bias, activation, false)
 }
 
-/// The gradient of an activation's input, from the slopes that were kept of it: `[rows, width]`.
+/// The gradient of an activation's input from its saved slopes: `[rows, width]`.
 pub(crate) fn activate_by_slopes<R: CubeRuntime>(
     grad: CubeTensor<R>,
     slopes: CubeTensor<R>,
@@ -95,7 +95,7 @@ pub(crate) fn activate_by_slopes<R: CubeRuntime>(
     backward(grad, slopes, None, activation, true)
 }
 
-/// Of `x` the inputs, or if `by_slopes` the slopes.
+/// `x` holds the inputs, or if `by_slopes` the slopes.
 fn backward<R: CubeRuntime>(
     grad: CubeTensor<R>,
     x: CubeTensor<R>,
@@ -283,7 +283,7 @@ fn slope<N: Size>(x: Vector<f32, N>, #[comptime] kind: ActivationKind) -> Vector
 #[cube]
 fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0);
-    // CUDA has no minus sign for vectors.
+    // CUDA lacks negation of vectors.
     one / (one + (Vector::new(0.0f32) - x).exp())
 }
 

@@ -47,7 +47,7 @@ impl EmbedOps for NdArray {
         }
     }
 
-    /// Adds the rows up in their order.
+    /// Sums the rows in order.
     fn embed_backward(operands: Checked<EmbedBackward<Self>>) -> Tensor<Self, 2> {
         let EmbedBackward { grad, tokens, vocabulary, sum } = operands.into_inner();
         let d_model = grad.dims()[1];

@@ -1,4 +1,5 @@
-//! The head's loss in the graph: gradients are made in the forward pass, and scaled here, and added to those of an earlier pass.
+//! The head's loss in the graph: gradients are computed in the forward pass, and here scaled and
+//! added to earlier ones.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -70,7 +71,8 @@ impl<B: HeadLossOps, C: CheckpointStrategy> HeadLossOps for Autodiff<B, C> {
         let nodes = [primitive(hidden).node, weight_node];
         float(match HeadLossNode(Forward::current()).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(node) => {
-                // The gradients are made where the logits are, chunk by chunk: two products more, and both are written.
+                // Gradients are computed with the logits, chunk by chunk: two more products, and
+                // both are written.
                 recorder::also(|| {
                     let ([rows, d_model], [vocabulary, _]) = (forward.hidden.dims(), forward.weight.dims());
                     let (tables, products) = if wanted == HeadLossWanted::Both { (1, 2) } else { (0, 1) };

@@ -1,4 +1,4 @@
-//! The head's loss on the CPU: logits of a few rows at a time, overwritten by their own gradient.
+//! The head's loss on the CPU: logits of a few rows at a time, overwritten with their gradient.
 
 use burn::tensor::Tensor;
 use burn_ndarray::NdArray;
@@ -10,7 +10,7 @@ use crate::cpu::{
     tensor, wide_product, zeros,
 };
 
-/// Logits held at a time when no chunk is asked for: 4 MB, so that they stay in the cache.
+/// Default logits per chunk: 4 MB, to stay in the cache.
 const LOGITS: usize = 1 << 20;
 
 impl HeadLossOps for NdArray {
@@ -18,7 +18,7 @@ impl HeadLossOps for NdArray {
         head_loss_forward(operands.into_inner())
     }
 
-    /// Gradients for an upstream gradient of one are as they came.
+    /// Gradients are unchanged for an upstream gradient of one.
     fn head_loss_backward(operands: Checked<HeadLossBackward<Self>>) -> HeadLossGradients<Self> {
         let HeadLossBackward { grad, gradients: HeadLossGradients { hidden, weight }, sum } = operands.into_inner();
         let grad = Values::rows(grad)[0];
@@ -44,7 +44,7 @@ impl HeadLossOps for NdArray {
     }
 }
 
-/// What logits come from.
+/// Source of the logits.
 enum Head {
     /// Floats, `[vocabulary, d_model]`.
     Weight(Values),
@@ -65,7 +65,7 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     // The token of each target that counts.
     let token = |target: i64| usize::try_from(target).ok().filter(|token| *token < vocabulary);
     let targets: Vec<Option<usize>> = integers(targets).into_iter().map(token).collect();
-    // Zero where nothing weighs: the loss is then divided by infinity.
+    // Zero if nothing counts: the loss is then divided by infinity.
     let counted = targets.iter().flatten().count().max(1) as f32 / options.weight as f32;
     let chunk = options.chunk.unwrap_or((LOGITS / vocabulary).max(64)).clamp(1, rows);
     let smoothing = options.label_smoothing as f32;
@@ -75,7 +75,7 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
     let mut d_hidden = zeros(if gradients { rows * d_model } else { 0 });
     let mut d_weight = zeros(if both { vocabulary * d_model } else { 0 });
     let mut logits = zeros(chunk * vocabulary);
-    // The nats of each row.
+    // Loss of each row, in nats.
     let nats: Vec<std::sync::atomic::AtomicU32> = (0..chunk).map(|_| Default::default()).collect();
     for start in (0..rows).step_by(chunk) {
         let size = chunk.min(rows - start);

@@ -10,7 +10,7 @@ use crate::cpu::{
     DOT_PRODUCT_ROWS, DotProducts, Inputs, Matrix, QuantizedRows, Values, new_columns, new_product, stored_gradient,
     stored_product, sum_over_rows, tensor, wide_product,
 };
-use crate::ops::activation::cpu::{activate_beside, activate_by_slopes};
+use crate::ops::activation::cpu::{activate_by_slopes, activate_keeping_slopes};
 use crate::ops::dropout::dropout_rows;
 use crate::quant::Weight;
 
@@ -23,7 +23,7 @@ impl LinearOps for NdArray {
         let weight = Stored::of(weight, if keeps { Inputs::Exact } else { Inputs::Quantized });
         if let Some(activation) = activation {
             let mut projected = project(x, weight, bias, |_, _, _| {});
-            let output = activate_beside(&mut projected, shape, activation);
+            let output = activate_keeping_slopes(&mut projected, shape, activation);
             return LinearOutput { output, saved: Some(Saved::Slopes(tensor(projected, shape))) };
         }
         let output = match (residual, dropout) {

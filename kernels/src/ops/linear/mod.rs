@@ -1,7 +1,8 @@
-//! Projections, alone and with what stands before and after them in a transformer.
+//! Projections, with fused norms before and epilogues after them.
 //!
-//! Weights lie as on the hub, `[d_output, d_input]`. The product runs in the dtype of the input: a weight stored in
-//! another one is cast, and parameter gradients are f32. Gradients flow through quantized weights, which have none.
+//! Weights are stored as on the hub, `[d_output, d_input]`. The product runs in the dtype of the
+//! input: a weight of another dtype is cast, and parameter gradients are f32. Gradients flow
+//! through quantized weights, which have none.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]

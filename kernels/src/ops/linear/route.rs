@@ -14,7 +14,7 @@
 //!     else ------------------------------> cubek's own choice (Gemm::Cubek)
 //! ```
 //!
-//! Thresholds were measured (`docs/performance-log.md`); nothing is tuned at run time. What depends on how large the device is
+//! Thresholds were measured (`docs/log/2026-11.md`); nothing is tuned at run time. What depends on how large the device is
 //! is counted in its multiprocessors.
 
 use burn::tensor::DType;

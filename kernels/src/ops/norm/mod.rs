@@ -167,7 +167,8 @@ pub trait NormOps: ReshapeOps {
     }
 }
 
-/// Normalises the last dimension of `x` `[.., d_model]`. Statistics are f32, whatever the dtype of `x`.
+/// Normalizes the last dimension of `x` `[.., d_model]`. Statistics are f32, whatever the dtype of
+/// `x`.
 ///
 /// # Panics
 /// If the last dimension and the norm's weights differ in size, or `x` is empty.

@@ -30,7 +30,8 @@ fn optimizer_step(OptimizerStep { parameters, adamw }: OptimizerStep<'_, NdArray
         pieces.iter().sum::<f64>()
     };
     let norm = parameters.iter().map(square).sum::<f64>().sqrt() as f32;
-    // PyTorch's clip_grad_norm_ has the same 1e-6. NaN must reach the parameters, not vanish in a minimum.
+    // The same 1e-6 as in PyTorch's clip_grad_norm_. NaN must propagate to the parameters, not
+    // vanish in a minimum.
     let clip = adamw.max_grad_norm.map_or(1.0, |max| {
         let factor = max as f32 / (norm + 1e-6);
         if factor > 1.0 { 1.0 } else { factor }

@@ -1,4 +1,4 @@
-//! Quantized rows in CubeCL: dequantized all of them, or those that tokens name.
+//! Quantized rows in CubeCL: dequantizes all rows, or those of given tokens.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
@@ -61,8 +61,8 @@ where
     }
 }
 
-/// The rows that `tokens` `[batch_size, seq_length]` name, `[batch_size, seq_length, d_input]` of `dtype`, of a format
-/// that is read by [`Reader::Rows`].
+/// The rows at `tokens` `[batch_size, seq_length]`, as `[batch_size, seq_length, d_input]` of
+/// `dtype`, for formats supported by [`Reader::Rows`].
 pub(crate) fn quantized_embed<R: CubeRuntime>(
     weight: CubeQuantized<R>,
     tokens: CubeTensor<R>,

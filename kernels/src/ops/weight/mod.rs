@@ -1,4 +1,4 @@
-//! Weights of projections and tables, as operations take them.
+//! Weights of projections and tables, as operands.
 
 mod autodiff;
 #[cfg(feature = "ndarray")]
@@ -17,17 +17,18 @@ use crate::quant::{Format, QuantizedWeight, RowFormat, RowLayout, RowOrder, Weig
 use crate::selection::dispatch;
 
 impl<B: WeightOps> Weight<B> {
-    /// A parameter `value` as its `copy` in another dtype has it, both `[d_output, d_input]`: operations read the copy, and the
-    /// gradient is the parameter's, f32, as long as only operations of this crate read it: Burn adds gradients of several dtypes as if they were of one. [`optimizer_step`](crate::optimizer_step)
-    /// refreshes copies.
+    /// A parameter `value` with its `copy` in another dtype, both `[d_output, d_input]`. Operations
+    /// read the copy, and the gradient is the parameter's, in f32. Only this crate's operations may
+    /// read it: Burn adds gradients of different dtypes as if they were of one.
+    /// [`optimizer_step`](crate::optimizer_step) refreshes copies.
     ///
     /// # Panics
-    /// If the two differ in shape or device.
+    /// If they differ in shape or device.
     pub fn rounded(value: Tensor<B, 2>, copy: Tensor<B, 2>) -> Self {
         Self::Float(call!(B: WeightOps::rounded(Checked::new(Rounded { value, copy }))))
     }
 
-    /// As floats: what is quantized becomes a new tensor of `dtype`, floats stay as they are.
+    /// As floats: a quantized weight becomes a new tensor of `dtype`, floats stay unchanged.
     pub fn into_float(self, dtype: FloatDType) -> Tensor<B, 2> {
         match self {
             Self::Float(weight) => weight,
@@ -53,7 +54,7 @@ impl<B: Backend> Operands for Rounded<B> {
     }
 }
 
-/// A quantized weight, and the dtype of the floats that it becomes.
+/// A quantized weight, and the dtype to convert it to.
 #[derive(Clone, Debug)]
 pub struct Dequantize<B: Backend> {
     /// `[d_output, d_input]`.
@@ -101,16 +102,16 @@ impl<B: Backend> Operands for HostWeight<B> {
     }
 }
 
-/// Panics unless kernels compute with `dtype`.
+/// Panics unless kernels support `dtype`.
 #[track_caller]
 pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
     let known = matches!(dtype, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16);
     assert!(known, "{op}: the result cannot be {dtype:?}, but f32, f16 or bf16");
 }
 
-/// Weights as they are stored, on a backend.
+/// Stored weights of a backend.
 pub trait WeightOps: UploadOps {
-    /// Body of [`Weight::into_float`]: a quantized weight as floats.
+    /// [`Weight::into_float`]: a quantized weight as floats.
     fn dequantize(operands: Checked<Dequantize<Self>>) -> Tensor<Self, 2> {
         reference::dequantize(operands.into_inner())
     }
@@ -130,7 +131,8 @@ pub trait WeightOps: UploadOps {
         Ok(QuantizedWeight { packed, scales, format, order: RowOrder::Rows })
     }
 
-    /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
+    /// [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) replaces the parameter by the
+    /// copy in the graph.
     fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
         operands.into_inner().copy
     }
@@ -159,7 +161,7 @@ impl<B: WeightOps> QuantizedWeight<B> {
     /// If the device fails.
     ///
     /// # Panics
-    /// If there are not as many values as the shape says.
+    /// If the number of values does not match the shape.
     pub fn quantize(
         format: Format,
         values: &[f32],
@@ -171,7 +173,7 @@ impl<B: WeightOps> QuantizedWeight<B> {
         Self::quantize_rows(format, shape, device, |row, out| out.copy_from_slice(&values[row * d_input..][..d_input]))
     }
 
-    /// [`quantize`](Self::quantize) of rows that `read` puts where it is told to, one after the other.
+    /// [`quantize`](Self::quantize) of rows that `read` fills one after the other.
     ///
     /// # Errors
     /// If the device fails.

@@ -1,4 +1,4 @@
-//! Dequantization from small operations.
+//! Dequantization from basic operations.
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;

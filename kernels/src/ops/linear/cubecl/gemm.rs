@@ -1,6 +1,6 @@
 //! Matrix products (GEMM) on the device, through `cubek`'s kernels, or our own for small 16-bit ones, for f32 and for Hopper:
 //! which of them, how its work is cut, and how its matrices lie, is chosen here by shape and dtype from what was measured
-//! (`docs/performance-log.md`), so that nothing is tuned at run time.
+//! (`docs/log/2026-11.md`), so that nothing is tuned at run time.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;

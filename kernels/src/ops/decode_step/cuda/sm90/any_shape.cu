@@ -692,9 +692,9 @@ struct Weights {
     const Part& part;
     int warp, lane, tiles, task, at, end;
     const uint4* from[TILE];
-    using Held = uint4[STEPS][TILE];
+    using Registers = uint4[STEPS][TILE];
 
-    __device__ __forceinline__ Weights(const Step& step, const Part& part, Held& v) : part(part), warp(step.warp), lane(step.lane) {
+    __device__ __forceinline__ Weights(const Step& step, const Part& part, Registers& v) : part(part), warp(step.warp), lane(step.lane) {
         tiles = ceil_div(part.count * part.own, TILE);
         begin(warp, v);
     }
@@ -702,7 +702,7 @@ struct Weights {
     __device__ __forceinline__ int row() const { return (task >> part.split_bits) * TILE; }
     __device__ __forceinline__ int share() const { return task & ((1 << part.split_bits) - 1); }
     __device__ __forceinline__ int loads() const { return part.k / WEIGHTS; }
-    __device__ __forceinline__ bool begin(int next, Held& v) {
+    __device__ __forceinline__ bool begin(int next, Registers& v) {
         task = next;
         // Without a task all are zeros: what is not set lives on in registers.
         const int steps = has() ? ceil_div(loads(), 32) : 0;
@@ -726,7 +726,7 @@ struct Weights {
 };
 
 // This block's rows of a weight, by the input in shared memory: sums, which `sum_of` gives.
-__device__ __forceinline__ void multiply(const Step& step, const Part& part, Weights& w, Weights::Held& v) {
+__device__ __forceinline__ void multiply(const Step& step, const Part& part, Weights& w, Weights::Registers& v) {
     constexpr int PARTS = WEIGHTS / HALVES;
     const Half* input = reinterpret_cast<const Half*>(memory);
     float* sums = step.sums();
@@ -920,7 +920,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step_any_shape(
             else part = part_of<Down>(step, layer.down, layer.down_scales, layer.down_bias);
             Extras extras(step, part, turn);
             {
-                Weights::Held held;
+                Weights::Registers held;
                 Weights weights(step, part, held);
                 if (part.own > 0 || last) {
                     if (turn == OUT) {

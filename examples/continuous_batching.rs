@@ -1,6 +1,6 @@
 //! Many texts at once by the scheduler: requests with settings of their own come while others are written, and one is cancelled.
 //!
-//! `cargo run --release --example many_texts MODEL`, a folder with a language model.
+//! `cargo run --release --example continuous_batching MODEL`, a folder with a language model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,8 +14,9 @@ use fireclay_kernels::Sampling;
 type B = burn::backend::NdArray;
 
 fn main() -> Result<(), Failure> {
-    let folder =
-        std::env::args().nth(1).ok_or_else(|| Failure::usage("many_texts MODEL: a folder with a language model"))?;
+    let folder = std::env::args()
+        .nth(1)
+        .ok_or_else(|| Failure::usage("continuous_batching MODEL: a folder with a language model"))?;
     let generator = Generator::<B>::open(Path::new(&folder), Precision::F32, Default::default())?;
     let tokenizer = generator.tokenizer();
     let options = SchedulerOptions { rows: 8, step_tokens: 256, cache_tokens: 4096 };
