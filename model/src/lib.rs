@@ -37,6 +37,7 @@ mod packed_tensors;
 mod parameters;
 mod pass;
 mod rotary;
+mod stored_tensor;
 mod tensor_files;
 mod transformer;
 mod weights;

@@ -12,86 +12,8 @@ use serde_json::Value;
 
 use crate::error::WeightsError;
 use crate::hub::Quantization;
-use crate::tensor_files::{Encoding, StoredTensor, TensorFiles};
-
-/// What a matrix is made of.
-#[derive(Debug)]
-pub(crate) enum Packed {
-    /// Nibbles, their scales, and what they stand for.
-    Bnb4 { weight: StoredTensor, scales: StoredTensor, table: [f32; 16], block: usize, nested: Option<Nested> },
-    /// Bytes and the largest magnitude of each row.
-    Bnb8 { weight: StoredTensor, largest: StoredTensor },
-    /// Words of codes and of zeros, scales, and the groups of inputs.
-    Gptq {
-        codes: StoredTensor,
-        zeros: StoredTensor,
-        scales: StoredTensor,
-        groups: Option<StoredTensor>,
-        bits: usize,
-        group: usize,
-        zero_offset: u8,
-    },
-    /// Words of codes and of zeros, and scales.
-    Awq { codes: StoredTensor, zeros: Option<StoredTensor>, scales: StoredTensor, group: usize },
-    /// Bytes, and scales of blocks of so many rows and columns.
-    Scaled { weight: StoredTensor, scales: StoredTensor, coding: Coding, block: [usize; 2] },
-    /// Words of codes and of zeros, scales, and the groups of inputs.
-    Compressed {
-        codes: StoredTensor,
-        zeros: Option<StoredTensor>,
-        scales: StoredTensor,
-        groups: Option<StoredTensor>,
-        bits: usize,
-        group: usize,
-    },
-    /// Nibbles and exponents.
-    Mxfp4 { blocks: StoredTensor, exponents: StoredTensor },
-}
-
-/// Scales that are quantized.
-#[derive(Debug)]
-pub(crate) struct Nested {
-    scales: StoredTensor,
-    table: StoredTensor,
-    size: usize,
-    offset: f32,
-}
-
-impl Packed {
-    /// The tensors that it is made of.
-    pub(crate) fn parts(&self) -> Vec<&StoredTensor> {
-        match self {
-            Self::Bnb4 { weight, scales, nested, .. } => {
-                let nested = nested.iter().flat_map(|nested| [&nested.scales, &nested.table]);
-                [weight, scales].into_iter().chain(nested).collect()
-            }
-            Self::Bnb8 { weight, largest } => vec![weight, largest],
-            Self::Gptq { codes, zeros, scales, groups, .. } => {
-                [codes, zeros, scales].into_iter().chain(groups).collect()
-            }
-            Self::Awq { codes, zeros, scales, .. } => [codes, scales].into_iter().chain(zeros).collect(),
-            Self::Scaled { weight, scales, .. } => vec![weight, scales],
-            Self::Compressed { codes, zeros, scales, groups, .. } => {
-                [codes, scales].into_iter().chain(zeros).chain(groups).collect()
-            }
-            Self::Mxfp4 { blocks, exponents } => vec![blocks, exponents],
-        }
-    }
-
-    /// As messages call it.
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Bnb4 { .. } => "4-bit blocks of bitsandbytes",
-            Self::Bnb8 { .. } => "INT8 of bitsandbytes",
-            Self::Gptq { .. } => "GPTQ",
-            Self::Awq { .. } => "AWQ",
-            Self::Scaled { coding: Coding::E4m3, .. } => "FP8",
-            Self::Scaled { .. } => "INT8",
-            Self::Compressed { .. } => "packed integers",
-            Self::Mxfp4 { .. } => "MXFP4",
-        }
-    }
-}
+use crate::stored_tensor::{Encoding, Nested, Packed, StoredTensor};
+use crate::tensor_files::TensorFiles;
 
 /// Tensors of which a matrix is taken.
 struct Taker<'a> {

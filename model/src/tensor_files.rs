@@ -8,16 +8,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use fireclay_kernels::{BlockFormat, Format, e4m3_value};
+use fireclay_kernels::{BlockFormat, e4m3_value};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
 use serde_json::Value;
 
 use crate::error::WeightsError;
-use crate::packed_tensors::Packed;
+pub(crate) use crate::stored_tensor::{Encoding, StoredTensor};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -37,108 +36,6 @@ const LONGEST_BLOCK: usize = 256;
 pub(crate) struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, StoredTensor>,
-}
-
-/// A tensor's location and encoding.
-#[derive(Clone, Debug)]
-pub(crate) struct StoredTensor {
-    file: usize,
-    /// Offset in the file, in bytes.
-    start: u64,
-    pub(crate) encoding: Encoding,
-    pub(crate) shape: Vec<usize>,
-    /// Rows per head, if the rows of its halves are interleaved.
-    pub(crate) interleaved: Option<usize>,
-    /// The tensors that it is made of, where it is several.
-    pub(crate) packed: Option<Arc<Packed>>,
-}
-
-/// How a tensor's values are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Encoding {
-    /// Consecutive elements.
-    Float(Dtype),
-    /// Blocks.
-    Blocks(BlockFormat),
-    /// In several tensors, as a quantized checkpoint has them; with the method's name.
-    Packed(&'static str),
-}
-
-impl Encoding {
-    /// Values per unit of storage.
-    pub(crate) fn weights(self) -> usize {
-        match self {
-            Self::Float(_) | Self::Packed(_) => 1,
-            Self::Blocks(format) => format.weights(),
-        }
-    }
-
-    /// Bytes per unit of storage.
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Self::Float(dtype) => dtype.bitsize() / 8,
-            Self::Blocks(format) => format.bytes(),
-            // Of its tensors.
-            Self::Packed(_) => 0,
-        }
-    }
-
-    /// Its name in messages.
-    pub(crate) fn name(self) -> String {
-        match self {
-            Self::Float(dtype) => format!("{dtype:?}"),
-            Self::Blocks(format) => format.name().into(),
-            Self::Packed(name) => name.into(),
-        }
-    }
-
-    /// The format in which operations read it as it is stored, if there is one.
-    pub(crate) fn format(self) -> Option<Format> {
-        match self {
-            Self::Float(Dtype::F16) => Some(Format::F16),
-            Self::Float(Dtype::BF16) => Some(Format::Bf16),
-            Self::Float(_) | Self::Packed(_) => None,
-            Self::Blocks(format) => Some(Format::Blocks(format)),
-        }
-    }
-
-    /// Whether it is supported.
-    pub(crate) fn is_readable(self) -> bool {
-        match self {
-            Self::Float(dtype) => READABLE.contains(&dtype),
-            Self::Blocks(_) | Self::Packed(_) => true,
-        }
-    }
-
-    /// Offset of the unit with the element at an index, in bytes.
-    fn bytes_before(self, elements: usize) -> u64 {
-        elements as u64 / self.weights() as u64 * self.bytes() as u64
-    }
-}
-
-impl StoredTensor {
-    /// A tensor at an offset of a file.
-    pub(crate) fn new(file: usize, start: u64, encoding: Encoding, shape: Vec<usize>) -> Self {
-        Self { file, start, encoding, shape, interleaved: None, packed: None }
-    }
-
-    /// One that is made of several.
-    pub(crate) fn packed(name: &'static str, shape: Vec<usize>, packed: Arc<Packed>) -> Self {
-        Self { packed: Some(packed), ..Self::new(0, 0, Encoding::Packed(name), shape) }
-    }
-
-    /// Sets the number of interleaved rows per head, if any.
-    pub(crate) fn with_interleaved(self, rows: Option<usize>) -> Self {
-        Self { interleaved: rows, ..self }
-    }
-
-    /// Size in the file, in bytes.
-    pub(crate) fn bytes(&self) -> u64 {
-        if let Some(packed) = &self.packed {
-            return packed.parts().iter().map(|part| part.bytes()).sum();
-        }
-        self.encoding.bytes_before(self.shape.iter().product())
-    }
 }
 
 impl TensorFiles {
@@ -583,9 +480,6 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     };
     named.iter().map(file).collect()
 }
-
-/// The supported float dtypes.
-const READABLE: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
 
 /// A float dtype of files.
 pub(crate) trait Readable {
