@@ -1,4 +1,4 @@
-//! A model folder, written as a GGUF file, tensor by tensor.
+//! Writes a model folder as a GGUF file, tensor by tensor.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -17,33 +17,33 @@ use crate::parameters::parameter_shapes;
 use crate::tensor_files::{Encoding, TensorFiles, TensorRow};
 use crate::weights::{ModelFolder, Part, stored_shape, write_synced};
 
-/// Values that are read, turned and written at a time, at the least one row.
+/// Values processed at a time, at least one row.
 const PIECE: usize = 1 << 20;
-/// Blocks that a thread quantizes at the least.
+/// Minimum blocks per thread when quantizing.
 const BLOCKS: usize = 16;
 
-/// A GGUF file that was written.
+/// Result of an export.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WrittenGguf {
-    /// Its size.
+    /// Size of the file.
     pub bytes: u64,
-    /// Values of matrices, and the bits that each takes.
+    /// Mean bits per weight of the matrices.
     pub bits_a_weight: f64,
-    /// What other programs compute otherwise than the model says, for a warning.
+    /// Where other programs compute something else, for a note to the user.
     pub notes: Vec<String>,
 }
 
 impl ModelFolder {
-    /// Writes the model of a folder as a GGUF file `out`, its matrices as `kind`, under the names
-    /// and in the order of rows that llama.cpp reads. `keys` are those beyond the model's own: of
-    /// its name and its tokenizer. `progress` is told how many values of how many are written.
+    /// Writes the model as a GGUF file `out` with matrices in `kind`, with llama.cpp's tensor names and
+    /// row order. `keys` are additional metadata: the model's name and its tokenizer. `progress` gets
+    /// the number of values written and the total.
     ///
-    /// The file is written under another name, synced and renamed; of tensors the host holds a few
-    /// megabytes, or one that is stored with its rows as columns.
+    /// The file is written under a temporary name, synced and renamed. The host holds a few megabytes
+    /// at a time, or one whole tensor if it is stored transposed.
     ///
     /// # Errors
-    /// As [`load`](Self::load), and if GGUF files have no key for the model, a value is none that
-    /// `kind` can store, or the file system refuses.
+    /// As [`load`](Self::load), and if GGUF cannot express the model, `kind` cannot store a value, or
+    /// the file system fails.
     pub fn export_gguf<B: Backend>(
         &self,
         kind: GgufKind,
@@ -53,7 +53,7 @@ impl ModelFolder {
         device: &B::Device,
     ) -> Result<WrittenGguf, WeightsError> {
         if self.is_gguf() {
-            return Err(self.wrong("a GGUF file already: the export takes a folder".into()));
+            return Err(self.wrong("already a GGUF file: export takes a model folder".into()));
         }
         let (family, config) = self.config()?;
         let plan = self.plan::<B>(family, &config, false, device)?;
@@ -102,7 +102,7 @@ impl ModelFolder {
             output.file.write_all(&front)?;
             let mut source: Option<(&str, Source<'_>)> = None;
             for (tensor, planned) in own.iter().zip(&tensors) {
-                // Those of one parameter follow each other, in the order of its rows.
+                // The tensors of one parameter are consecutive, in the order of its rows.
                 if source.as_ref().is_none_or(|(path, _)| *path != tensor.path) {
                     let parts = plan.parts.get(&tensor.path).map(Vec::as_slice).unwrap_or_default();
                     let of = Source::of(&plan.files, parts).map_err(std::io::Error::other)?;
@@ -118,7 +118,7 @@ impl ModelFolder {
             output.file.flush()
         })
         .map_err(|error| match error {
-            // What was wrong with the source came through the closure.
+            // Errors of the source passed through the closure.
             WeightsError::Io { path, error } => match error.downcast::<WeightsError>() {
                 Ok(own) => own,
                 Err(error) => WeightsError::Io { path, error },
@@ -137,11 +137,11 @@ impl ModelFolder {
     }
 }
 
-/// A parameter's values, row after row.
+/// The values of a parameter, row-major.
 enum Source<'a> {
-    /// Read as they are asked for.
+    /// Read on demand.
     Row(TensorRow<'a>),
-    /// Stored with rows as columns, and read at once; from one of them on they are left.
+    /// All values of transposed tensors, and the index of the next one.
     Held(Vec<f32>, usize),
 }
 
@@ -177,7 +177,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The file that is written.
+/// The output file.
 struct Output {
     file: BufWriter<File>,
     bytes: Vec<u8>,
@@ -201,7 +201,7 @@ impl Output {
             values.resize(count, 0f32);
             source.next(&mut values).map_err(std::io::Error::other)?;
             if heads > 1 {
-                // Each head's halves in turn.
+                // Interleave the halves of each head.
                 ordered.clear();
                 for head in values.chunks_exact(heads * columns) {
                     let row = |row: usize| &head[row * columns..][..columns];
@@ -215,7 +215,7 @@ impl Output {
         self.pad(planned.bytes())
     }
 
-    /// Writes values as a tensor has them.
+    /// Writes values in the tensor's encoding.
     fn put(&mut self, values: &[f32], planned: &Planned) -> std::io::Result<()> {
         let wrong = |what: &str| {
             let (name, encoding) = (planned.name.clone(), planned.encoding.name());
@@ -253,7 +253,7 @@ impl Output {
         self.file.write_all(&self.bytes)
     }
 
-    /// Zeros behind a tensor, up to where the next one begins.
+    /// Pads a tensor to the alignment.
     fn pad(&mut self, bytes: usize) -> std::io::Result<()> {
         self.file.write_all(&[0; ALIGNMENT][..bytes.next_multiple_of(ALIGNMENT) - bytes])
     }

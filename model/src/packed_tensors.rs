@@ -1,7 +1,7 @@
-//! The tensors of quantized checkpoints: several that together are one matrix.
+//! Matrices of quantized checkpoints, each stored in several tensors.
 //!
-//! [`gather`] puts one tensor of the matrix's own name in place of those that it is made of, so that
-//! names and shapes are looked at as those of floats are. The matrix is unpacked when it is read.
+//! [`gather`] replaces the tensors of a matrix by one with the matrix's own name and shape, which are
+//! then checked as those of floats are. The matrix is unpacked when it is read.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::hub::Quantization;
 use crate::stored_tensor::{Encoding, Nested, Packed, StoredTensor};
 use crate::tensor_files::TensorFiles;
 
-/// Tensors of which a matrix is taken.
+/// Takes the tensors of matrices, and collects the matrices.
 struct Taker<'a> {
     tensors: &'a mut BTreeMap<String, StoredTensor>,
     made: Vec<(String, StoredTensor)>,
@@ -24,7 +24,7 @@ struct Taker<'a> {
 type Reason = String;
 
 impl Taker<'_> {
-    /// What names before a suffix are.
+    /// The names with a suffix, without it.
     fn bases(&self, suffix: &str) -> Vec<String> {
         self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(String::from).collect()
     }
@@ -42,7 +42,7 @@ impl Taker<'_> {
         self.made.push((name, stored));
     }
 
-    /// Removes tensors of these endings, which change no weight.
+    /// Removes tensors with these suffixes, which do not change weights.
     fn drop_all(&mut self, endings: &[&str]) {
         self.tensors.retain(|name, _| !endings.iter().any(|ending| name.ends_with(ending)));
     }
@@ -54,7 +54,7 @@ const SIGNED: &[Dtype] = &[Dtype::I8];
 const FLOATS: &[Dtype] = &[Dtype::F32, Dtype::F16, Dtype::BF16];
 const EIGHTH: &[Dtype] = &[Dtype::F8_E4M3];
 
-/// Refuses a tensor of another dtype or shape; a length of 0 stands for any.
+/// Checks dtype and shape; a length of 0 matches any.
 fn check(name: &str, tensor: &StoredTensor, dtypes: &[Dtype], shape: &[usize]) -> Result<(), Reason> {
     let fits = |(own, wanted): (&usize, &usize)| *wanted == 0 || own == wanted;
     if tensor.shape.len() != shape.len() || !tensor.shape.iter().zip(shape).all(fits) {
@@ -66,10 +66,10 @@ fn check(name: &str, tensor: &StoredTensor, dtypes: &[Dtype], shape: &[usize]) -
     }
 }
 
-/// Puts matrices in place of the tensors that they are made of.
+/// Replaces the tensors of each matrix by the matrix.
 ///
 /// # Errors
-/// If a part of one is missing, or of another shape or dtype than the others say.
+/// If a tensor of a matrix is missing, or its shape or dtype does not fit the others.
 pub(crate) fn gather(files: &mut TensorFiles, quantization: &Quantization) -> Result<(), WeightsError> {
     let states = match quantization {
         Quantization::Bnb4 => states(files)?,
@@ -115,7 +115,7 @@ pub(crate) fn gather(files: &mut TensorFiles, quantization: &Quantization) -> Re
         }
         Quantization::Mxfp4 => all(&mut taker, "_blocks", mxfp4),
     };
-    // What is left without a scale is no float of its own.
+    // FP8 without a scale is an error here.
     let scale = match quantization {
         Quantization::Fp8 { .. } => Some("weight_scale_inv"),
         Quantization::FbgemmFp8 | Quantization::Scaled { is_float: true, .. } => Some("weight_scale"),
@@ -148,7 +148,7 @@ fn all(
 
 const STATES: [&str; 2] = [".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"];
 
-/// What each matrix of bitsandbytes' 4 bits says of itself, with the table of its nibbles.
+/// The quantization state and nibble values of each 4-bit bitsandbytes matrix.
 fn states(files: &mut TensorFiles) -> Result<BTreeMap<String, (Value, Vec<f32>)>, WeightsError> {
     let mut found = BTreeMap::new();
     for (name, tensor) in files.tensors() {
@@ -186,7 +186,7 @@ fn bnb4(taker: &mut Taker<'_>, name: String, (state, table): &(Value, Vec<f32>))
     let block = size("blocksize")?;
     let blocks = weights.div_ceil(block);
     let (weight, scales) = (taker.needed(&name)?, taker.needed(&format!("{name}.absmax"))?);
-    // Of any dtype: bytes are what counts.
+    // Any dtype: only the bytes matter.
     if weight.bytes() != weights.div_ceil(2) as u64 {
         return Err(format!("{name} has {} bytes instead of {}", weight.bytes(), weights.div_ceil(2)));
     }
@@ -210,7 +210,7 @@ fn bnb4(taker: &mut Taker<'_>, name: String, (state, table): &(Value, Vec<f32>))
 fn bnb8(taker: &mut Taker<'_>, base: &str) -> Result<(), Reason> {
     let name = format!("{base}.weight");
     let (weight, largest) = (taker.needed(&name)?, taker.needed(&format!("{base}.SCB"))?);
-    // Of rows: other layouts are none that checkpoints have.
+    // Always row-major in checkpoints.
     taker.take(&format!("{base}.weight_format"));
     check(&name, &weight, SIGNED, &[0, 0])?;
     check(&format!("{base}.SCB"), &largest, FLOATS, &[weight.shape[0]])?;
@@ -218,7 +218,7 @@ fn bnb8(taker: &mut Taker<'_>, base: &str) -> Result<(), Reason> {
     Ok(())
 }
 
-/// The columns of a group, which fill rows of `inputs`.
+/// The columns per group and the groups per row of `inputs` columns.
 fn group_of(base: &str, group: Option<usize>, inputs: usize) -> Result<(usize, usize), Reason> {
     let group = group.unwrap_or(inputs).min(inputs.max(1));
     if inputs == 0 {
@@ -282,7 +282,7 @@ fn scaled(
     let block = match (block, group) {
         (Some(block), _) => block,
         (None, Some(group)) => [1, group],
-        // One for all, or for each row.
+        // One scale for the matrix, or one per row.
         (None, None) if count == 1 => [rows, columns],
         (None, None) => [1, columns],
     };
@@ -311,7 +311,7 @@ fn compressed(
     check(&at("weight_packed"), &codes, WORDS, &[0, 0])?;
     check(&at("weight_scale"), &scales, FLOATS, &[0, 0])?;
     let outputs = codes.shape[0];
-    // Words are whole where groups are of 32, and rows of any model of several words.
+    // Rows fill whole words.
     let inputs = codes.shape[1] * 32 / bits;
     let (group, count) = group_of(base, group, inputs)?;
     check(&at("weight_scale"), &scales, FLOATS, &[outputs, count])?;
@@ -343,10 +343,10 @@ fn mxfp4(taker: &mut Taker<'_>, base: &str) -> Result<(), Reason> {
 }
 
 impl TensorFiles {
-    /// The codes of a packed matrix of so many rows and columns, and what they stand for.
+    /// Unpacks a matrix.
     ///
     /// # Errors
-    /// If the file system fails, or a group is none of the matrix's.
+    /// If the file system fails, or a group index is out of range.
     pub(crate) fn unpack(&self, packed: &Packed, dims: [usize; 2]) -> Result<CodedMatrix, WeightsError> {
         let groups = |tensor: &Option<StoredTensor>, count: usize| match tensor {
             None => Ok(None),
@@ -354,13 +354,13 @@ impl TensorFiles {
                 let bytes = self.raw(tensor)?;
                 let groups: Vec<u32> =
                     bytes.chunks_exact(4).map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
-                // As they are before they are known.
+                // -1 everywhere means contiguous groups.
                 if groups.iter().all(|group| *group == u32::MAX) {
                     return Ok(None);
                 }
                 match groups.iter().find(|group| **group as usize >= count) {
                     None => Ok(Some(groups)),
-                    Some(group) => Err(self.wrong(format!("an input is of group {group}, of which there are {count}"))),
+                    Some(group) => Err(self.wrong(format!("an input has group {group} of {count}"))),
                 }
             }
         };

@@ -111,14 +111,14 @@ impl StoredTensor {
 /// The supported float dtypes.
 const READABLE: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
 
-/// What a matrix is made of.
+/// The tensors of a matrix in a quantized checkpoint.
 #[derive(Debug)]
 pub(crate) enum Packed {
-    /// Nibbles, their scales, and what they stand for.
+    /// Nibbles, scales, and the values of nibbles.
     Bnb4 { weight: StoredTensor, scales: StoredTensor, table: [f32; 16], block: usize, nested: Option<Nested> },
-    /// Bytes and the largest magnitude of each row.
+    /// Bytes, and the largest magnitude per row.
     Bnb8 { weight: StoredTensor, largest: StoredTensor },
-    /// Words of codes and of zeros, scales, and the groups of inputs.
+    /// Words of codes and zeros, scales, and the group of each input.
     Gptq {
         codes: StoredTensor,
         zeros: StoredTensor,
@@ -128,11 +128,11 @@ pub(crate) enum Packed {
         group: usize,
         zero_offset: u8,
     },
-    /// Words of codes and of zeros, and scales.
+    /// Words of codes and zeros, and scales.
     Awq { codes: StoredTensor, zeros: Option<StoredTensor>, scales: StoredTensor, group: usize },
-    /// Bytes, and scales of blocks of so many rows and columns.
+    /// Bytes, and scales of blocks of rows and columns.
     Scaled { weight: StoredTensor, scales: StoredTensor, coding: Coding, block: [usize; 2] },
-    /// Words of codes and of zeros, scales, and the groups of inputs.
+    /// Words of codes and zeros, scales, and the group of each input.
     Compressed {
         codes: StoredTensor,
         zeros: Option<StoredTensor>,
@@ -145,7 +145,7 @@ pub(crate) enum Packed {
     Mxfp4 { blocks: StoredTensor, exponents: StoredTensor },
 }
 
-/// Scales that are quantized.
+/// Quantized scales.
 #[derive(Debug)]
 pub(crate) struct Nested {
     pub(crate) scales: StoredTensor,
@@ -155,7 +155,7 @@ pub(crate) struct Nested {
 }
 
 impl Packed {
-    /// The tensors that it is made of.
+    /// Its tensors.
     pub(crate) fn parts(&self) -> Vec<&StoredTensor> {
         match self {
             Self::Bnb4 { weight, scales, nested, .. } => {
@@ -175,7 +175,7 @@ impl Packed {
         }
     }
 
-    /// As messages call it.
+    /// Its name in messages.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Bnb4 { .. } => "4-bit blocks of bitsandbytes",

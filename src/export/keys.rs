@@ -1,5 +1,5 @@
-//! The keys of a GGUF file that the weights do not decide: its name, tokenizer, special tokens and
-//! chat templates.
+//! Metadata of a GGUF file besides the model config: name, tokenizer, special tokens and chat
+//! templates.
 
 use std::path::Path;
 
@@ -11,11 +11,10 @@ use crate::inference::generation::configured_ends;
 use crate::inference::template::folder;
 use crate::model_folder::{GGUF_ENDS, GGUF_SPECIAL, GGUF_TEMPLATE};
 
-/// The keys, and what of the folder files have no word for.
+/// The metadata, and notes on what GGUF cannot express.
 ///
 /// # Errors
-/// If the tokenizer has a setting that changes tokens and that files have no word for, or more
-/// tokens than the model.
+/// If GGUF cannot express the tokenizer, or it has more tokens than the model.
 pub(super) fn of(
     model: &Path,
     tokenizer: &Tokenizer,
@@ -24,11 +23,9 @@ pub(super) fn of(
     let (mut vocabulary, mut notes) = tokenizer.vocabulary()?;
     let known = vocabulary.tokens.len();
     if known > vocab_size {
-        return Err(Failure::new(format!(
-            "the tokenizer has {known} tokens and the model {vocab_size}, and GGUF files have as many of both"
-        )));
+        return Err(Failure::new(format!("the tokenizer has {known} tokens, but the model only {vocab_size} rows")));
     }
-    // Rows of the model that no token has.
+    // Rows of the model without a token.
     vocabulary.tokens.extend((known..vocab_size).map(|id| format!("[PAD{id}]")));
     vocabulary.kinds.resize(vocab_size, TokenKind::Unused);
     if let VocabularyModel::SentencePiece { scores, .. } = &mut vocabulary.model {
@@ -77,7 +74,7 @@ fn put_vocabulary(vocabulary: &Vocabulary, put: &mut impl FnMut(&str, GgufValue)
     put("tokenizer.ggml.add_eos_token", vocabulary.end.is_some().into());
 }
 
-/// Special tokens by what keys call them.
+/// Ids of special tokens by their GGUF names.
 fn special_ids(
     model: &Path,
     tokenizer: &Tokenizer,
@@ -95,8 +92,8 @@ fn special_ids(
         };
         ids.extend(own.or_else(|| id(name)).filter(|_| key != "eos").map(|id| (key, id)));
     }
-    // The end that the tokenizer adds, the one that its settings name, then those that the model's
-    // configuration has.
+    // The end token that the tokenizer adds, then that of its settings, then those of the model's
+    // configuration.
     let configured: Vec<u32> =
         configured_ends(model)?.into_iter().filter(|id| (*id as usize) < vocabulary.tokens.len()).collect();
     let mut ends: Vec<u32> = vocabulary.end.into_iter().chain(id("eos_token")).collect();
@@ -112,7 +109,7 @@ fn special_ids(
     if ends.len() > GGUF_ENDS.len() {
         let further: Vec<String> =
             ends[GGUF_ENDS.len()..].iter().map(|id| vocabulary.tokens[*id as usize].clone()).collect();
-        notes.push(format!("GGUF files name three tokens that end a sequence: {} does not", further.join(", ")));
+        notes.push(format!("GGUF stores up to three end tokens; {} will not end a sequence", further.join(", ")));
     }
     Ok(ids)
 }

@@ -1,4 +1,4 @@
-//! A model folder, written as a GGUF file that llama.cpp and its kin load.
+//! Exports a model folder as a GGUF file for llama.cpp and similar programs.
 
 mod keys;
 
@@ -13,13 +13,12 @@ use crate::failure::Failure;
 use crate::model_folder::{tokenizer, warn_of_config};
 use crate::progress::Line;
 
-/// A folder, and the GGUF file that it becomes, as work for any backend: none of it is computed on
-/// the device.
+/// An export. It runs on any backend and computes nothing on the device.
 #[derive(Clone, Debug)]
 pub struct ExportRun {
     /// The model's folder.
     pub model: PathBuf,
-    /// What its matrices are written as.
+    /// The format of the matrices.
     pub kind: GgufKind,
     /// The file.
     pub out: PathBuf,
@@ -29,17 +28,17 @@ impl OnBackend for ExportRun {
     type Output = WrittenGguf;
 
     /// # Errors
-    /// If the folder is no model, GGUF files have no word for it or for its tokenizer, or the file
-    /// system refuses; nothing is left of the file then.
+    /// If the folder is not a model, GGUF cannot express it or its tokenizer, or the file system fails.
+    /// No partial file remains.
     fn run<B: Backend>(self, context: RunContext<B>) -> Result<Self::Output, Failure> {
         let folder = ModelFolder::new(&self.model);
         let shown = self.model.display().to_string();
         if folder.is_gguf() {
-            return Err(Failure::new(format!("{shown}: a GGUF file already: give the folder that it was made of")));
+            return Err(Failure::new(format!("{shown}: already a GGUF file: pass the model folder it was made from")));
         }
         let (_, config) = folder.config()?;
         if config.attention == AttentionDirection::Bidirectional {
-            return Err(Failure::new(format!("{shown}: an encoder, which the export does not write")));
+            return Err(Failure::new(format!("{shown}: an encoder; export supports language models only")));
         }
         warn_of_config(&self.model)?;
         let tokenizer = tokenizer(&self.model)?;

@@ -1,5 +1,4 @@
-//! The vocabulary of a tokenizer, as GGUF files keep one: the way back of
-//! [`Tokenizer::of_vocabulary`].
+//! The vocabulary of a tokenizer for a GGUF file: the inverse of [`Tokenizer::of_vocabulary`].
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,15 +9,15 @@ use super::{SPACE, TokenKind, Vocabulary, VocabularyModel};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
-/// The score of a piece that no merge makes.
+/// Score of a piece that no merge produces.
 const UNMERGED: f64 = -1e6;
 
 impl Tokenizer {
-    /// Its vocabulary, and what of the tokenizer GGUF files have no word for, for a warning.
+    /// Its vocabulary, and notes on what GGUF cannot express.
     ///
     /// # Errors
-    /// If it is no byte-level BPE and no SentencePiece BPE, or has a setting that changes tokens and
-    /// that GGUF files have no word for; it is named.
+    /// If it is neither byte-level BPE nor SentencePiece BPE, or a setting that changes tokens cannot be
+    /// expressed in GGUF; the setting is named.
     pub fn vocabulary(&self) -> Result<(Vocabulary, Vec<String>), DataError> {
         let state: Value = serde_json::from_str(&self.to_json()?).map_err(|error| cannot(error.to_string()))?;
         Settings { state: &state, tokens: self }.vocabulary()
@@ -26,7 +25,7 @@ impl Tokenizer {
 }
 
 fn cannot(reason: impl std::fmt::Display) -> DataError {
-    DataError::Tokenizer(format!("the tokenizer cannot be written as a GGUF file has one: {reason}"))
+    DataError::Tokenizer(format!("GGUF cannot express the tokenizer: {reason}"))
 }
 
 /// A `tokenizer.json`.
@@ -35,7 +34,7 @@ struct Settings<'a> {
     tokens: &'a Tokenizer,
 }
 
-/// The parts of a setting, which may be one or a sequence.
+/// The parts of a setting: one, or those of a sequence.
 fn parts<'a>(setting: &'a Value, several: &str) -> Vec<&'a Value> {
     match setting[several].as_array() {
         Some(parts) if setting["type"] == "Sequence" => {
@@ -83,7 +82,7 @@ impl Settings<'_> {
         Ok((vocabulary, notes))
     }
 
-    /// Tokens by their ids; where there is none, a name that no text has.
+    /// Tokens by id, with placeholders for gaps.
     fn names(&self) -> Result<Vec<String>, DataError> {
         let name = |id: u32| self.tokens.token(id).unwrap_or_else(|| format!("[PAD{id}]"));
         let names: Vec<String> = (0..self.tokens.vocab_size() as u32).map(name).collect();
@@ -122,7 +121,7 @@ impl Settings<'_> {
         kinds
     }
 
-    /// The tokens that a text begins and ends with.
+    /// The tokens added before and after a text.
     fn around(&self) -> Result<(Option<u32>, Option<u32>), DataError> {
         let (mut begin, mut end) = (None, None);
         for processor in parts(&self.state["post_processor"], "processors") {
@@ -232,7 +231,7 @@ impl Settings<'_> {
         }
         let score = |token: &String| ranks.get(token).map_or(UNMERGED, |rank| -(*rank as f64) - 1.0);
         let scores: Vec<f64> = vocabulary.tokens.iter().map(score).collect();
-        // Scores say the same only where each piece is made of every two that there are.
+        // Scores are equivalent only if merges contain every pair that makes a piece.
         let normal: HashSet<&str> = {
             let kinds = vocabulary.tokens.iter().zip(&vocabulary.kinds);
             kinds.filter(|(_, kind)| **kind == TokenKind::Normal).map(|(token, _)| &token[..]).collect()

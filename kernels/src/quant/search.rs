@@ -1,24 +1,24 @@
-//! The search for the scale of a group.
+//! Search for the scale of a group of weights.
 
 use half::f16;
 
-/// Scales that are tried, as multiples of the one that the farthest weight has of its own.
+/// Candidate scales, as multiples of the scale that maps the largest magnitude to the lowest level.
 const TRIED: [f32; 15] = [1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 1.03, 1.06, 1.1, 1.14];
 
-/// The nearest whole number, of a magnitude below 2^22.
+/// The nearest integer, for magnitudes below 2^22.
 #[inline(always)]
 fn nearest(value: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
     value + SHIFT - SHIFT
 }
 
-/// Nibbles from -8 to 7, and the scale of the smallest squared error among those tried and their
-/// refinements by least squares. NaN where the group has one.
+/// Quantizes a group to nibbles from -8 to 7 and returns the scale with the smallest squared error
+/// among the candidates and their least-squares refinements. NaN if the group contains NaN.
 pub(crate) fn nibbles(group: &[f32], codes: &mut [u8]) -> f32 {
     scale_of_nibbles(group, codes, |scale| scale)
 }
 
-/// [`nibbles`], whose scale an f16 has.
+/// [`nibbles`] with a scale representable in f16.
 pub(crate) fn half_nibbles(group: &[f32], codes: &mut [u8]) -> f32 {
     scale_of_nibbles(group, codes, |scale| f16::from_f32(scale.clamp(-65504.0, 65504.0)).to_f32())
 }
@@ -32,7 +32,7 @@ fn scale_of_nibbles(group: &[f32], codes: &mut [u8], stored: impl Fn(f32) -> f32
     }
     let mut best = (0.0, f32::INFINITY);
     for tried in TRIED {
-        // The farthest weight at the lowest step, of which there is one more.
+        // The largest magnitude at the lowest level, since there is one more level below 0.
         let mut scale = stored(extreme / -8.0 * tried);
         for _ in 0..2 {
             if scale == 0.0 {
@@ -64,8 +64,8 @@ fn scale_of_nibbles(group: &[f32], codes: &mut [u8], stored: impl Fn(f32) -> f32
     scale
 }
 
-/// The nearest entries of a table from -1 to 1, and the largest magnitude, by which they are
-/// multiplied.
+/// Quantizes a group to the nearest entries of a table from -1 to 1; returns the scale, the largest
+/// magnitude.
 pub(crate) fn of_table(table: &[f32; 16], group: &[f32], codes: &mut [u8]) -> f32 {
     let (largest, sum) = group.iter().fold((0.0f32, 0.0f32), |(most, sum), x| (most.max(x.abs()), sum + x));
     let by = if largest == 0.0 { 0.0 } else { 1.0 / largest };
@@ -82,7 +82,8 @@ pub(crate) fn of_table(table: &[f32; 16], group: &[f32], codes: &mut [u8]) -> f3
     if sum.is_nan() { f32::NAN } else { largest }
 }
 
-/// The nearest E4M3 floats, and the scale at which the largest magnitude is the largest of them.
+/// Quantizes a group to the nearest E4M3 floats; returns the scale that maps the largest magnitude to
+/// 448.
 pub(crate) fn e4m3(group: &[f32], codes: &mut [u8]) -> f32 {
     let (largest, sum) = group.iter().fold((0.0f32, 0.0f32), |(most, sum), x| (most.max(x.abs()), sum + x));
     let scale = largest / 448.0;
@@ -91,18 +92,18 @@ pub(crate) fn e4m3(group: &[f32], codes: &mut [u8]) -> f32 {
     if sum.is_nan() { f32::NAN } else { scale }
 }
 
-/// The nearest E4M3 float to a number of a magnitude up to 448, of two as near the even one.
+/// The nearest E4M3 float, ties to even, saturating at 448.
 fn e4m3_of(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 128 } else { 0 };
     let magnitude = value.abs().min(448.0);
     if magnitude.is_nan() {
         return sign | 127;
     }
-    // Below 2^-6 steps are of 2^-9, above of an eighth of the power of two below.
+    // Steps are 2^-9 below 2^-6, and an eighth of the power of two above.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let step = 2f32.powi(exponent - 3);
     let steps = nearest(magnitude / step) as u32;
-    // Sixteen steps are eight of the next power.
+    // Sixteen steps carry into the next power.
     let code = if exponent == -6 { steps } else { (exponent + 6) as u32 * 8 + steps };
     sign | code.min(126) as u8
 }

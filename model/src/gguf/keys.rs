@@ -1,4 +1,4 @@
-//! The metadata of a model's config, as files have it: the inverse of [`config`](super::config).
+//! GGUF metadata of a model config: the inverse of [`config`](super::config).
 
 use fireclay_kernels::ActivationKind;
 
@@ -9,23 +9,23 @@ use crate::config::{ConfigError, Positions, TransformerConfig};
 use crate::hub::Family;
 use crate::rotary::RotaryScaling;
 
-/// Keys, tensors of rotary factors, and what llama.cpp computes otherwise than the model says.
+/// The metadata and rotary factors of a model, and notes on what llama.cpp computes differently.
 pub(crate) struct Described {
     pub(crate) architecture: Architecture,
     pub(crate) keys: Vec<(String, GgufValue)>,
-    /// One for each pair of a head.
+    /// Tensors with one factor per pair of a head.
     pub(crate) factors: Vec<(&'static str, Vec<f32>)>,
     pub(crate) notes: Vec<String>,
 }
 
 fn cannot<T>(what: impl std::fmt::Display) -> Result<T, ConfigError> {
-    Err(ConfigError(format!("{what}, which GGUF files have no key for")))
+    Err(ConfigError(format!("{what}, which GGUF cannot express")))
 }
 
-/// What a file says of a model.
+/// Describes a model.
 ///
 /// # Errors
-/// If GGUF files have no architecture or key for it; the setting is named.
+/// Names the setting that GGUF cannot express.
 pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described, ConfigError> {
     let c = config;
     let architecture = match family {
@@ -35,7 +35,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
         Family::Qwen3 => Architecture::Qwen3,
         Family::Bert | Family::Fireclay => {
             return Err(ConfigError(format!(
-                "model_type is '{}'; those that can be written as GGUF files are gpt2, llama, mistral, qwen2 and qwen3",
+                "model_type is '{}'; export supports gpt2, llama, mistral, qwen2 and qwen3",
                 family.model_type()
             )));
         }
@@ -78,7 +78,9 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
             return cannot(format!("attention has a window of {window} tokens in a model of {}", family.model_type()));
         }
         put("attention.sliding_window", size(window));
-        notes.push(format!("llama.cpp passes over the window of {window} tokens: it agrees up to that length"));
+        notes.push(format!(
+            "llama.cpp ignores the sliding window of {window} tokens, and computes something else beyond it"
+        ));
     }
     let mut scaled = |kind: &str, factor: f64, original: Option<usize>| {
         put("rope.scaling.type", kind.into());
@@ -87,7 +89,7 @@ pub(crate) fn of(family: Family, config: &TransformerConfig) -> Result<Described
             put("rope.scaling.original_context_length", size(original));
         }
     };
-    // Only for this architecture files have such tensors.
+    // Only this architecture has factor tensors.
     let has_factors = architecture == Architecture::Llama;
     match scaling {
         RotaryScaling::None => {}

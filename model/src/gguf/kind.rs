@@ -1,4 +1,4 @@
-//! Which type each tensor of a file is written as.
+//! The type of each tensor in an exported file.
 
 use fireclay_kernels::BlockFormat;
 use safetensors::tensor::Dtype;
@@ -6,7 +6,7 @@ use safetensors::tensor::Dtype;
 use super::names::{EMBEDDING, HEAD};
 use crate::tensor_files::Encoding;
 
-/// What the matrices of a GGUF file are written as; vectors are F32 in all of them.
+/// The format of the matrices in an exported GGUF file. Vectors are always F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GgufKind {
     /// F32.
@@ -17,15 +17,15 @@ pub enum GgufKind {
     Bf16,
     /// Q8_0.
     Q8_0,
-    /// Q4_0, and Q6_K for the output projection.
+    /// Q4_0, with Q6_K for the output projection.
     Q4_0,
-    /// Q4_K, and Q6_K for the output projection and for the values and down projections of about
-    /// half of the layers.
+    /// Q4_K, with Q6_K for the output projection and for the value and down projections of about half
+    /// of the layers.
     Q4KM,
 }
 
 impl GgufKind {
-    /// The number that `general.file_type` has for it (`gguf.LlamaFileType`).
+    /// Its number in `general.file_type` (`gguf.LlamaFileType`).
     pub(crate) fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -37,8 +37,8 @@ impl GgufKind {
         }
     }
 
-    /// What a tensor of a model of so many `layers` is written as; the embedding table counts as
-    /// the output projection where it is both.
+    /// The encoding of a tensor in a model of `layers` layers. If embeddings are tied, the embedding
+    /// table counts as the output projection.
     pub(crate) fn encoding(self, name: &str, shape: &[usize], layers: usize, tied: bool) -> Encoding {
         let &[_, columns] = shape else { return Encoding::Float(Dtype::F32) };
         if name == "position_embd.weight" {
@@ -55,7 +55,7 @@ impl GgufKind {
             Self::Q4KM if is_sensitive(name, layers) => BlockFormat::Q6K,
             Self::Q4KM => BlockFormat::Q4K,
         };
-        // In rows that blocks do not fill: the next larger format that they do.
+        // If blocks do not fill the rows: the next larger format that does.
         let instead = match wanted {
             BlockFormat::Q6K => BlockFormat::Q8_0,
             BlockFormat::Q4K => BlockFormat::Q5_0,
@@ -66,8 +66,8 @@ impl GgufKind {
     }
 }
 
-/// Whether Q4_K_M gives a tensor more bits: the values and down projections of the first and the
-/// last eighth of the layers, and of every third between.
+/// Whether Q4_K_M stores a tensor in Q6_K: value and down projections in the first and last eighth of
+/// the layers, and in every third layer between.
 fn is_sensitive(name: &str, layers: usize) -> bool {
     let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
     let Some((Ok(layer), part)) = block.map(|(layer, part)| (layer.parse::<usize>(), part)) else { return false };

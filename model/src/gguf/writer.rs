@@ -1,28 +1,28 @@
-//! The front of a GGUF file, written: keys with their values, and where tensors will be.
+//! Writes the header of a GGUF file: metadata and tensor descriptions.
 
 use crate::tensor_files::Encoding;
 
 use super::header::type_number;
 
-/// Bytes that tensors begin at multiples of.
+/// Alignment of tensors, in bytes.
 pub(crate) const ALIGNMENT: usize = 32;
 
-/// The value of a key that is written.
+/// A metadata value to write.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GgufValue {
-    /// A whole number.
+    /// An unsigned integer.
     Size(u32),
     /// A number.
     Number(f32),
-    /// True or false.
+    /// A boolean.
     Flag(bool),
-    /// A text.
+    /// A string.
     Text(String),
-    /// Several texts.
+    /// A list of strings.
     Texts(Vec<String>),
-    /// Several whole numbers.
+    /// A list of integers.
     Integers(Vec<i32>),
-    /// Several numbers.
+    /// A list of numbers.
     Numbers(Vec<f32>),
 }
 
@@ -39,7 +39,7 @@ macro_rules! from {
 from!(u32 => Size, f32 => Number, bool => Flag, String => Text, &str => Text, Vec<String> => Texts, Vec<i32> => Integers,
     Vec<f32> => Numbers);
 
-/// A tensor that is to be written.
+/// A tensor to write.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Planned {
     pub(crate) name: String,
@@ -49,14 +49,14 @@ pub(crate) struct Planned {
 }
 
 impl Planned {
-    /// The bytes that it takes.
+    /// Its size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() / self.encoding.weights() * self.encoding.bytes()
     }
 }
 
-/// What a file begins with, up to the first tensor. Tensors follow in this order, each of them
-/// padded to [`ALIGNMENT`].
+/// The bytes of a file before its first tensor. The tensors follow in this order, each padded to
+/// [`ALIGNMENT`].
 pub(crate) fn front(keys: &[(String, GgufValue)], tensors: &[Planned]) -> Vec<u8> {
     let mut out = b"GGUF\x03\0\0\0".to_vec();
     out.extend((tensors.len() as u64).to_le_bytes());
@@ -83,7 +83,7 @@ fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-/// A value behind the number of its type.
+/// Writes a type number and a value.
 fn put(out: &mut Vec<u8>, value: &GgufValue) {
     let kind = |out: &mut Vec<u8>, kind: u32| out.extend(kind.to_le_bytes());
     let list = |out: &mut Vec<u8>, of: u32, length: usize| {

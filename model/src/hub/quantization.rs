@@ -1,8 +1,8 @@
-//! `quantization_config` of a `config.json`: how its matrices are quantized.
+//! `quantization_config` in `config.json`: how the matrices are quantized.
 //!
-//! A key that changes what weights are is used, or refused by name where its value is none that is
-//! read; so is a key that nobody here knows. Activations are not quantized, whatever it says of
-//! them: products are those of the weights as they are stored.
+//! A key that changes weights is used, or refused by name if its value is not supported. An unknown
+//! key is refused too. Activations are not quantized, whatever the config says: products use the
+//! weights as stored.
 
 use serde_json::Value;
 
@@ -11,30 +11,30 @@ use crate::config::ConfigError;
 /// How the matrices of a checkpoint are quantized.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Quantization {
-    /// bitsandbytes in 4 bits: NF4 or FP4, as each matrix says.
+    /// bitsandbytes, 4 bits: NF4 or FP4, per matrix.
     Bnb4,
-    /// bitsandbytes in 8 bits.
+    /// bitsandbytes, 8 bits.
     Bnb8,
     /// GPTQ.
     Gptq {
         bits: usize,
-        /// Inputs of a group; all where there is none.
+        /// Inputs per group; None for all inputs.
         group: Option<usize>,
-        /// What zeros are stored below what they are.
+        /// How much lower zeros are stored.
         zero_offset: u8,
     },
     /// AWQ in 4 bits.
     Awq { group: Option<usize> },
     /// E4M3 with `weight_scale_inv`.
     Fp8 {
-        /// Rows and columns of a scale; all where there is none.
+        /// Rows and columns per scale; None for all.
         block: Option<[usize; 2]>,
     },
-    /// E4M3 with `weight_scale` for each row.
+    /// E4M3 with `weight_scale` per row.
     FbgemmFp8,
-    /// compressed-tensors' floats and bytes.
+    /// compressed-tensors, unpacked floats and bytes.
     Scaled { is_float: bool, block: Option<[usize; 2]>, group: Option<usize> },
-    /// compressed-tensors' integers in words.
+    /// compressed-tensors, integers packed in words.
     Packed { bits: usize, group: Option<usize>, has_zeros: bool },
     /// MXFP4 in `*_blocks` and `*_scales`.
     Mxfp4,
@@ -42,7 +42,7 @@ pub(crate) enum Quantization {
 
 const METHODS: &str = "bitsandbytes, gptq, awq, fp8, fbgemm_fp8, compressed-tensors and mxfp4";
 
-/// Keys of GPTQ and AWQ that say how weights were found or are multiplied, and not what they are.
+/// Keys of GPTQ and AWQ that do not change weights.
 const OF_GROUPS: &[&str] = &[
     "act_group_aware",
     "backend",
@@ -78,7 +78,7 @@ const OF_GROUPS: &[&str] = &[
     "use_exllama",
 ];
 
-/// An object of the config, and the keys that were asked for.
+/// A config object, and the keys used so far.
 struct Keys<'a> {
     of: &'a Value,
     path: &'static str,
@@ -107,7 +107,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A number of columns; none where it is -1 or not there.
+    /// A number of columns; None for -1 or a missing key.
     fn group(&mut self, name: &'static str) -> Result<Option<usize>, ConfigError> {
         match self.get(name) {
             Value::Null => Ok(None),
@@ -128,7 +128,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Refuses a key that has none of these values, where it is there.
+    /// Refuses a key with any other value.
     fn only(&mut self, name: &'static str, values: &[Value]) -> Result<(), ConfigError> {
         let value = self.get(name);
         if value.is_null() || values.contains(value) {
@@ -138,7 +138,7 @@ impl<'a> Keys<'a> {
         self.wrong(name, &shown.join(" or "))
     }
 
-    /// Refuses a key that says something.
+    /// Refuses a key with a non-empty value.
     fn nothing(&mut self, name: &'static str) -> Result<(), ConfigError> {
         let value = self.get(name);
         let says_nothing = value.as_object().is_some_and(|map| map.is_empty())
@@ -148,7 +148,7 @@ impl<'a> Keys<'a> {
         if says_nothing { Ok(()) } else { self.wrong(name, "nothing") }
     }
 
-    /// Refuses what was not asked for, but for keys that change no weight.
+    /// Refuses unused keys, except harmless ones.
     fn end(self, harmless: &[&str]) -> Result<(), ConfigError> {
         let keys = self.of.as_object().into_iter().flatten();
         let unknown = keys.filter(|(name, value)| {
@@ -165,10 +165,10 @@ impl<'a> Keys<'a> {
 }
 
 impl Quantization {
-    /// What a `config.json` says; none where its matrices are floats.
+    /// Reads `quantization_config`. None if the matrices are floats.
     ///
     /// # Errors
-    /// Names a method, a key or a value that is not read.
+    /// Names the method, key or value that is not supported.
     pub(crate) fn read(config: &Value) -> Result<Option<Self>, ConfigError> {
         let Some(own) = config.get("quantization_config").filter(|own| !own.is_null()) else { return Ok(None) };
         let mut keys = Keys::new(own, "quantization_config");
@@ -183,8 +183,7 @@ impl Quantization {
             "compressed-tensors" => Self::compressed(keys),
             "mxfp4" => keys.end(&["dequantize"]).map(|()| Self::Mxfp4),
             other => Err(ConfigError(format!(
-                "config.json: quantization_config: weights that are quantized as '{other}' are not supported; those \
-                 that are read are {METHODS}"
+                "config.json: quantization_config: quantization method '{other}' is not supported; supported are {METHODS}"
             ))),
         };
         read.map(Some)
@@ -285,7 +284,7 @@ impl Quantization {
         Ok(read)
     }
 
-    /// How the weights of a group of compressed-tensors are stored.
+    /// The weight scheme of a compressed-tensors group.
     fn scheme(mut keys: Keys<'_>, packed: bool) -> Result<Self, ConfigError> {
         let bits = keys.size("num_bits")?;
         keys.only("type", &["int".into(), "float".into()])?;

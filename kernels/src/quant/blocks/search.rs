@@ -1,39 +1,39 @@
-//! The search for scales and least values of a block of 256 weights, whose groups' own scales are
-//! quantized, too.
+//! Search for the scales and minimums of a block of 256 weights whose group scales are quantized.
 //!
-//! Squared errors are minimized in turns: each group's scale and least value by least squares for
-//! given quants, from several starts, and the quants for given scales; then the block's two factors
-//! for given codes of the groups, and each group's codes among their neighbours for given factors.
+//! It minimizes the squared error by alternation. For each group, from several starts: the scale and
+//! minimum by least squares for fixed quants, then the quants for a fixed scale. For the block: the
+//! two factors by least squares for fixed codes, then the codes of each group among their neighbours
+//! for fixed factors.
 
 use half::f16;
 
-/// Weights of a block.
+/// Weights per block.
 const WEIGHTS: usize = 256;
-/// How much wider than the range of quants a start may spread weights.
+/// Starts: how many quants wider than the full range the weights are spread.
 const STARTS: [f32; 9] = [-1.2, -0.8, -0.5, -0.25, 0.0, 0.25, 0.5, 0.8, 1.2];
-/// Turns of least squares from a start, and of the block's factors.
+/// Least-squares rounds per start, and for the factors of a block.
 const TURNS: usize = 2;
 
-/// How weights `factors[0] * scale * quant - factors[1] * least` are stored.
+/// Field sizes of `factors[0] * scale * quant - factors[1] * least`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Affine {
-    /// Of a quant, from 0 on.
+    /// Bits of a quant, unsigned.
     pub(super) bits: u32,
-    /// Of a scale and of a least value, from 0 on.
+    /// Bits of a scale and of a minimum, unsigned.
     pub(super) code_bits: u32,
 }
 
-/// What was found for a block of `GROUPS` groups.
+/// The result for a block of `GROUPS` groups.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fit<const GROUPS: usize> {
-    /// Of scales and of least values, as f16 has them.
+    /// Factors of the scales and of the minimums, rounded to f16.
     pub(super) factors: [f32; 2],
     pub(super) scales: [i32; GROUPS],
     pub(super) leasts: [i32; GROUPS],
     pub(super) quants: [i32; WEIGHTS],
 }
 
-/// The nearest whole number, of a magnitude below 2^22.
+/// The nearest integer, for magnitudes below 2^22.
 #[inline(always)]
 fn nearest(value: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
@@ -49,7 +49,7 @@ fn half(value: f32) -> f32 {
     f16::from_f32(value.clamp(-65504.0, 65504.0)).to_f32()
 }
 
-/// Sums that least squares need.
+/// Sums for least squares.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     q: f32,
@@ -58,7 +58,7 @@ struct Sums {
     xq: f32,
 }
 
-/// Quants of a group for `scale * quant - least`, their squared error and their sums.
+/// The squared error of a group rounded to `scale * quant - least`, and the sums of its quants.
 #[inline(always)]
 fn round<const GROUP: usize>(group: &[f32], scale: f32, least: f32, range: [f32; 2]) -> (f32, Sums) {
     let by = inverse(scale);
@@ -75,7 +75,7 @@ fn round<const GROUP: usize>(group: &[f32], scale: f32, least: f32, range: [f32;
     (error, sums)
 }
 
-/// The scale and the least value, 0 at least, of the smallest squared error for a group.
+/// The scale and the non-negative minimum with the smallest squared error for a group.
 fn scale_and_least<const GROUP: usize>(group: &[f32], highest: f32) -> [f32; 2] {
     let (lowest, most) = group.iter().fold((0.0f32, f32::MIN), |(lowest, most), x| (lowest.min(*x), most.max(*x)));
     if most <= lowest {
@@ -107,8 +107,8 @@ fn scale_and_least<const GROUP: usize>(group: &[f32], highest: f32) -> [f32; 2] 
     best.0
 }
 
-/// The scale of the smallest squared error for a group whose quants run from `-half` to `half - 1`;
-/// it may be negative.
+/// The scale, possibly negative, with the smallest squared error for quants from `-half` to
+/// `half - 1`.
 fn scale_alone<const GROUP: usize>(group: &[f32], half: f32) -> f32 {
     let extreme = group.iter().fold(0.0f32, |extreme, x| if x.abs() > extreme.abs() { *x } else { extreme });
     let mut best = (0.0, f32::INFINITY);
@@ -131,7 +131,7 @@ fn scale_alone<const GROUP: usize>(group: &[f32], half: f32) -> f32 {
     best.0
 }
 
-/// Blocks of weights `factors[0] * scale * quant - factors[1] * least`.
+/// Fits a block of weights `factors[0] * scale * quant - factors[1] * least`.
 pub(super) fn shifted<const GROUPS: usize, const GROUP: usize>(weights: &[f32], format: Affine) -> Fit<GROUPS> {
     let (highest, most) = (((1 << format.bits) - 1) as f32, ((1 << format.code_bits) - 1) as f32);
     let groups = || weights.chunks_exact(GROUP);
@@ -143,7 +143,7 @@ pub(super) fn shifted<const GROUPS: usize, const GROUP: usize>(weights: &[f32], 
     for _ in 0..=TURNS {
         let mut fit = Fit { factors, scales: [0; GROUPS], leasts: [0; GROUPS], quants: [0; WEIGHTS] };
         let mut error = 0.0;
-        // The normal equations of both factors.
+        // Normal equations of both factors.
         let (mut aa, mut ab, mut bb, mut ax, mut bx) = (0.0f32, 0.0f32, 0.0f32, 0.0f32, 0.0f32);
         for (at, group) in groups().enumerate() {
             let code = |part: usize| nearest(found[at][part] * inverse(factors[part])).clamp(0.0, most);
@@ -195,8 +195,8 @@ pub(super) fn shifted<const GROUPS: usize, const GROUP: usize>(weights: &[f32], 
     })
 }
 
-/// Blocks of weights `factors[0] * scale * quant`, scales signed bytes and quants of `bits` bits with
-/// their sign.
+/// Fits a block of weights `factors[0] * scale * quant` with scales in signed bytes and signed quants
+/// of `bits` bits.
 pub(super) fn scaled<const GROUPS: usize, const GROUP: usize>(weights: &[f32], bits: u32) -> Fit<GROUPS> {
     let range = (1 << (bits - 1)) as f32;
     let groups = || weights.chunks_exact(GROUP);

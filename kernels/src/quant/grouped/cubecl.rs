@@ -1,10 +1,10 @@
-//! A weight of a group, by the kernels that look rows up and dequantize them.
+//! Weights of grouped formats in the kernels that look up and dequantize rows.
 
 use cubecl::prelude::*;
 
 use super::{FP4, GroupedFormat, NF4};
 
-/// An entry of a table.
+/// A table entry.
 #[cube]
 fn of_table(code: u32, #[comptime] table: [f32; 16]) -> f32 {
     let mut value = f32::new(0.0);

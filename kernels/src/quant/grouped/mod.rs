@@ -1,6 +1,6 @@
-//! Groups: codes of 4 or 8 bits in a row's words, and an f32 scale, or a scale and a zero, for each
-//! group of neighbours, apart from them. Checkpoints of 4 bits and FP8 keep their bits in these, and
-//! floats are quantized to some of them while a model is loaded.
+//! Formats with groups: a row stores 4- or 8-bit codes in its words, and separately an f32 scale, or a
+//! scale and a zero, per group of consecutive weights. Quantized checkpoints keep their bits in these
+//! formats; some are also targets for quantizing floats while loading.
 //!
 //! ```text
 //! word      eight nibbles or four bytes, the lowest first
@@ -8,8 +8,8 @@
 //!           4 bits with zeros           scale, zero of each group
 //! weight    INT4    scale * (code - 8)
 //!           zeros   scale * (code - zero)
-//!           NF4     scale * table[code]      of a normal distribution (Dettmers et al., 2023)
-//!           FP4     scale * table[code]      bitsandbytes' float of 4 bits
+//!           NF4     scale * table[code]      quantiles of a normal distribution (Dettmers et al., 2023)
+//!           FP4     scale * table[code]      bitsandbytes' 4-bit float
 //!           FP8     scale * E4M3(code)       (Micikevicius et al., 2022)
 //!           INT8    scale * signed code
 //! ```
@@ -19,32 +19,32 @@ pub(crate) mod cubecl;
 
 use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout, e4m3_value, search};
 
-/// A format of groups.
+/// A format with groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GroupedFormat {
-    /// Nibbles from -8 to 7, a scale for 32.
+    /// Nibbles from -8 to 7, one scale per 32.
     Int4x32,
-    /// Nibbles from -8 to 7, a scale for 64.
+    /// Nibbles from -8 to 7, one scale per 64.
     Int4x64,
-    /// Nibbles from -8 to 7, a scale for 128.
+    /// Nibbles from -8 to 7, one scale per 128.
     Int4x128,
-    /// Nibbles, a scale and a zero for 32.
+    /// Nibbles, one scale and one zero per 32.
     Zeros4x32,
-    /// Nibbles, a scale and a zero for 64.
+    /// Nibbles, one scale and one zero per 64.
     Zeros4x64,
-    /// Nibbles, a scale and a zero for 128.
+    /// Nibbles, one scale and one zero per 128.
     Zeros4x128,
-    /// Nibbles of NF4, a scale for 64.
+    /// NF4 nibbles, one scale per 64.
     Nf4,
-    /// Nibbles of FP4, a scale for 64.
+    /// FP4 nibbles, one scale per 64.
     Fp4,
-    /// Bytes of E4M3, a scale for 128.
+    /// E4M3 bytes, one scale per 128.
     Fp8,
-    /// Signed bytes, a scale for 128.
+    /// Signed bytes, one scale per 128.
     Int8x128,
 }
 
-/// Evaluates an expression with `$name` as the type of a format of groups.
+/// Evaluates an expression with `$name` as the type of a format with groups.
 macro_rules! with_grouped {
     ($format:expr, $name:ident => $body:expr) => {
         $crate::quant::grouped::with_grouped!(@ $format, $name, $body, Int4x32 (Int4, 32), Int4x64 (Int4, 64),
@@ -77,29 +77,29 @@ impl GroupedFormat {
         Self::Int8x128,
     ];
 
-    /// Weights of a group.
+    /// Weights per group.
     pub fn group(self) -> usize {
         with_grouped!(self, F => F::GROUP)
     }
 
-    /// Bits of a code.
+    /// Bits per code.
     pub fn bits(self) -> usize {
         with_grouped!(self, F => F::BITS)
     }
 }
 
-/// What a code stands for.
+/// A kind of code.
 pub(crate) trait Code {
-    /// As messages call it, with groups of 32, 64 and 128.
+    /// Its name in messages, for groups of 32, 64 and 128.
     const NAMES: [&'static str; 3];
-    /// Bits of a code.
+    /// Bits per code.
     const BITS: usize;
-    /// Numbers of a group.
+    /// Numbers per group.
     const NUMBERS: usize = 1;
-    /// The nearest codes to a group, and its numbers, where floats are quantized to it here.
+    /// Quantizes a group to codes and numbers, if floats can be quantized to it.
     const QUANTIZE: Option<fn(&[f32], &mut [u8], &mut [f32])> = None;
 
-    /// The weight of a code, with the numbers of its group.
+    /// The weight of a code, from the numbers of its group.
     fn value(code: u8, numbers: &[f32]) -> f32;
 }
 
@@ -118,7 +118,7 @@ impl Code for Int4 {
     }
 }
 
-/// Nibbles, and the one that stands for 0.
+/// Nibbles with the code of 0 per group.
 pub(crate) struct Zeros4;
 
 impl Code for Zeros4 {
@@ -133,7 +133,7 @@ impl Code for Zeros4 {
     }
 }
 
-/// What nibbles of NF4 stand for: quantiles of a normal distribution.
+/// The values of NF4: quantiles of a normal distribution.
 pub(crate) const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -153,7 +153,7 @@ pub(crate) const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// What nibbles of bitsandbytes' FP4 stand for.
+/// The values of bitsandbytes' FP4.
 pub(crate) const FP4: [f32; 16] = [
     0.0,
     0.005_208_333_5,
@@ -175,7 +175,7 @@ pub(crate) const FP4: [f32; 16] = [
 
 macro_rules! table_code {
     ($type:ident, $name:literal, $table:ident) => {
-        /// Nibbles of a table.
+        /// Table nibbles.
         pub(crate) struct $type;
 
         impl Code for $type {
@@ -195,7 +195,7 @@ macro_rules! table_code {
 table_code!(Nf4, "NF4", NF4);
 table_code!(Fp4, "FP4", FP4);
 
-/// Bytes of E4M3.
+/// E4M3 bytes.
 pub(crate) struct Fp8;
 
 impl Code for Fp8 {
@@ -223,13 +223,13 @@ impl Code for Int8 {
     }
 }
 
-/// Codes in groups of so many.
+/// Codes in groups of `GROUP`.
 pub(crate) struct Grouped<C, const GROUP: usize>(std::marker::PhantomData<C>);
 
 impl<C: Code, const GROUP: usize> Grouped<C, GROUP> {
     const GROUP: usize = GROUP;
     const BITS: usize = C::BITS;
-    /// Codes of a word.
+    /// Codes per word.
     const IN_WORD: usize = 32 / C::BITS;
 }
 
@@ -251,7 +251,7 @@ impl<C: Code, const GROUP: usize> RowFormat for Grouped<C, GROUP> {
         }),
     };
 
-    /// The last group of bytes may be in part.
+    /// The last group of bytes may be partial.
     fn layout(d_input: usize) -> Option<RowLayout> {
         let whole = d_input > 0 && d_input.is_multiple_of(if C::BITS == 8 { Self::IN_WORD } else { GROUP });
         let scales = d_input.div_ceil(GROUP) * C::NUMBERS;
@@ -276,7 +276,7 @@ impl<C: Code, const GROUP: usize> RowFormat for Grouped<C, GROUP> {
     }
 }
 
-/// A word of codes, the first lowest.
+/// Packs codes into a word, the first lowest.
 pub(crate) fn pack<C: Code>(codes: &[u8]) -> i32 {
     codes.iter().rev().fold(0u32, |word, code| word << C::BITS | u32::from(*code)) as i32
 }
@@ -295,7 +295,7 @@ mod tests {
         out
     }
 
-    /// Numbers without a pattern, most of them small.
+    /// Pseudo-random numbers, most of them small.
     fn row(length: usize) -> Vec<f32> {
         let mut state = 7u32;
         let mut next = || {
@@ -323,7 +323,7 @@ mod tests {
             let off = relative(&row, &own);
             assert!((0.005..most).contains(&off), "{name}: {off}");
         }
-        // Groups of bytes end where the row does.
+        // The last group of bytes is partial.
         assert!(relative(&row[..132], &round_trip::<Fp8, 128>(&row[..132])) < 0.03);
         assert_eq!(round_trip::<Int4, 32>(&[0.0; 32]), [0.0; 32]);
         assert!(round_trip::<Int4, 32>(&[f32::NAN; 32]).iter().all(|x| x.is_nan()));

@@ -1,4 +1,4 @@
-//! AWQ (Lin et al., 2023), as AutoAWQ's `gemm` version stores it: four bits.
+//! AWQ (Lin et al., 2023), in the layout of AutoAWQ's `gemm` version, 4 bits.
 //!
 //! ```text
 //! qweight   [d_input, d_output / 8]   words, whose nibbles are of outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight
@@ -9,23 +9,23 @@
 
 use super::{CodedMatrix, Coding, word};
 
-/// Outputs of a word.
+/// Outputs per word.
 const PACKED: usize = 8;
-/// Where the nibble of each of them is.
+/// The nibble of each output.
 const PLACES: [usize; PACKED] = [0, 4, 1, 5, 2, 6, 3, 7];
-/// Words whose codes are unpacked together.
+/// Words unpacked together.
 const TILE: usize = 16;
 
-/// What the tensors of a matrix hold.
+/// The tensors of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Awq<'a> {
     /// `[d_output, d_input]`.
     pub dims: [usize; 2],
-    /// Inputs of a group.
+    /// Inputs per group.
     pub group: usize,
     /// Little-endian words.
     pub qweight: &'a [u8],
-    /// Little-endian words; none where zero is the middle, 8.
+    /// Little-endian words; None for zeros of 8.
     pub qzeros: Option<&'a [u8]>,
     /// `[groups, d_output]`.
     pub scales: &'a [f32],
@@ -36,7 +36,7 @@ fn nibble(word: u32, output: usize) -> u8 {
 }
 
 impl Awq<'_> {
-    /// The matrix.
+    /// Unpacks the matrix.
     pub fn unpack(&self) -> CodedMatrix {
         let Self { dims: [outputs, inputs], group, .. } = *self;
         let words = outputs / PACKED;

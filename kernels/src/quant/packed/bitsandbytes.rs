@@ -1,25 +1,25 @@
 //! bitsandbytes: NF4 and FP4 (Dettmers et al., 2023), and LLM.int8 (Dettmers et al., 2022).
 //!
 //! ```text
-//! weight           nibbles, the first of two weights in the high one, row after row
-//! absmax           a scale for each block of 64 weights, which run on from row to row: f32, or
-//!                  bytes that stand for entries of nested_quant_map
-//! nested_absmax    a scale for 256 of these, to which nested_offset is added
-//! quant_map        what nibbles stand for
+//! weight           nibbles, row-major, the first of two weights in the high half
+//! absmax           a scale per block of 64 weights; blocks cross the ends of rows: f32, or
+//!                  indices into nested_quant_map
+//! nested_absmax    a scale per 256 of these; nested_offset is added to the product
+//! quant_map        the values of nibbles
 //! ```
 
 use super::{CodedMatrix, Coding};
 
-/// What the tensors of a 4-bit matrix hold.
+/// The tensors of a 4-bit matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Bnb4<'a> {
     /// `[d_output, d_input]`.
     pub dims: [usize; 2],
-    /// Two weights a byte.
+    /// Two weights per byte.
     pub weight: &'a [u8],
-    /// What nibbles stand for.
+    /// The values of nibbles.
     pub table: [f32; 16],
-    /// Weights of a block.
+    /// Weights per block.
     pub block: usize,
     /// Scales of blocks.
     pub scales: Bnb4Scales<'a>,
@@ -28,25 +28,25 @@ pub struct Bnb4<'a> {
 /// The scales of blocks of 4-bit weights.
 #[derive(Clone, Copy, Debug)]
 pub enum Bnb4Scales<'a> {
-    /// As they are.
+    /// Unquantized.
     Floats(&'a [f32]),
     /// Quantized: `table[code] * scales[block / size] + offset`.
     Nested {
-        /// A byte for each block.
+        /// One byte per block.
         codes: &'a [u8],
-        /// What bytes stand for.
+        /// The values of bytes.
         table: &'a [f32],
-        /// A scale for each `size` of them.
+        /// One scale per `size` blocks.
         scales: &'a [f32],
-        /// Scales that have a scale together.
+        /// Blocks per scale.
         size: usize,
-        /// What is added to each.
+        /// Added to every scale.
         offset: f32,
     },
 }
 
 impl Bnb4<'_> {
-    /// The matrix, of as many weights and blocks as its tensors have.
+    /// Unpacks the matrix.
     pub fn unpack(&self) -> CodedMatrix {
         let codes = self.weight.iter().flat_map(|byte| [byte >> 4, byte & 15]);
         let scales = match self.scales {
@@ -69,7 +69,7 @@ impl Bnb4<'_> {
     }
 }
 
-/// Bytes with a scale for each row, its largest magnitude: `byte * scale / 127`.
+/// Signed bytes with the largest magnitude of each row: `byte * scale / 127`.
 pub fn int8(dims: [usize; 2], weight: &[u8], largest: &[f32]) -> CodedMatrix {
     CodedMatrix {
         dims,

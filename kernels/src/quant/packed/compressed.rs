@@ -1,23 +1,23 @@
 //! compressed-tensors' `pack-quantized`: integers of 2 to 8 bits.
 //!
 //! ```text
-//! weight_packed       [d_output, d_input * bits / 32]   words, codes of a row one after the other
+//! weight_packed       [d_output, d_input * bits / 32]   words that pack codes along a row
 //! weight_scale        [d_output, groups]
-//! weight_zero_point   [d_output * bits / 32, groups]    words, zeros of a column one after the other
+//! weight_zero_point   [d_output * bits / 32, groups]    words that pack zeros along a column
 //! weight_g_idx        [d_input]                         the group of each input, or -1
-//! weight              = scale * (code - zero), zero the middle where there is none
+//! weight              = scale * (code - zero); the default zero is the middle code
 //! ```
 
 use super::{CodedMatrix, Coding, field};
 
-/// What the tensors of a matrix hold.
+/// The tensors of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Compressed<'a> {
     /// `[d_output, d_input]`.
     pub dims: [usize; 2],
-    /// Of a code.
+    /// Bits per code.
     pub bits: usize,
-    /// Inputs of a group.
+    /// Inputs per group.
     pub group: usize,
     /// Little-endian words.
     pub packed: &'a [u8],
@@ -30,7 +30,7 @@ pub struct Compressed<'a> {
 }
 
 impl Compressed<'_> {
-    /// The matrix.
+    /// Unpacks the matrix.
     pub fn unpack(&self) -> CodedMatrix {
         let Self { dims: [outputs, inputs], bits, group, .. } = *self;
         let words = (inputs * bits).div_ceil(32);

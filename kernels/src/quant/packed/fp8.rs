@@ -2,9 +2,8 @@
 
 use super::{CodedMatrix, Coding};
 
-/// A matrix of bytes with a scale, by which they are multiplied, for each block of `block` rows and
-/// columns: of the whole matrix, of a row, or of 128 of each. `scales` are `[rows / block[0],
-/// columns / block[1]]`, blocks at the end cut off.
+/// A matrix of bytes with one scale, a factor, per block of `block` rows and columns: the whole
+/// matrix, a row, or 128 of each. `scales` is `[rows / block[0], columns / block[1]]`, rounded up.
 pub fn scaled_blocks(dims: [usize; 2], coding: Coding, codes: &[u8], block: [usize; 2], scales: &[f32]) -> CodedMatrix {
     let across = dims[1].div_ceil(block[1]);
     let each = (0..dims[0]).flat_map(|row| scales[row / block[0] * across..][..across].iter().copied());

@@ -1,9 +1,9 @@
 //! GPTQ (Frantar et al., 2022), as AutoGPTQ and GPTQModel store it.
 //!
 //! ```text
-//! qweight   [d_input * bits / 32, d_output]   words, codes of a column of it one after the other
-//! qzeros    [groups, d_output * bits / 32]    words, zeros of a row of it one after the other;
-//!                                             in version 1 each is one less than it should be
+//! qweight   [d_input * bits / 32, d_output]   words that pack codes along a column
+//! qzeros    [groups, d_output * bits / 32]    words that pack zeros along a row; version 1
+//!                                             stores each zero minus one
 //! scales    [groups, d_output]
 //! g_idx     [d_input]                         the group of each input
 //! weight    = scale * (code - zero)
@@ -11,23 +11,23 @@
 
 use super::{CodedMatrix, Coding, field};
 
-/// Outputs whose codes are unpacked together.
+/// Outputs unpacked together.
 const TILE: usize = 64;
 
-/// What the tensors of a matrix hold.
+/// The tensors of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Gptq<'a> {
     /// `[d_output, d_input]`.
     pub dims: [usize; 2],
-    /// Of a code: 2, 3, 4 or 8.
+    /// Bits per code: 2, 3, 4 or 8.
     pub bits: usize,
-    /// Inputs of a group, where `groups` does not say otherwise.
+    /// Inputs per group, unless `groups` is given.
     pub group: usize,
     /// Little-endian words.
     pub qweight: &'a [u8],
     /// Little-endian words.
     pub qzeros: &'a [u8],
-    /// What is added to each zero: 1 in version 1, 0 in version 2.
+    /// Added to every zero: 1 for version 1, 0 for version 2.
     pub zero_offset: u8,
     /// `[groups, d_output]`.
     pub scales: &'a [f32],
@@ -36,7 +36,7 @@ pub struct Gptq<'a> {
 }
 
 impl Gptq<'_> {
-    /// The matrix.
+    /// Unpacks the matrix.
     pub fn unpack(&self) -> CodedMatrix {
         let Self { dims: [outputs, inputs], bits, group, .. } = *self;
         let mut codes = vec![0; outputs * inputs];

@@ -1,8 +1,8 @@
-//! Quantized matrices as checkpoints store them, in the layouts of the packages that make them.
+//! Layouts of quantized matrices in checkpoints, one file per method.
 //!
-//! A method is a file here: it unpacks the bytes of its tensors to a [`CodedMatrix`], a code for
-//! each weight with its scale and zero, whose weights are bit for bit those of the method's own
-//! package before that rounds them to 16 bits.
+//! Each method unpacks the bytes of its tensors to a [`CodedMatrix`]: one code per weight, with scales
+//! and zeros. Its weights are bit for bit those of the method's own package, before that package
+//! rounds them to 16 bits.
 //!
 //! ```text
 //! bitsandbytes   NF4 and FP4 (nibbles, blocks of a table), INT8 (bytes, a scale for a row)
@@ -26,52 +26,50 @@ use super::blocks::BlockFormat;
 use super::grouped::{FP4, GroupedFormat, NF4};
 use super::{Format, e4m3_value};
 
-/// As bitsandbytes has it.
+/// 1 / 127 as bitsandbytes writes it.
 const A_127TH: f32 = 7.874_016e-3;
 
-/// What a code stands for.
+/// The value of a code.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Coding {
-    /// Itself, from 0 on: `scale * (code - zero)`.
+    /// An unsigned integer: `scale * (code - zero)`.
     Unsigned,
-    /// Two's complement: `scale * code`.
+    /// A signed byte: `scale * code`.
     Signed,
-    /// Two's complement, a 127th of it, in this order of products: `scale * code / 127`.
+    /// A signed byte, multiplied in this order: `(scale * code) / 127`.
     Signed127,
-    /// A float of four bits of exponent and three of fraction, without infinities (Micikevicius et
-    /// al., 2022): `scale * value`.
+    /// E4M3 (Micikevicius et al., 2022): `scale * value`.
     E4m3,
-    /// An entry of a table: `scale * table[code]`.
+    /// A table entry: `scale * table[code]`.
     Table([f32; 16]),
 }
 
-/// A matrix with a code for each weight.
+/// A matrix with one code per weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CodedMatrix {
     /// `[d_output, d_input]`.
     pub dims: [usize; 2],
-    /// What codes stand for.
+    /// The value of a code.
     pub coding: Coding,
-    /// Row after row.
+    /// Row-major codes.
     pub codes: Vec<u8>,
-    /// Columns that have a scale together. Where rows are no multiple of it, scales run on from row
-    /// to row.
+    /// Columns per scale. If rows are not a multiple of it, groups cross the ends of rows.
     pub group: usize,
-    /// The group of each column, where its neighbours are not those of its group.
+    /// The group of each column, if groups are not contiguous.
     pub groups: Option<Vec<u32>>,
-    /// Of each group, row after row.
+    /// One scale per group, row-major.
     pub scales: Vec<f32>,
-    /// The code of 0 in each group; empty where there is none.
+    /// The code of 0 for each group; empty if the coding has none.
     pub zeros: Vec<f32>,
 }
 
 impl CodedMatrix {
-    /// Scales of a row.
+    /// Scales per row.
     fn groups_of_row(&self) -> usize {
         self.dims[1].div_ceil(self.group)
     }
 
-    /// Whether scales begin anew with each row, and a scale's columns are neighbours.
+    /// Whether groups are contiguous and do not cross the ends of rows.
     pub fn is_in_rows(&self) -> bool {
         self.groups.is_none()
             && (self.dims[1].is_multiple_of(self.group) || self.scales.len() == self.dims[0] * self.groups_of_row())
@@ -108,27 +106,27 @@ impl CodedMatrix {
     }
 }
 
-/// A matrix in a format that operations read: its words and scales.
+/// The words and scales of a matrix in a format that operations read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredCodes {
-    /// How it is to be read.
+    /// The format.
     pub format: Format,
-    /// 32-bit words, row after row.
+    /// 32-bit words, row-major.
     pub words: Vec<i32>,
-    /// f32, row after row; none where the words hold them.
+    /// f32, row-major; empty if the words hold the scales.
     pub scales: Vec<f32>,
 }
 
 impl CodedMatrix {
-    /// The matrix with its codes and scales as they are, in a format that operations read. None where
-    /// no format has its groups or codes.
+    /// The matrix in a format that operations read, codes and scales unchanged. None if no format fits
+    /// its groups and codes.
     pub fn stored(&self) -> Option<StoredCodes> {
         if !self.is_in_rows() || self.scales.is_empty() {
             return None;
         }
         let columns = self.dims[1];
         let of_row = self.group >= columns;
-        // Groups of a size that divides the matrix's own, each with the scale of that.
+        // Smaller groups that divide the matrix's own repeat its scales.
         let divides = |size: usize| columns.is_multiple_of(size) && (of_row || self.group.is_multiple_of(size));
         let halves = || self.scales.iter().all(|scale| f16::from_f32(*scale).to_f32() == *scale);
         let all_zeros = |zero: f32| {
@@ -183,7 +181,7 @@ impl CodedMatrix {
         fits.then(|| self.grouped(GroupedFormat::Int8x128, codes))
     }
 
-    /// As Q4_0 or Q8_0, whose blocks have scales of 16 bits.
+    /// As Q4_0 or Q8_0, which have f16 scales.
     fn blocks(&self, format: BlockFormat) -> StoredCodes {
         let [rows, columns] = self.dims;
         let words_each = (columns / 32 * format.bytes()).div_ceil(4);
@@ -236,7 +234,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[4 * at], bytes[4 * at + 1], bytes[4 * at + 2], bytes[4 * at + 3]])
 }
 
-/// A field of `bits` bits in a stream of words, `stride` words from one to the next from `first` on.
+/// Field `at` of `bits` bits in a stream of words that starts at word `first` with a step of `stride`.
 #[inline(always)]
 fn field(bytes: &[u8], first: usize, stride: usize, bits: usize, at: usize) -> u8 {
     let (begin, shift) = (at * bits / 32, at * bits % 32);
