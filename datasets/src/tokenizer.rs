@@ -200,7 +200,7 @@ impl Tokenizer {
 
     /// As a `tokenizer.json`.
     pub(crate) fn to_json(&self) -> Result<String, DataError> {
-        self.0.to_string(false).map_err(told)
+        self.0.to_string(false).map_err(tokenizer_error)
     }
 
     /// Writes a `tokenizer.json` atomically.

@@ -205,11 +205,11 @@ fn an_exported_model_writes_and_chats_as_its_folder_does() {
     assert_eq!(fs::read_dir(scratch.path()).expect("a folder").count(), 2, "and nothing beside it");
 
     let metadata = ModelFolder::new(&out).gguf_metadata().expect("a file").expect("a GGUF file");
-    assert_eq!(metadata.text("general.name").expect("a text"), Some("model"));
-    assert_eq!(metadata.text("tokenizer.chat_template").expect("a text"), Some(template));
-    assert_eq!(metadata.text("tokenizer.ggml.pre").expect("a text"), Some("gpt-2"));
+    assert_eq!(metadata.string("general.name").expect("a text"), Some("model"));
+    assert_eq!(metadata.string("tokenizer.chat_template").expect("a text"), Some(template));
+    assert_eq!(metadata.string("tokenizer.ggml.pre").expect("a text"), Some("gpt-2"));
     assert_eq!(metadata.size("tokenizer.ggml.eos_token_id").expect("an id"), tokenizer.token_id("<|endoftext|>"));
-    assert_eq!(metadata.texts("tokenizer.ggml.tokens").expect("tokens").map(<[_]>::len), Some(303));
+    assert_eq!(metadata.strings("tokenizer.ggml.tokens").expect("tokens").map(<[_]>::len), Some(303));
 
     let ask = ["--prompt", "The kiln is 12", "--max-tokens", "24", "--temperature", "0", "--json"];
     let backend = ["--backend", "cpu"];
