@@ -113,7 +113,7 @@ impl Precision {
     fn of_stored<B: Backend>(files: &ModelFolder, device: &B::Device) -> Result<FloatDType, Failure> {
         let most = files.encodings()?.into_iter().next().map(|(name, _)| name);
         let half = if most.as_deref() == Some("F16") { FloatDType::F16 } else { FloatDType::BF16 };
-        Ok(if B::supports_dtype(device, DType::from(half)) { half } else { FloatDType::F32 })
+        Ok(if has::<B>(device, half) { half } else { FloatDType::F32 })
     }
 
     /// What a model's matrices are computed with, for messages: formats and their megabytes where they stay as they are
@@ -149,7 +149,7 @@ impl Precision {
             Self::F16 => FloatDType::F16,
             _ => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
         };
-        if B::supports_dtype(device, DType::from(dtype)) {
+        if has::<B>(device, dtype) {
             return Ok(dtype);
         }
         Err(self.lacking::<B>(device))
@@ -159,4 +159,8 @@ impl Precision {
         let (device, name) = (B::name(device), self.name());
         Failure::new(format!("{device} has no {name}: use --precision f32, or --backend cuda"))
     }
+}
+
+fn has<B: Backend>(device: &B::Device, dtype: FloatDType) -> bool {
+    B::supports_dtype(device, DType::from(dtype))
 }

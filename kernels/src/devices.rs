@@ -13,7 +13,14 @@ pub struct DeviceInfo {
 #[cfg(feature = "ndarray")]
 pub fn cpu_devices() -> Vec<DeviceInfo> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    vec![DeviceInfo { name: "CPU".into(), detail: format!("{cores} cores, f32") }]
+    let detail = format!("{cores} cores, f32; quantized weights by {}", cpu_instructions());
+    vec![DeviceInfo { name: "CPU".into(), detail }]
+}
+
+/// The instructions by which the processor multiplies quantized weights, as messages call them.
+#[cfg(feature = "ndarray")]
+pub fn cpu_instructions() -> &'static str {
+    crate::cpu::Instructions::best().name()
 }
 
 /// WGPU's adapters, in order of device index, or why there are none.

@@ -39,6 +39,9 @@ impl<B: Backend> LanguageModel<B> {
         warn_of_config(folder)?;
         let tokenizer = tokenizer(folder)?;
         let model = precision.load::<B>(&files, &mut show_reading(folder), device)?;
+        if std::io::stderr().is_terminal() && files.is_gguf() {
+            eprintln!("{shown}: {}", precision.described(&files)?);
+        }
         Ok(Self { model, tokenizer })
     }
 }

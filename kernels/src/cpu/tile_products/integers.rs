@@ -202,18 +202,13 @@ impl IntegerTile for Q6K {
     }
 }
 
-/// Inputs of a few rows as bytes, group after group: of each group the bytes of all rows, their scales, the products of their sums
-/// with the offset taken from nothing, one for each scale of the weights, and the sums times the scale.
-pub(super) struct Panel<'a> {
-    pub(super) bytes: &'a [u8],
-}
-
-/// Bytes of a group of a row in a panel.
+/// Bytes of a group of a row in a panel, which has group after group: of each the bytes of all rows, their scales, for each scale of
+/// the weights the sums of bytes times what the offset takes away, and the sums times the scale.
 pub(super) const fn panel_bytes(scales: usize, least: bool) -> usize {
     GROUP + 4 + 4 * scales + if least { 4 } else { 0 }
 }
 
-/// A group's least and largest place for what follows its bytes.
+/// Where the numbers behind a group's bytes begin.
 const fn scale_at(rows: usize) -> usize {
     rows * GROUP
 }
