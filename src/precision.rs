@@ -12,8 +12,8 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Matrices of a GGUF file or a quantized checkpoint as they are stored, for activations in a dtype of 16 bits where the device has it and in f32
-    /// elsewhere; any other model in f32. Not for training.
+    /// Matrices of a GGUF file or a quantized checkpoint in the formats that it stores them in, activations in 16 bits where
+    /// supported, else f32. Any other model in f32. Not for training.
     Auto,
     /// Single precision.
     F32,
@@ -99,6 +99,8 @@ impl Precision {
             Self::Auto if files.is_gguf() || files.is_quantized()? => {
                 (MatrixDtype::Stored, Self::of_stored::<B>(files, device)?)
             }
+            Self::Bf16 if !has::<B>(device, FloatDType::BF16) => (Format::Bf16.into(), FloatDType::F32),
+            Self::F16 if !has::<B>(device, FloatDType::F16) => (Format::F16.into(), FloatDType::F32),
             _ => {
                 let activations = self.activations::<B>(device)?;
                 let matrices = self.format().map_or(activations.into(), MatrixDtype::from);
