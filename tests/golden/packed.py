@@ -8,7 +8,8 @@ Needs no network: each model is a Llama of one layer with random weights, quanti
 
     <name>/config.json, model.safetensors    a checkpoint as the method's own package lays it out
     golden.safetensors                       tokens, and for each name
-        <name>.logits                        transformers, in float64, on the weights that the package dequantizes
+        <name>.logits                        transformers, in float64, on the dequantized weights, of GPTQ and AWQ before
+                                             they are rounded to f16
         <name>.down_proj                     every third row of the dequantized matrix of model.layers.0.mlp.down_proj, in the dtype
                                              that the package computes it in
 
@@ -53,25 +54,27 @@ def model(width=96, **more):
 
 
 def write(name, method, pack, width=96, keep=torch.float16, check=False):
-    """`pack(key, weight)` gives the tensors of a linear layer, by what follows its name, and the dequantized weight."""
+    """`pack(key, weight)` gives the tensors of a linear layer, by what follows its name, the dequantized weight, and that
+    before it is rounded, where it is."""
     made = model(width)
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tensors, dequantized = {}, {}
+    tensors, dequantized, used = {}, {}, {}
     for key, value in made.state_dict().items():
         if key.endswith("_proj.weight"):
             base = key.removesuffix(".weight")
-            parts, own = pack(base, value.clone())
+            parts, own, *exact = pack(base, value.clone())
             tensors |= {f"{base}.{part}": tensor.contiguous() for part, tensor in parts.items()}
             dequantized[key] = own
+            used[key] = (exact or [own])[0].float()
         else:
             tensors[key] = value.to(keep)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads(made.config.to_json_string())
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16", "quantization_config": method}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    made.load_state_dict({key: own.float() for key, own in dequantized.items()}, strict=False)
+    made.load_state_dict(used, strict=False)
     torch.manual_seed(3)
     tokens = torch.randint(0, VOCAB, (1, 12))
     with torch.no_grad():
@@ -153,7 +156,8 @@ def gptq(bits, size, symmetric=True, act_order=False, version=1):
                  "g_idx": torch.from_numpy(groups.astype(np.int32))}
         # scales[g_idx] * (weight - zeros[g_idx]), in f16.
         own = scales[groups] * (codes.T - zeros[groups]).astype(np.float16)
-        return parts, torch.from_numpy(own.T.copy())
+        exact = scales[groups].astype(np.float32) * (codes.T - zeros[groups]).astype(np.float32)
+        return parts, torch.from_numpy(own.T.copy()), torch.from_numpy(exact.T.copy())
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": act_order, "sym": symmetric,
               "true_sequential": True, "damp_percent": 0.01, "lm_head": False, "pack_dtype": "int32", "meta": {"quantizer": ["x"]},
               "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
@@ -171,8 +175,9 @@ def awq(base, weight):
         return torch.from_numpy(words(eights.reshape(rows.shape), 4))
     # (iweight - izeros) * scales, in f16.
     own = (codes.T - zeros[groups]).astype(np.float16) * scales[groups]
+    exact = (codes.T - zeros[groups]).astype(np.float32) * scales[groups].astype(np.float32)
     return {"qweight": packed(codes.T), "qzeros": packed(zeros), "scales": torch.from_numpy(scales)}, \
-        torch.from_numpy(own.T.copy())
+        torch.from_numpy(own.T.copy()), torch.from_numpy(exact.T.copy())
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}

@@ -92,6 +92,8 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
         type Results<B> = (Vec<Tensor<B, 2>>, [Option<Tensor<B, 2>>; 2]);
         let compare = |what: &str, weights: [Weight<Autodiff<B>>; 2], trained: [bool; 2], wanted: &Results<B>| {
             let (given, of_weights) = with_weights::<B>(weights, dtype.into(), &device);
+            // Sums of 512 products, in another order.
+            let tolerance = tolerance.at_least(3e-4);
             for (at, (given, wanted)) in given.iter().zip(&wanted.0).enumerate() {
                 assert_close(&format!("{what} {dtype:?}, result {at}"), given, wanted, tolerance);
             }
