@@ -1,4 +1,5 @@
-//! Many texts at once by the scheduler: requests with settings of their own come while others are written, and one is cancelled.
+//! Continuous batching: requests with their own settings join while others decode, and one is
+//! cancelled.
 //!
 //! `cargo run --release --example continuous_batching MODEL`, a folder with a language model.
 
@@ -24,14 +25,14 @@ fn main() -> Result<(), Failure> {
 
     let prompts = ["There", "There was", "There was once", "There was once a", "There was once a"];
     let mut coming = prompts.iter().enumerate();
-    let mut texts = BTreeMap::new();
+    let mut outputs = BTreeMap::new();
     loop {
-        // A new request at each step, until there are no more.
+        // A new request at each step, until all are added.
         if let Some((number, prompt)) = coming.next() {
             let sampling = Sampling::greedy().with_temperature(0.3 * number as f64).with_seed(7, number as u64);
             let request = Request { sampling, ..Request::new(tokenizer.encode_prompt(prompt)?, 24) };
             let id = scheduler.add(request)?;
-            texts.insert(id, (*prompt, tokenizer.stream(), String::new()));
+            outputs.insert(id, (*prompt, tokenizer.stream(), String::new()));
             if number == 2 {
                 scheduler.cancel(id);
             }
@@ -40,13 +41,13 @@ fn main() -> Result<(), Failure> {
         }
         scheduler.step(generator.model())?;
         for written in scheduler.take() {
-            let Some((_, stream, text)) = texts.get_mut(&written.id) else { continue };
+            let Some((_, stream, text)) = outputs.get_mut(&written.id) else { continue };
             for token in &written.tokens {
                 text.push_str(&stream.push(token.token)?);
             }
         }
     }
-    for (prompt, _, text) in texts.into_values() {
+    for (prompt, _, text) in outputs.into_values() {
         println!("{prompt}|{text}");
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! Hashes the kernels' sources, so that kernels compiled from other sources are never taken from a cache.
+//! Hashes the kernels' sources, so that kernels compiled from other sources are never taken from a
+//! cache.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

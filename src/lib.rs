@@ -1,4 +1,5 @@
-//! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a terminal or as crates.
+//! Train and run transformers in Rust on [Burn](burn): on CUDA, on WGPU or on the CPU, from a
+//! terminal or as crates.
 //!
 //! This crate is the program `fireclay` and its library: recipes, training, checkpoints,
 //! generation, chat, evaluation, prediction and downloads. The transformer is in

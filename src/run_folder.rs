@@ -114,18 +114,18 @@ impl RunFolder {
         write: impl FnOnce(&Path) -> Result<(), Failure>,
     ) -> Result<PathBuf, Failure> {
         let place = self.checkpoint(step);
-        let beside = place.with_extension("partial");
-        let written = empty_folder(&beside).and_then(|()| write(&beside)).and_then(|()| {
-            sync(&beside)?;
+        let partial = place.with_extension("partial");
+        let written = empty_folder(&partial).and_then(|()| write(&partial)).and_then(|()| {
+            sync(&partial)?;
             if place.exists() {
                 remove(&place)?;
             }
-            fs::rename(&beside, &place).map_err(Failure::io(&place))?;
+            fs::rename(&partial, &place).map_err(Failure::io(&place))?;
             sync(&training(&self.path))
         });
         if let Err(failure) = written {
             // Report the first error; there may be nothing to remove.
-            let _ = fs::remove_dir_all(&beside);
+            let _ = fs::remove_dir_all(&partial);
             let intact = match self.checkpoints().last() {
                 Some((_, last)) => format!("; the last checkpoint, {}, is intact", last.display()),
                 None => String::new(),
@@ -152,12 +152,12 @@ impl RunFolder {
     pub(crate) fn publish(&self, checkpoint: &Path) -> Result<(), Failure> {
         for name in MODEL_FILES.into_iter().filter(|name| checkpoint.join(name).exists()) {
             let (from, to) = (checkpoint.join(name), self.path.join(name));
-            let beside = self.path.join(format!("{name}.partial"));
+            let partial = self.path.join(format!("{name}.partial"));
             // A run that was killed here may have left it.
-            let _ = fs::remove_file(&beside);
-            fs::hard_link(&from, &beside)
-                .or_else(|_| fs::copy(&from, &beside).map(|_| ()))
-                .and_then(|()| fs::rename(&beside, &to))
+            let _ = fs::remove_file(&partial);
+            fs::hard_link(&from, &partial)
+                .or_else(|_| fs::copy(&from, &partial).map(|_| ()))
+                .and_then(|()| fs::rename(&partial, &to))
                 .map_err(Failure::io(&to))?;
         }
         sync(&self.path)
@@ -219,16 +219,16 @@ pub(crate) fn checkpoints(folder: &Path) -> Vec<(u64, PathBuf)> {
 /// If the file system fails; the old file stays.
 pub(crate) fn write_atomic(file: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-    let beside = file.with_file_name(format!("{name}.partial"));
+    let partial = file.with_file_name(format!("{name}.partial"));
     let write = || {
-        let mut open = File::create(&beside)?;
+        let mut open = File::create(&partial)?;
         open.write_all(bytes)?;
         open.sync_all()?;
-        fs::rename(&beside, file)
+        fs::rename(&partial, file)
     };
     write().map_err(|error| {
         // Report the first error; there may be nothing to remove.
-        let _ = fs::remove_file(&beside);
+        let _ = fs::remove_file(&partial);
         Failure::io(file)(error)
     })
 }

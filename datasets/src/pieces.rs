@@ -167,7 +167,8 @@ struct Pair {
 
 /// Special tokens, letters, and the most frequent merges, up to `vocab_size` pieces.
 ///
-/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from run to run.
+/// The trainer of the `tokenizers` crate breaks ties by the order of a hash map, which differs from
+/// run to run.
 fn vocabulary(words: &BTreeMap<String, u64>, vocab_size: usize) -> Result<Vec<String>, DataError> {
     let alphabet: BTreeSet<char> = words.keys().flat_map(|word| word.chars()).collect();
     let mut pieces: Vec<String> = SPECIAL.map(str::to_owned).to_vec();
@@ -240,18 +241,18 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    fn utterances(texts: &[&str]) -> Vec<Utterance> {
+    fn utterances(sentences: &[&str]) -> Vec<Utterance> {
         let utterance = |text: &&str| Utterance {
             words: text.split_whitespace().map(str::to_owned).collect(),
             tags: text.split_whitespace().map(|_| "O".to_owned()).collect(),
             intent: "say".to_owned(),
         };
-        texts.iter().map(utterance).collect()
+        sentences.iter().map(utterance).collect()
     }
 
     fn trained(vocab_size: usize) -> PieceTokenizer {
-        let texts = ["play the Player", "play playing singing", "Joe's café at 8:30", "singing the song"];
-        PieceTokenizer::train(&utterances(&texts), vocab_size).expect("room for letters")
+        let sentences = ["play the Player", "play playing singing", "Joe's café at 8:30", "singing the song"];
+        PieceTokenizer::train(&utterances(&sentences), vocab_size).expect("room for letters")
     }
 
     /// The names of some pieces.

@@ -91,10 +91,10 @@ impl Tokenizer {
                     let _ = read.map_err(|error| sender.send(Err(error)));
                 });
                 let failed = Mutex::new(None);
-                let texts = receiver.into_iter().map_while(|read| {
+                let pieces = receiver.into_iter().map_while(|read| {
                     read.map_err(|error| failed.lock().unwrap_or_else(PoisonError::into_inner).replace(error)).ok()
                 });
-                let lines = texts.flat_map(|text| text.split_inclusive('\n').map(str::to_string).collect::<Vec<_>>());
+                let lines = pieces.flat_map(|text| text.split_inclusive('\n').map(str::to_string).collect::<Vec<_>>());
                 let trained = Self::train_bpe(vocab_size, lines);
                 match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
                     Some(error) => Err(error),
@@ -209,13 +209,13 @@ impl Tokenizer {
     /// If the file system fails.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
         let text = self.0.to_string(true).map_err(tokenizer_error)?;
-        let beside = path.with_extension("partial");
-        let written = fs::write(&beside, text)
-            .and_then(|()| File::open(&beside)?.sync_all())
-            .and_then(|()| fs::rename(&beside, path));
+        let partial = path.with_extension("partial");
+        let written = fs::write(&partial, text)
+            .and_then(|()| File::open(&partial)?.sync_all())
+            .and_then(|()| fs::rename(&partial, path));
         written.map_err(|error| {
             // Report the first error; there may be nothing to remove.
-            let _ = fs::remove_file(&beside);
+            let _ = fs::remove_file(&partial);
             DataError::Io { path: path.to_path_buf(), error }
         })
     }
@@ -495,7 +495,7 @@ pub struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// For texts of any size.
+    /// For text of any size.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, words: Words::of(&tokenizer.0) }
     }
@@ -599,7 +599,7 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/tokenizer_kinds.json");
         let golden: serde_json::Value =
             serde_json::from_str(&std::fs::read_to_string(path).expect("a golden file")).expect("JSON");
-        let texts: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("texts");
+        let samples: Vec<String> = serde_json::from_value(golden["texts"].clone()).expect("strings");
         let (mut wrong, mut continuations) = (Vec::new(), 0);
         let cases = golden["cases"].as_array().expect("cases");
         for case in cases {
@@ -610,7 +610,7 @@ mod tests {
             let file = tempfile::NamedTempFile::new().expect("a file");
             std::fs::write(file.path(), own.to_string()).expect("writable");
             let tokenizer = Tokenizer::load(file.path()).expect("a tokenizer");
-            for (at, text) in texts.iter().enumerate() {
+            for (at, text) in samples.iter().enumerate() {
                 let what = || format!("{base} {} {text:?}", case["replaced"]);
                 let wanted: Vec<u32> = serde_json::from_value(case["ids"][at].clone()).expect("ids");
                 let ids = tokenizer.encode(text).map_err(|error| error.to_string());

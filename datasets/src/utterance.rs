@@ -116,9 +116,9 @@ fn lines<'a>(path: &Path, text: &'a str) -> Result<Vec<&'a str>, DataError> {
 fn read_lines(folder: &Path, faults: &mut Faults) -> Result<Vec<Utterance>, DataError> {
     let paths = ["seq.in", "seq.out", "label"].map(|name| folder.join(name));
     let [words_path, tags_path, label_path] = &paths;
-    let texts = [read_file(words_path)?, read_file(tags_path)?, read_file(label_path)?];
+    let contents = [read_file(words_path)?, read_file(tags_path)?, read_file(label_path)?];
     let [words, tags, labels] =
-        [lines(words_path, &texts[0])?, lines(tags_path, &texts[1])?, lines(label_path, &texts[2])?];
+        [lines(words_path, &contents[0])?, lines(tags_path, &contents[1])?, lines(label_path, &contents[2])?];
     for (path, count) in [(tags_path, tags.len()), (label_path, labels.len())] {
         if count != words.len() {
             let reason = format!("is the last line, but seq.in has {} lines", words.len());
@@ -306,13 +306,13 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// A folder of three splits, `train` of these texts and the others valid.
+    /// A folder of three splits, `train` of these contents and the others valid.
     fn folders(words: &str, tags: &str, labels: &str) -> TempDir {
         let folder = TempDir::new().expect("a folder");
         for part in ["train", "valid", "test"] {
-            let texts = if part == "train" { [words, tags, labels] } else { ["go on", "O B-way", "go"] };
+            let contents = if part == "train" { [words, tags, labels] } else { ["go on", "O B-way", "go"] };
             fs::create_dir(folder.path().join(part)).expect("a folder");
-            for (name, text) in ["seq.in", "seq.out", "label"].iter().zip(texts) {
+            for (name, text) in ["seq.in", "seq.out", "label"].iter().zip(contents) {
                 fs::write(folder.path().join(part).join(name), text).expect("a file");
             }
         }
@@ -335,7 +335,7 @@ mod tests {
     }
 
     fn utterance(words: &[&str], tags: &[&str], intent: &str) -> Utterance {
-        let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        let owned = |contents: &[&str]| contents.iter().map(|text| (*text).to_owned()).collect();
         Utterance { words: owned(words), tags: owned(tags), intent: intent.to_owned() }
     }
 
@@ -527,13 +527,13 @@ mod tests {
 
     #[test]
     fn words_are_parted_by_white_space_and_marks_at_their_edges() {
-        let texts = |text| words(text).into_iter().map(|word| word.text).collect::<Vec<_>>();
+        let contents = |text| words(text).into_iter().map(|word| word.text).collect::<Vec<_>>();
         assert_eq!(
-            texts("(Don't stop... at 3.5, st. John's!)"),
+            contents("(Don't stop... at 3.5, st. John's!)"),
             ["(", "Don't", "stop", ".", ".", ".", "at", "3.5", ",", "st", ".", "John's", "!", ")"]
         );
-        assert_eq!(texts("'tis «o'clock»\u{a0}„x“"), ["'", "tis", "«", "o'clock", "»", "„", "x", "“"]);
-        assert_eq!(texts("?!"), ["?", "!"]);
+        assert_eq!(contents("'tis «o'clock»\u{a0}„x“"), ["'", "tis", "«", "o'clock", "»", "„", "x", "“"]);
+        assert_eq!(contents("?!"), ["?", "!"]);
         for blank in ["", " ", "\t\r\n\u{2003}"] {
             assert_eq!(words(blank), []);
         }

@@ -114,7 +114,8 @@ impl UtteranceBatch {
 pub struct DeviceBatch<B: Backend> {
     /// Pieces, `[batch_size, seq_length]`.
     pub ids: Tensor<B, 2, Int>,
-    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size, seq_length]`.
+    /// Tags at the first piece of each word, [`IGNORED_TARGET`] elsewhere, `[batch_size,
+    /// seq_length]`.
     pub tags: Tensor<B, 2, Int>,
     /// Pieces of each row without padding, `[batch_size]`.
     pub lengths: Tensor<B, 1, Int>,
@@ -489,8 +490,8 @@ mod tests {
 
     #[test]
     fn the_tag_of_a_word_is_at_its_first_piece() {
-        let texts = [utterance("song gnosy on", "B-song I-song O", "music")];
-        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        let samples = [utterance("song gnosy on", "B-song I-song O", "music")];
+        let all = EncodedUtterances::new(&samples, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
         let batch = all.batches(1).remove(0).1;
         let columns = all.word_columns(0).to_vec();
         assert!(batch.seq_length() > 5);
@@ -501,8 +502,8 @@ mod tests {
 
     #[test]
     fn unknown_labels_do_not_count() {
-        let texts = [utterance("play song", "O B-city", "leave")];
-        let all = EncodedUtterances::new(&texts, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
+        let samples = [utterance("play song", "O B-city", "leave")];
+        let all = EncodedUtterances::new(&samples, &Labels::of(&utterances()), &pieces(), 16).expect("room for words");
         assert_eq!(all.batches(1)[0].1.targets(), [NO, 0, NO, NO]);
     }
 
@@ -520,11 +521,11 @@ mod tests {
 
     #[test]
     fn every_utterance_comes_once_an_epoch() {
-        let texts: Vec<Utterance> = (0..103)
+        let samples: Vec<Utterance> = (0..103)
             .map(|at| utterance(&"on ".repeat(1 + at % 7), &"O ".repeat(1 + at % 7), &format!("intent {at}")))
             .collect();
-        let labels = Labels::of(&texts);
-        let all = EncodedUtterances::new(&texts, &labels, &pieces(), 16).expect("room for words");
+        let labels = Labels::of(&samples);
+        let all = EncodedUtterances::new(&samples, &labels, &pieces(), 16).expect("room for words");
         assert_eq!(all.steps_per_epoch(10), 11);
         let mut orders = BTreeSet::new();
         for epoch in 0..3 {

@@ -154,8 +154,8 @@ mod tests {
     use crate::random::Generator;
     use crate::tokenizer::TokenizerKind;
 
-    /// Texts with all character classes, and with arbitrary characters.
-    fn texts() -> Vec<String> {
+    /// Strings with all character classes, and with arbitrary characters.
+    fn samples() -> Vec<String> {
         let parts = [
             " ",
             "  ",
@@ -186,17 +186,17 @@ mod tests {
             "_",
         ];
         let mut generator = Generator::new(5, 0, 0);
-        let mut texts = vec![String::new()];
+        let mut samples = vec![String::new()];
         for _ in 0..400 {
             let length = generator.below(30);
-            texts.push((0..length).map(|_| parts[generator.below(parts.len())]).collect());
+            samples.push((0..length).map(|_| parts[generator.below(parts.len())]).collect());
             let any = |generator: &mut Generator| {
                 let highest = [0x80, 0x800, 0x11_0000][generator.below(3)];
                 char::from_u32(generator.below(highest) as u32).unwrap_or('x')
             };
-            texts.push((0..length).map(|_| any(&mut generator)).collect());
+            samples.push((0..length).map(|_| any(&mut generator)).collect());
         }
-        texts
+        samples
     }
 
     #[test]
@@ -206,7 +206,7 @@ mod tests {
             let tokenizer = crate::tokenizer::Tokenizer::train(kind, &text).expect("a tokenizer");
             let words = Words::of(tokenizer.inner()).expect("GPT-2's words");
             // Twice: the second time all words are cached.
-            for text in texts().iter().chain(&texts()) {
+            for text in samples().iter().chain(&samples()) {
                 let whole = tokenizer.inner().encode_fast(text.as_str(), false).expect("any text");
                 match words.encode(text, tokenizer.inner()) {
                     Some(tokens) => assert_eq!(tokens.expect("any text"), whole.get_ids(), "{kind:?}: {text:?}"),

@@ -176,7 +176,7 @@ pub struct KernelCache<'a> {
 pub fn keep_freed_memory() {
     /// `mi_option_purge_delay`, in milliseconds; negative for never.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: the number is within mimalloc's table of options, of which this stores one word. A thread that frees
-    // memory meanwhile reads it before or after that, and either is a delay.
+    // SAFETY: the number is within mimalloc's table of options, of which this stores one word. A
+    // thread that frees memory meanwhile reads it before or after that, and either is a delay.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }

@@ -166,7 +166,8 @@ impl TransformerConfig {
         Self::gpt2(vocab_size, context_length, d_model, n_layers, n_heads)
     }
 
-    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded up to 32.
+    /// Llama's shape (Touvron et al., 2023) in the given sizes, `d_ff` at `8 / 3 * d_model` rounded
+    /// up to 32.
     pub fn llama(vocab_size: usize, context_length: usize, d_model: usize, n_layers: usize, n_heads: usize) -> Self {
         Self {
             d_ff: (8 * d_model / 3).next_multiple_of(32),

@@ -9,8 +9,8 @@ use fireclay_kernels::{Backend, F32Products, HeadLossOptions, head_loss, linear}
 use crate::config::TransformerConfig;
 use crate::parameters::Initializer;
 
-/// Projections of hidden states to intents and to tags, both read from the same encoder (Chen et al., 2019, "BERT for
-/// joint intent classification and slot filling").
+/// Projections of hidden states to intents and to tags, both read from the same encoder (Chen et
+/// al., 2019, "BERT for joint intent classification and slot filling").
 #[derive(Module, Debug)]
 pub struct UtteranceHeads<B: Backend> {
     /// From a row's first token, `[intents, d_model]`.

@@ -792,7 +792,8 @@ impl<B: Backend> Transformer<B> {
         }
     }
 
-    /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases and penalties.
+    /// [`sample`](Self::sample) together with the logits, f32 `[rows, vocab_size]`, before biases
+    /// and penalties.
     ///
     /// # Panics
     /// As [`sample`](Self::sample) does.

@@ -41,8 +41,8 @@ pub struct ModelFolder {
 pub enum MatrixDtype {
     /// Floats.
     Float(FloatDType),
-    /// Quantized: projections, the head and the embedding table, where the format stores rows of their length. Other
-    /// matrices are f32.
+    /// Quantized: projections, the head and the embedding table, where the format stores rows of
+    /// their length. Other matrices are f32.
     Quantized(Format),
     /// As they are stored: blocks of GGUF files as blocks, codes of quantized checkpoints with their scales, and floats of 16 bits as such, in their own dtype where the
     /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
@@ -177,14 +177,15 @@ impl ModelFolder {
     /// Reads the model onto `device`, its parameters as f32.
     ///
     /// # Errors
-    /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another shape or of another kind
-    /// than the config says: the first few are named, before any is read.
+    /// If a file is missing, truncated or damaged, or if tensors are missing, more, of another
+    /// shape or of another kind than the config says: the first few are named, before any is read.
     pub fn load<B: Backend>(&self, device: &B::Device) -> Result<Transformer<B>, WeightsError> {
         self.load_in(FloatDType::F32, &mut |_, _| {}, device)
     }
 
-    /// Reads the model onto `device`, its matrices as `dtype` or quantized, and its vectors as f32: for everything but
-    /// training. `progress` is told, as it goes on, how many bytes of how many are read.
+    /// Reads the model onto `device`, its matrices as `dtype` or quantized, and its vectors as f32:
+    /// for everything but training. `progress` is told, as it goes on, how many bytes of how many
+    /// are read.
     ///
     /// Tensors are read one after the other, so that the host holds one at a time.
     ///
@@ -200,8 +201,9 @@ impl ModelFolder {
         self.read(family, &config, None, dtype.into(), progress, device)
     }
 
-    /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout, its parameters as f32. Without `heads`, those for utterances are drawn from `seed`.
+    /// Reads the model as one of `config`, which may differ from the folder's in its heads for
+    /// utterances and in its dropout, its parameters as f32. Without `heads`, those for utterances
+    /// are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -345,8 +347,9 @@ impl ModelFolder {
         Err(WeightsError::Weights { path: self.path.clone(), reason })
     }
 
-    /// Writes `config.json` and `model.safetensors` into the folder, which must exist, under the names that the hub
-    /// uses for the model's family. Each file is written beside, synced and renamed.
+    /// Writes `config.json` and `model.safetensors` into the folder, which must exist, under the
+    /// names that the hub uses for the model's family. Each file is written under a temporary name,
+    /// synced and renamed.
     ///
     /// # Errors
     /// If the file system refuses, or the model is quantized or has adapters.
@@ -387,14 +390,14 @@ impl ModelFolder {
     }
 }
 
-/// Writes a file beside `path`, syncs it and renames it over `path`.
+/// Writes a file atomically: under a temporary name, synced, and renamed to `path`.
 pub(crate) fn write_synced(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<(), WeightsError> {
-    let beside = path.with_extension("partial");
+    let partial = path.with_extension("partial");
     let written =
-        write(&beside).and_then(|()| File::open(&beside)?.sync_all()).and_then(|()| fs::rename(&beside, path));
+        write(&partial).and_then(|()| File::open(&partial)?.sync_all()).and_then(|()| fs::rename(&partial, path));
     written.map_err(|error| {
-        // The first error is the one to tell; what is left beside may not be there at all.
-        let _ = fs::remove_file(&beside);
+        // Report the first error; there may be nothing to remove.
+        let _ = fs::remove_file(&partial);
         WeightsError::Io { path: path.to_path_buf(), error }
     })
 }
@@ -451,7 +454,8 @@ pub(crate) struct Plan<B: Backend> {
     pub(crate) parts: HashMap<String, Vec<Part>>,
 }
 
-/// The stored tensor of a name, under which it may be with or without the prefix that some checkpoints have.
+/// The stored tensor of a name, under which it may be with or without the prefix that some
+/// checkpoints have.
 fn stored_as<'a>(stored: &'a BTreeMap<String, StoredTensor>, name: &str) -> Option<(&'a String, &'a StoredTensor)> {
     let bare = OPTIONAL_PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
     let prefixed = || OPTIONAL_PREFIXES.iter().find_map(|prefix| stored.get_key_value(&format!("{prefix}{name}")));
@@ -713,7 +717,8 @@ impl<B: Backend> ModuleMapper<B> for Reader<'_, B> {
     }
 }
 
-/// A parameter's part as it is saved, f32: read from the device when it is written, so that the host holds one at a time.
+/// A parameter's part as it is saved, f32: read from the device when it is written, so that the
+/// host holds one at a time.
 struct SavedTensor<'a, B: Backend> {
     tensor: HubTensor,
     /// On the hub.
@@ -756,8 +761,9 @@ impl<B: Backend> View for SavedTensor<'_, B> {
 /// Values that are read from a device at a time.
 const CHUNK: usize = 1 << 18;
 
-/// Reads a range of a tensor as f32 in chunks and hands each chunk's little-endian bytes to `take`, with the offset of its first
-/// value in the range, so that the host holds no second copy of a large tensor.
+/// Reads a range of a tensor as f32 in chunks and hands each chunk's little-endian bytes to `take`,
+/// with the offset of its first value in the range, so that the host holds no second copy of a
+/// large tensor.
 pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut take: impl FnMut(usize, &[u8])) {
     for begin in range.clone().step_by(CHUNK) {
         let chunk = values.clone().narrow(0, begin, CHUNK.min(range.end - begin)).cast(DType::F32);

@@ -41,7 +41,7 @@ struct Served {
     /// sequence waited for pages; 0 if none did.
     memory: f64,
     /// The tokens of each request.
-    texts: Vec<Vec<u32>>,
+    outputs: Vec<Vec<u32>>,
 }
 
 impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S> {
@@ -115,11 +115,11 @@ impl<S: FnMut(Measurement) -> Result<(), Failure>> OnBackend for RequestsBench<S
                         let cache_tokens = length(request).next_multiple_of(PAGE_TOKENS);
                         let one = std::slice::from_ref(request);
                         alone.append(
-                            &mut serve(&model, one, SchedulerOptions { cache_tokens, ..options }, &device)?.texts,
+                            &mut serve(&model, one, SchedulerOptions { cache_tokens, ..options }, &device)?.outputs,
                         );
                     }
                     let equal = |served: &Served| {
-                        let equal = served.texts.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
+                        let equal = served.outputs.iter().zip(&alone).filter(|(text, alone)| text == alone).count();
                         100.0 * equal as f64 / alone.len() as f64
                     };
                     let what_equal = format!("{case}, equal to decoding alone, of {}", alone.len());
@@ -188,7 +188,7 @@ fn serve<B: Backend>(
     let (begun, key) = (Instant::now(), RandomKey::new(9));
     let mut coming = requests.iter();
     let mut last: HashMap<RequestId, Instant> = HashMap::new();
-    let (mut ids, mut texts) = (HashMap::new(), vec![Vec::new(); requests.len()]);
+    let (mut ids, mut outputs) = (HashMap::new(), vec![Vec::new(); requests.len()]);
     let (mut longest, mut memory) = (0.0f64, 0.0f64);
     for step in 0.. {
         if scheduler.load().waiting < options.rows / 2 {
@@ -208,7 +208,7 @@ fn serve<B: Backend>(
             memory = memory.max(held as f64 / load.tokens as f64);
         }
         for written in scheduler.take() {
-            texts[ids[&written.id]].extend(written.tokens.iter().map(|written| written.token));
+            outputs[ids[&written.id]].extend(written.tokens.iter().map(|written| written.token));
             if let Some(before) = last.insert(written.id, now) {
                 longest = longest.max((now - before).as_secs_f64());
             }
@@ -216,6 +216,6 @@ fn serve<B: Backend>(
     }
     let seconds = begun.elapsed().as_secs_f64();
     let Load { preemptions, .. } = scheduler.load();
-    let tokens: usize = texts.iter().map(Vec::len).sum();
-    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions, memory, texts })
+    let tokens: usize = outputs.iter().map(Vec::len).sum();
+    Ok(Served { tokens_per_second: tokens as f64 / seconds, longest_wait: 1e3 * longest, preemptions, memory, outputs })
 }

@@ -1,4 +1,5 @@
-//! The command line: a file a command, each of which parses, resolves and runs; wording and exit codes.
+//! The command line: a file a command, each of which parses, resolves and runs; wording and exit
+//! codes.
 
 mod arguments;
 mod bench;

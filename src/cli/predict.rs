@@ -33,7 +33,7 @@ pub(super) struct PredictArgs {
 pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     args.run.select_kernels()?;
     args.run.without_recipe("predict")?;
-    let texts = match (args.text, &args.file) {
+    let inputs = match (args.text, &args.file) {
         (Some(text), _) => PredictionInput::one(text),
         (None, Some(path)) => {
             let name = path.display().to_string();
@@ -48,7 +48,7 @@ pub(super) fn predict(mut args: PredictArgs) -> Result<ExitCode, Failure> {
     };
     let backend = args.run.backend();
     let model = fetched(&args.model, backend)?;
-    backend.run(PredictionRun { model, texts, precision: args.precision, show })?;
+    backend.run(PredictionRun { model, inputs, precision: args.precision, show })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -157,7 +157,7 @@ fn predict(args: ProfilePredict) -> Result<ExitCode, Failure> {
     let (backend, options) = profile.prepare()?;
     profile.run.without_recipe("profile predict")?;
     let model = fetched(&model, backend)?;
-    profile.show(&backend.run(ProfilePrediction { model, texts: text, precision, options })?)
+    profile.show(&backend.run(ProfilePrediction { model, utterances: text, precision, options })?)
 }
 
 impl ProfileArgs {

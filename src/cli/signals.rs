@@ -1,4 +1,5 @@
-//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone: a run stops, and saves.
+//! Ctrl-C, what Slurm and Kubernetes send before they take a machine, and a terminal that is gone:
+//! a run stops, and saves.
 
 use std::process::ExitCode;
 use std::sync::Arc;

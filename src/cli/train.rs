@@ -290,7 +290,8 @@ fn of_seed(mut summary: Value, seed: u64, as_json: bool) -> Value {
     summary
 }
 
-/// The `done` line of several runs: each measured number as its mean and (corrected) standard deviation.
+/// The `done` line of several runs: each measured number as its mean and (corrected) standard
+/// deviation.
 fn spread(summaries: &[Value], out: &Path) -> Value {
     let mut spread = json!({ "event": "done", "seeds": summaries.len() });
     let first = summaries.first().and_then(Value::as_object);

@@ -526,8 +526,8 @@ fn link(etag: &str, blob: &Path, pointer: &Path, depth: usize) -> Result<(), Fet
     let linked = Err(io::Error::from(ErrorKind::Unsupported));
     // Not every file system supports links.
     let copy = || {
-        let beside = pointer.with_extension("partial");
-        fs::copy(blob, &beside).and_then(|_| fs::rename(&beside, pointer))
+        let partial = pointer.with_extension("partial");
+        fs::copy(blob, &partial).and_then(|_| fs::rename(&partial, pointer))
     };
     Ok(linked.or_else(|_| fs::hard_link(blob, pointer)).or_else(|_| copy())?)
 }

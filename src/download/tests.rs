@@ -231,7 +231,7 @@ fn nowhere() -> String {
 #[test]
 fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     let files = [
-        ("README.md", b"# Texts".to_vec()),
+        ("README.md", b"# Stories".to_vec()),
         ("data/train-00000-of-00002.jsonl.gz", b"one".to_vec()),
         ("data/train-00001-of-00002.jsonl.gz", b"two".to_vec()),
         ("data/validation-00000-of-00001.jsonl.gz", b"three".to_vec()),
@@ -239,11 +239,11 @@ fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     ];
     let served = Served::new(Scene { files: files.into(), ..Scene::default() });
     let hub = || {
-        let hub = served.hub("owner/texts", &[]);
+        let hub = served.hub("owner/stories", &[]);
         Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub }
     };
     let folder = hub().fetch_dataset(&mut |_, _, _| {}).unwrap();
-    assert_eq!(folder, served.home.path().join("hub/datasets--owner--texts/snapshots").join(COMMIT));
+    assert_eq!(folder, served.home.path().join("hub/datasets--owner--stories/snapshots").join(COMMIT));
     for (name, body) in [("train-00000-of-00002", "one"), ("train-00001-of-00002", "two")] {
         assert_eq!(fs::read_to_string(folder.join(format!("data/{name}.jsonl.gz"))).unwrap(), body);
     }
@@ -251,7 +251,7 @@ fn a_datasets_training_files_are_fetched_once_into_its_folder() {
     assert!(!folder.join("notes").exists() && !folder.join("README.md").exists());
     served.asked();
     assert_eq!(hub().fetch_dataset(&mut |_, _, _| {}).unwrap(), folder);
-    assert!(served.asked().is_empty(), "what is there needs no network");
+    assert!(served.asked().is_empty(), "a cached model needs no network");
     served.change(|scene| scene.status = Some(("/api/", 404)));
     let hub = served.hub("owner/others", &[]);
     let hub = Hub { model: HubModel { kind: Kind::Dataset, ..hub.model.clone() }, ..hub };
@@ -656,7 +656,7 @@ fn a_gguf_file_of_a_quantization_is_fetched_once_with_all_its_parts() {
     }
     served.asked();
     assert_eq!((fetch("owner/model-0.1B:Q4_K_M").unwrap(), fetch("owner/model-0.1B:q8_0").unwrap()), (four, eight));
-    assert!(served.asked().is_empty(), "what is there needs no network");
+    assert!(served.asked().is_empty(), "a cached model needs no network");
 
     let refusal = |model: &str| fetch(model).unwrap_err().to_string();
     let message = refusal("owner/model-0.1B:Q2_K");

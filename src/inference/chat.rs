@@ -147,7 +147,7 @@ impl ChatTemplate {
     /// contains a control token that cannot be escaped.
     pub fn tokens(&self, dialogue: &Dialogue, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
         let mut spelled = false;
-        dialogue.texts(&mut |text| {
+        dialogue.map_strings(&mut |text| {
             spelled |= tokenizer.spells_control_token(text)?;
             Ok(String::new())
         })?;
@@ -156,12 +156,12 @@ impl ChatTemplate {
             return Ok(tokenizer.encode(&plain)?);
         }
         let mut used = plain;
-        dialogue.texts(&mut |text| {
+        dialogue.map_strings(&mut |text| {
             used.push_str(text);
             Ok(String::new())
         })?;
         let mark = Tokenizer::unused_mark(&used)?;
-        let escaped = dialogue.texts(&mut |text| {
+        let escaped = dialogue.map_strings(&mut |text| {
             let escaped = tokenizer.escape(text, mark);
             match tokenizer.spells_control_token(&escaped)? {
                 true => Err(Failure::new("a message contains one of the model's control tokens: remove it")),
@@ -186,7 +186,7 @@ pub struct Dialogue {
 
 impl Dialogue {
     /// Applies `change` to every string, names of fields included.
-    fn texts(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
+    fn map_strings(&self, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Self, Failure> {
         fn changed(value: &Value, change: &mut impl FnMut(&str) -> Result<String, Failure>) -> Result<Value, Failure> {
             Ok(match value {
                 Value::String(text) => Value::String(change(text)?),

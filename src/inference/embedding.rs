@@ -74,9 +74,9 @@ impl<B: Backend> Embedder<B> {
     /// # Errors
     /// If an input has no tokens, more than the model's context, or unknown ones, or the device
     /// fails.
-    pub fn embed(&self, texts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
+    pub fn embed(&self, inputs: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, Failure> {
         let (context, known) = (self.model.config().context_length, self.model.config().vocab_size);
-        for text in texts {
+        for text in inputs {
             if text.is_empty() || text.len() > context {
                 let length = text.len();
                 return Err(Failure::usage(format!("an input has {length} tokens; the model accepts 1 to {context}")));
@@ -86,11 +86,11 @@ impl<B: Backend> Embedder<B> {
             }
         }
         // Batch inputs of similar length.
-        let mut order: Vec<usize> = (0..texts.len()).collect();
-        order.sort_by_key(|text| texts[*text].len());
-        let mut embeddings = vec![Vec::new(); texts.len()];
+        let mut order: Vec<usize> = (0..inputs.len()).collect();
+        order.sort_by_key(|text| inputs[*text].len());
+        let mut embeddings = vec![Vec::new(); inputs.len()];
         for batch in order.chunks(BATCH_SIZE) {
-            let rows: Vec<&[u32]> = batch.iter().map(|text| &texts[*text][..]).collect();
+            let rows: Vec<&[u32]> = batch.iter().map(|text| &inputs[*text][..]).collect();
             for (text, embedding) in batch.iter().zip(self.pass(&rows)?) {
                 embeddings[*text] = embedding;
             }
@@ -98,13 +98,13 @@ impl<B: Backend> Embedder<B> {
         Ok(embeddings)
     }
 
-    fn pass(&self, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
-        let (rows, longest) = (texts.len(), texts.iter().map(|text| text.len()).max().unwrap_or(0));
+    fn pass(&self, inputs: &[&[u32]]) -> Result<Vec<Vec<f32>>, Failure> {
+        let (rows, longest) = (inputs.len(), inputs.iter().map(|text| text.len()).max().unwrap_or(0));
         // Padding is neither attended to nor counted.
         let place = |text: &&[u32], at: usize| text.get(at).map_or(0, |token| *token as i32);
-        let ids: Vec<i32> = texts.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
+        let ids: Vec<i32> = inputs.iter().flat_map(|text| (0..longest).map(move |at| place(text, at))).collect();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, longest]), &self.device);
-        let lengths: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
+        let lengths: Vec<i32> = inputs.iter().map(|text| text.len() as i32).collect();
         let lengths = Tensor::<B, 1, Int>::from_data(TensorData::new(lengths, [rows]), &self.device);
         let hidden = self.model.forward(Tokens::from(ids).with_lengths(lengths)).cast(DType::F32);
         let d_model = hidden.dims()[2];
@@ -113,7 +113,7 @@ impl<B: Backend> Embedder<B> {
             Pooling::Mean => {
                 let share = |text: &&[u32], at: usize| if at < text.len() { 1.0 / text.len() as f32 } else { 0.0 };
                 let shares: Vec<f32> =
-                    texts.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
+                    inputs.iter().flat_map(|text| (0..longest).map(move |at| share(text, at))).collect();
                 let shares = TensorData::new(shares, [rows, longest, 1]);
                 (hidden * Tensor::from_data(shares, (&self.device, DType::F32))).sum_dim(1).reshape([rows, d_model])
             }

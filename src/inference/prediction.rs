@@ -102,15 +102,15 @@ impl<B: Backend> Predictor<B> {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn predict(&self, texts: &[&str]) -> Result<Vec<Prediction>, Failure> {
-        let words: Vec<Vec<Word>> = texts.iter().map(|text| words(text)).collect();
+    pub fn predict(&self, inputs: &[&str]) -> Result<Vec<Prediction>, Failure> {
+        let words: Vec<Vec<Word>> = inputs.iter().map(|text| words(text)).collect();
         let windows: Vec<Window<'_>> =
             words.iter().enumerate().flat_map(|(text, words)| self.windows(text, words)).collect();
         // Batch rows of similar length.
         let mut order: Vec<usize> = (0..windows.len()).collect();
         order.sort_by_key(|index| windows[*index].pieces.len());
 
-        let mut intents = vec![vec![0.0; self.labels.intents.len()]; texts.len()];
+        let mut intents = vec![vec![0.0; self.labels.intents.len()]; inputs.len()];
         let mut tags: Vec<Vec<String>> = vec![Vec::new(); windows.len()];
         for indices in order.chunks(BATCH_SIZE) {
             let batch: Vec<&Window<'_>> = indices.iter().map(|index| &windows[*index]).collect();
@@ -133,7 +133,7 @@ impl<B: Backend> Predictor<B> {
                 predictions[window.text].spans.push(PredictedSpan { slot: span.slot, start, end, text: String::new() });
             }
         }
-        for (prediction, text) in predictions.iter_mut().zip(texts) {
+        for (prediction, text) in predictions.iter_mut().zip(inputs) {
             let characters: Vec<char> = text.chars().collect();
             for span in &mut prediction.spans {
                 span.text = characters[span.start..span.end].iter().collect();
@@ -199,7 +199,7 @@ impl<B: Backend> Predictor<B> {
     }
 }
 
-/// The texts to predict, a few at a time.
+/// The inputs to predict, a few at a time.
 pub struct PredictionInput {
     /// Their name in errors.
     name: String,
@@ -223,32 +223,32 @@ impl PredictionInput {
         Self { name: name.into(), reader: BufReader::new(Box::new(reader)), lines: 0, one: None }
     }
 
-    /// The texts that are available, at least one: the sender of a line may wait for its answer.
-    /// `None` at the end; an error comes after the texts before it.
+    /// The inputs that are available, at least one: the sender of a line may wait for its answer.
+    /// `None` at the end; an error comes after the inputs before it.
     fn next(&mut self) -> (Vec<String>, Option<Failure>) {
         if let Some(text) = self.one.take() {
             return (vec![text], None);
         }
-        let mut texts = Vec::new();
-        while texts.is_empty() || (texts.len() < AT_ONCE && self.reader.buffer().contains(&b'\n')) {
+        let mut inputs = Vec::new();
+        while inputs.is_empty() || (inputs.len() < AT_ONCE && self.reader.buffer().contains(&b'\n')) {
             let mut line = Vec::new();
             let read = self.reader.read_until(b'\n', &mut line);
             let wrong =
                 |reason: String| Some(Failure::new(format!("{}, line {}: {reason}", self.name, self.lines + 1)));
             match read {
-                Ok(0) => return (texts, None),
+                Ok(0) => return (inputs, None),
                 Ok(_) => {}
-                Err(error) => return (texts, wrong(error.to_string())),
+                Err(error) => return (inputs, wrong(error.to_string())),
             }
-            let Ok(line) = String::from_utf8(line) else { return (texts, wrong("is not UTF-8 text".into())) };
+            let Ok(line) = String::from_utf8(line) else { return (inputs, wrong("is not UTF-8 text".into())) };
             let line = line.strip_suffix('\n').unwrap_or(&line);
             let line = line.strip_suffix('\r').unwrap_or(line);
             // Some editors start a file with a byte order mark.
             let line = line.strip_prefix('\u{feff}').filter(|_| self.lines == 0).unwrap_or(line);
-            texts.push(line.to_string());
+            inputs.push(line.to_string());
             self.lines += 1;
         }
-        (texts, None)
+        (inputs, None)
     }
 }
 
@@ -256,8 +256,8 @@ impl PredictionInput {
 pub struct PredictionRun<S> {
     /// The model folder.
     pub model: PathBuf,
-    /// The texts.
-    pub texts: PredictionInput,
+    /// The inputs.
+    pub inputs: PredictionInput,
     /// Data type of activations.
     pub precision: Precision,
     /// Receives each text and its prediction, in order.
@@ -270,14 +270,14 @@ impl<S: FnMut(&str, &Prediction)> OnBackend for PredictionRun<S> {
     fn run<B: Backend>(mut self, RunContext { device, .. }: RunContext<B>) -> Result<(), Failure> {
         let predictor = Predictor::<B>::open(&self.model, self.precision, device)?;
         loop {
-            let (texts, failure) = self.texts.next();
-            let borrowed: Vec<&str> = texts.iter().map(String::as_str).collect();
-            for (text, prediction) in texts.iter().zip(predictor.predict(&borrowed)?) {
+            let (inputs, failure) = self.inputs.next();
+            let borrowed: Vec<&str> = inputs.iter().map(String::as_str).collect();
+            for (text, prediction) in inputs.iter().zip(predictor.predict(&borrowed)?) {
                 (self.show)(text, &prediction);
             }
             match failure {
                 Some(failure) => return Err(failure),
-                None if texts.is_empty() => return Ok(()),
+                None if inputs.is_empty() => return Ok(()),
                 None => {}
             }
         }

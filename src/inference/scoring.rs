@@ -1,4 +1,4 @@
-//! Relevance scores of pairs by a cross-encoder, which reads both texts at once (Nogueira and Cho,
+//! Relevance scores of pairs by a cross-encoder, which reads both at once (Nogueira and Cho,
 //! 2019, "Passage Re-ranking with BERT").
 
 use std::path::Path;

@@ -143,14 +143,14 @@ mod tests {
     fn vocabularies_give_the_ids_of_the_tokenizers_that_they_came_from() {
         let golden_ids: Value =
             serde_json::from_slice(&std::fs::read(golden("tokenizers.json")).expect("a golden file")).expect("JSON");
-        let texts: Vec<String> = serde_json::from_value(golden_ids["texts"].clone()).expect("texts");
+        let samples: Vec<String> = serde_json::from_value(golden_ids["texts"].clone()).expect("strings");
         let vocabularies = golden_ids["vocabularies"].as_object().expect("vocabularies");
         assert!(vocabularies.len() > 6, "all of them");
         let mut wrong = Vec::new();
         for (name, ids) in vocabularies {
             let tokenizer = opened(&golden(&format!("vocab-{name}.gguf"))).expect("a tokenizer");
             let ids: Vec<Vec<u32>> = serde_json::from_value(ids.clone()).expect("ids");
-            for (text, wanted) in texts.iter().zip(ids) {
+            for (text, wanted) in samples.iter().zip(ids) {
                 let own = tokenizer.encode_prompt(text).expect("any text");
                 if own != wanted {
                     wrong.push(format!("{name} {text:?}: {own:?}, and not {wanted:?}"));

@@ -26,8 +26,8 @@ pub struct HeatMap {
     pub columns: Vec<String>,
     /// Cell shades in row-major order, 0 (white) to 1 (dark).
     pub shades: Vec<f64>,
-    /// Cell texts in row-major order; empty for none.
-    pub texts: Vec<String>,
+    /// Cell cell_text in row-major order; empty for none.
+    pub cell_text: Vec<String>,
 }
 
 /// White at 0, dark blue at 1; grey for NaN.
@@ -55,13 +55,15 @@ fn visible(text: &str) -> String {
 /// Draws a matrix.
 ///
 /// # Errors
-/// If it has no cells, or the number of shades or texts is wrong.
+/// If it has no cells, or the number of shades or cell_text is wrong.
 pub fn heat_map(map: &HeatMap) -> Result<Svg, Failure> {
     let cells = map.rows.len() * map.columns.len();
-    if cells == 0 || map.shades.len() != cells || !(map.texts.is_empty() || map.texts.len() == cells) {
+    if cells == 0 || map.shades.len() != cells || !(map.cell_text.is_empty() || map.cell_text.len() == cells) {
         let (rows, columns) = (map.rows.len(), map.columns.len());
-        let (shades, texts) = (map.shades.len(), map.texts.len());
-        return Err(undrawn(format!("{rows} rows and {columns} columns, but {shades} shades and {texts} texts")));
+        let (shades, cell_text) = (map.shades.len(), map.cell_text.len());
+        return Err(undrawn(format!(
+            "{rows} rows and {columns} columns, but {shades} shades and {cell_text} cell_text"
+        )));
     }
     let layout = Layout::of(map);
     let mut svg = String::new();
@@ -88,9 +90,9 @@ struct Layout {
 
 impl Layout {
     fn of(map: &HeatMap) -> Self {
-        let widest = |texts: &[String]| texts.iter().map(|text| text_width(text, FONT)).max().unwrap_or(0);
+        let widest = |labels: &[String]| labels.iter().map(|text| text_width(text, FONT)).max().unwrap_or(0);
         let small = if map.rows.len().max(map.columns.len()) > 40 { 14 } else { 24 };
-        let cell = (small.max(widest(&map.texts) + 8), small);
+        let cell = (small.max(widest(&map.cell_text) + 8), small);
         let axis = |at: usize| if map.axes[at].is_empty() { 0 } else { FONT + 8 };
         let title = if map.title.is_empty() { 0 } else { TITLE + 12 };
         let origin = (MARGIN + axis(0) + widest(&map.rows) + 8, MARGIN + title + axis(1) + widest(&map.columns) + 8);
@@ -144,7 +146,7 @@ fn draw(
         let (x, y) = layout.at(at / map.columns.len(), at % map.columns.len());
         let corners = [(x, y), (x + width, y + height)];
         area.draw(&Rectangle::new(corners, colour(*shade).filled()))?;
-        if let Some(text) = map.texts.get(at).filter(|text| !text.is_empty()) {
+        if let Some(text) = map.cell_text.get(at).filter(|text| !text.is_empty()) {
             let ink = if *shade > 0.5 { WHITE } else { INK };
             area.draw_text(text, &style(FONT, ink, HPos::Center, VPos::Center), (x + width / 2, y + height / 2))?;
         }
@@ -166,7 +168,7 @@ pub fn attention_map(title: &str, tokens: &[String], weights: &[f32]) -> Result<
         rows: labels.clone(),
         columns: labels,
         shades: weights.iter().map(|weight| f64::from(*weight)).collect(),
-        texts: Vec::new(),
+        cell_text: Vec::new(),
     })
 }
 
@@ -231,21 +233,21 @@ pub fn logit_lens<B: Backend, E: Into<Failure>>(
     streams: impl IntoIterator<Item = Tensor<B, 3>>,
     name: impl Fn(u32) -> Result<String, E>,
 ) -> Result<HeatMap, Failure> {
-    let (mut rows, mut shades, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut rows, mut shades, mut cell_text) = (Vec::new(), Vec::new(), Vec::new());
     for (block, logits) in streams.into_iter().enumerate() {
         if logits.dims()[..2] != [1, tokens.len()] {
             return Err(undrawn(format!("logits {:?} are not for {} tokens", logits.dims(), tokens.len())));
         }
-        let (probability, likeliest) = softmax(logits.cast(DType::F32), 2).max_dim_with_indices(2);
+        let (probability, top) = softmax(logits.cast(DType::F32), 2).max_dim_with_indices(2);
         let failed = |error| Failure::new(format!("the device failed: {error:?}"));
         let probability = probability.try_into_data().map_err(failed)?;
-        let likeliest = likeliest.try_into_data().map_err(failed)?;
-        let said = likeliest.iter::<i64>().map(|token| name(token as u32).map_err(Into::into));
+        let top = top.try_into_data().map_err(failed)?;
+        let said = top.iter::<i64>().map(|token| name(token as u32).map_err(Into::into));
         let said = said.collect::<Result<Vec<String>, Failure>>()?;
         // Rows go from bottom to top, as in diagrams of the model.
         rows.insert(0, if block == 0 { "embedding".to_string() } else { format!("block {}", block - 1) });
         shades.splice(0..0, probability.iter::<f64>());
-        texts.splice(0..0, said.iter().map(|text| visible(text)));
+        cell_text.splice(0..0, said.iter().map(|text| visible(text)));
     }
     Ok(HeatMap {
         title: title.into(),
@@ -253,7 +255,7 @@ pub fn logit_lens<B: Backend, E: Into<Failure>>(
         rows,
         columns: tokens.iter().map(|token| visible(token)).collect(),
         shades,
-        texts,
+        cell_text,
     })
 }
 
@@ -273,7 +275,7 @@ pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Res
         rows: labels.to_vec(),
         columns: labels.to_vec(),
         shades: counts.iter().enumerate().map(shade).collect(),
-        texts: counts.iter().map(text).collect(),
+        cell_text: counts.iter().map(text).collect(),
     })
 }
 
@@ -281,8 +283,8 @@ pub fn confusion_matrix(title: &str, labels: &[String], counts: &[usize]) -> Res
 mod tests {
     use super::*;
 
-    fn strings(texts: &[&str]) -> Vec<String> {
-        texts.iter().map(|text| text.to_string()).collect()
+    fn strings(labels: &[&str]) -> Vec<String> {
+        labels.iter().map(|text| text.to_string()).collect()
     }
 
     #[test]

@@ -15,21 +15,20 @@ pub(super) fn page(profile: &Profile) -> Result<String, Failure> {
     let title = escaped(&format!("{} on {}", profile.name, profile.device));
     let verdicts: String =
         verdicts(profile).iter().map(|verdict| format!("<li>{}</li>", escaped(&verdict.to_string()))).collect();
-    let verdicts =
-        if verdicts.is_empty() { "<p>Nothing stands out.</p>".into() } else { format!("<ul>{verdicts}</ul>") };
+    let verdicts = if verdicts.is_empty() { "<p>No findings.</p>".into() } else { format!("<ul>{verdicts}</ul>") };
     let _ = write!(
         page,
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">\
          <title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1><h2>Verdicts</h2>{verdicts}\
-         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, the kernels of these. Point at a box for its figures.</p>{}",
+         <h2>Flame graph</h2><p>One {} from left to right: parts of the model, their operations, and kernels. Hover over a box for details.</p>{}",
         profile.unit,
         flame(profile)
     );
     if let Some(picture) = roof(profile)? {
         let _ = write!(
             page,
-            "<h2>Roofline</h2><p>How many multiplications and additions an operation does a second, over how many it does for each \
-             byte: the line is what the hardware allows (Williams et al., 2009).</p>{picture}"
+            "<h2>Roofline</h2><p>FLOP per second of an operation over its FLOP per \
+             byte; the line is the hardware limit (Williams et al., 2009).</p>{picture}"
         );
     }
     let _ = write!(page, "<h2>Table</h2><pre>{}</pre></body></html>", escaped(&profile.to_string()));

@@ -126,7 +126,7 @@ pub struct ProfilePrediction {
     /// The model's folder.
     pub model: PathBuf,
     /// The utterances, predicted as one batch.
-    pub texts: Vec<String>,
+    pub utterances: Vec<String>,
     /// Data type of matrices and activations.
     pub precision: Precision,
     /// The options.
@@ -137,10 +137,10 @@ impl OnBackend for ProfilePrediction {
     type Output = Profile;
 
     fn run<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Profile, Failure> {
-        let Self { model, texts, precision, options } = self;
+        let Self { model, utterances, precision, options } = self;
         let predictor = Predictor::<B>::open(&model, precision, device.clone())?;
-        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-        let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&texts).map(drop));
+        let utterances: Vec<&str> = utterances.iter().map(String::as_str).collect();
+        let predict = |count: u64| (0..count).try_for_each(|_| predictor.predict(&utterances).map(drop));
         predict(options.warm_up)?;
         let begun = Instant::now();
         predict(options.count)?;

@@ -128,10 +128,12 @@ impl Profile {
             let (launches, waits) = (known(total.launches), known(total.synchronisations));
             write!(f, "a {unit:<14}{launches} launches, {waits} waits for the device")?;
             match report.waits_while_busy {
-                beside if beside == 0 || total.synchronisations.is_none() => writeln!(f)?,
-                beside => {
-                    writeln!(f, ", {} of them while the device had more work queued", number(beside as f64 / count))?
-                }
+                overlapped if overlapped == 0 || total.synchronisations.is_none() => writeln!(f)?,
+                overlapped => writeln!(
+                    f,
+                    ", {} of them while the device had more work queued",
+                    number(overlapped as f64 / count)
+                )?,
             }
         }
         let (to_device, to_host) = (copies(total.to_device, uploads, up), copies(total.to_host, reads, down));

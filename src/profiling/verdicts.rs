@@ -69,7 +69,8 @@ impl Display for Verdict {
 
 /// What the figures of a profile say, the gravest kinds first.
 ///
-/// What is read late, for many units at once, costs them nothing, and is no verdict; nor are waits for that.
+/// What is read late, for many units at once, costs them nothing, and is no verdict; nor are waits
+/// for that.
 pub fn verdicts(profile: &Profile) -> Vec<Verdict> {
     let (unit, count) = (profile.unit, profile.count.max(1) as f64);
     let mut verdicts = Vec::new();

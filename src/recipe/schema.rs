@@ -31,7 +31,8 @@ pub struct Recipe {
     /// only dropout applies then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
-    /// Family and shape: `family`, and any field of [`TransformerConfig`](fireclay_model::TransformerConfig).
+    /// Family and shape: `family`, and any field of
+    /// [`TransformerConfig`](fireclay_model::TransformerConfig).
     #[serde(default)]
     pub model: Table,
     /// The training data.
@@ -334,7 +335,7 @@ impl Recipe {
     }
 
     /// The training data, each source with its weight.
-    pub(crate) fn texts(&self) -> Result<Vec<(&Path, f64)>, Failure> {
+    pub(crate) fn corpora(&self) -> Result<Vec<(&Path, f64)>, Failure> {
         let DataRecipe { source, corpora, .. } = &self.data;
         match (source.is_empty(), corpora.is_empty()) {
             (true, true) => Err(self.lacks_data("text")),

@@ -40,11 +40,11 @@ pub(super) enum Job {
     /// Generate a sequence.
     Generate(Box<GenerateJob>),
     /// Embed inputs, given as tokens.
-    Embed { texts: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
+    Embed { inputs: Vec<Vec<u32>>, reply: Reply<Vec<Vec<f32>>> },
     /// Score pairs of inputs, with a model that has a score head.
     Score { pairs: Vec<Pair>, reply: Reply<Vec<f32>> },
     /// Predict intents and slots.
-    Predict { texts: Vec<String>, reply: Reply<Vec<Prediction>> },
+    Predict { inputs: Vec<String>, reply: Reply<Vec<Prediction>> },
     /// Resume a preempted sequence, with the channel to its client.
     Resume { id: RequestId, events: UnboundedSender<SequenceEvent> },
 }
@@ -159,12 +159,12 @@ impl<R: FnOnce()> Engine<R> {
         self.begin(Served::Generator(Box::new(served)));
         let Self { shared, ready, .. } = self;
         ready();
-        let mut texts =
-            Texts { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
-        let served = texts.serve(&generator);
+        let mut sequences =
+            Sequences { shared: &shared, scheduler: &mut scheduler, jobs: HashMap::new(), preempted: HashMap::new() };
+        let served = sequences.serve(&generator);
         let end = || served.clone().map_or_else(SequenceEvent::Failed, |()| SequenceEvent::Stopping);
         // The client may be gone.
-        for mut waiting in texts.jobs.into_values().chain(texts.preempted.into_values()) {
+        for mut waiting in sequences.jobs.into_values().chain(sequences.preempted.into_values()) {
             waiting.send();
             drop(waiting.events.send(end()));
         }
@@ -195,15 +195,15 @@ impl<R: FnOnce()> Engine<R> {
             }
             match shared.queue.pop().map(|(_, job)| job) {
                 None => shared.queue.wait(SLEEP),
-                Some(Job::Embed { texts, reply }) => answer(reply, embedder.embed(&texts))?,
+                Some(Job::Embed { inputs, reply }) => answer(reply, embedder.embed(&inputs))?,
                 Some(Job::Score { pairs, reply }) => match &head {
                     Some(head) => answer(reply, head.scores(embedder.model(), &pairs))?,
                     None => drop(reply.send(Err(Failure::usage("this model has no head for scores")))),
                 },
-                Some(Job::Predict { texts, reply }) => {
-                    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+                Some(Job::Predict { inputs, reply }) => {
+                    let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
                     match &predictor {
-                        Some(predictor) => answer(reply, predictor.predict(&texts))?,
+                        Some(predictor) => answer(reply, predictor.predict(&inputs))?,
                         None => drop(reply.send(Err(Failure::usage("this model does not predict intents")))),
                     }
                 }
@@ -235,7 +235,7 @@ fn answer<T>(reply: Reply<T>, answer: Result<T, Failure>) -> Result<(), Failure>
 }
 
 /// The sequences in the scheduler.
-struct Texts<'a, B: Backend> {
+struct Sequences<'a, B: Backend> {
     shared: &'a Shared,
     scheduler: &'a mut Scheduler<B>,
     jobs: HashMap<RequestId, Waiting>,
@@ -263,7 +263,7 @@ impl Waiting {
     }
 }
 
-impl<B: Backend> Texts<'_, B> {
+impl<B: Backend> Sequences<'_, B> {
     /// Runs until the server drains, then until all sequences are complete or time is up.
     fn serve(&mut self, generator: &Generator<B>) -> Result<(), Failure> {
         loop {

@@ -100,7 +100,7 @@ impl Record {
         if tokens == 0 && text.is_empty() {
             return;
         }
-        let (seconds, texts) = (self.begun.elapsed().as_secs_f64(), self.shared.options.log_texts);
+        let (seconds, with_text) = (self.begun.elapsed().as_secs_f64(), self.shared.options.log_texts);
         let mut first = false;
         self.facts(|facts| {
             first = facts.first_token.is_none() && tokens > 0;
@@ -108,7 +108,7 @@ impl Record {
                 facts.first_token = Some(seconds);
             }
             facts.tokens += tokens;
-            if texts {
+            if with_text {
                 facts.answer.push_str(text);
             }
         });

@@ -41,7 +41,7 @@ use crate::precision::{CachePrecision, Precision};
 
 /// HTTP threads; the device has one of its own.
 const HTTP_THREADS: usize = 2;
-/// Threads that tokenize long texts and compile grammars.
+/// Threads that tokenize long inputs and compile grammars.
 const TEXT_THREADS: usize = 4;
 /// How long finished answers may take to leave.
 const LEAVE: Duration = Duration::from_secs(5);

@@ -194,12 +194,12 @@ mod tests {
     /// A named job, and a handle whose drop abandons it.
     fn job(name: &str) -> (Job, impl Sized + use<>) {
         let (reply, waits) = oneshot::channel();
-        (Job::Predict { texts: vec![name.to_string()], reply }, waits)
+        (Job::Predict { inputs: vec![name.to_string()], reply }, waits)
     }
 
     fn name(job: &Job) -> &str {
         match job {
-            Job::Predict { texts, .. } => &texts[0],
+            Job::Predict { inputs, .. } => &inputs[0],
             _ => "another",
         }
     }

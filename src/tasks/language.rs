@@ -98,16 +98,16 @@ impl Language {
             let tokenizer = tokenizer.map_or_else(|| stories.tokenizer(), Ok)?;
             return Ok(Self::new(Corpus::Stories(stories), tokenizer));
         }
-        let texts = recipe.texts()?;
+        let corpora = recipe.corpora()?;
         let tokenizer = match tokenizer {
             Some(tokenizer) => tokenizer,
-            None => make_tokenizer(recipe, &texts)?,
+            None => make_tokenizer(recipe, &corpora)?,
         };
         let mut files = Vec::new();
-        for (path, weight) in &texts {
+        for (path, weight) in &corpora {
             files.push((tokens(path, &tokenizer, data, watch)?, *weight));
         }
-        let shown: Vec<String> = texts.iter().map(|(path, _)| path.display().to_string()).collect();
+        let shown: Vec<String> = corpora.iter().map(|(path, _)| path.display().to_string()).collect();
         let corpus = TextCorpus::of_files(files, seq_length, data.holdout);
         let corpus = if data.documents_apart { corpus.and_then(TextCorpus::with_documents_apart) } else { corpus };
         let corpus = corpus.map_err(|error| Failure::new(format!("{}: {error}", shown.join(", "))))?;
@@ -206,12 +206,12 @@ impl Language {
 }
 
 /// The recipe's tokenizer, trained on its data if need be.
-fn make_tokenizer(recipe: &Recipe, texts: &[(&Path, f64)]) -> Result<Tokenizer, Failure> {
+fn make_tokenizer(recipe: &Recipe, corpora: &[(&Path, f64)]) -> Result<Tokenizer, Failure> {
     let data = &recipe.data;
     if let Some(file) = recipe.tokenizer_file() {
         return Ok(Tokenizer::load(file)?);
     }
-    if let Some((prepared, _)) = texts.iter().find(|(path, _)| TokenFiles::are_in(path)) {
+    if let Some((prepared, _)) = corpora.iter().find(|(path, _)| TokenFiles::are_in(path)) {
         return Ok(TokenFiles::open(prepared)?.tokenizer()?);
     }
     let kind = match data.tokenizer.as_str() {
@@ -220,6 +220,6 @@ fn make_tokenizer(recipe: &Recipe, texts: &[(&Path, f64)]) -> Result<Tokenizer, 
         _ => TokenizerKind::Byte,
     };
     let open = |(path, _): &(&Path, f64)| TextSource::open(path, &data.field);
-    let sources = texts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    let sources = corpora.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     Ok(Tokenizer::train_on(kind, &sources)?)
 }

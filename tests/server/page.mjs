@@ -165,8 +165,8 @@ async function conversation() {
         }
         return "rgb(255, 255, 255)";
       };
-      const texts = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
-      return [...document.querySelectorAll(texts)].filter(one => {
+      const elements = "h1, h2, p, li, label, small, button, code, a, td, .under span, .bar span";
+      return [...document.querySelectorAll(elements)].filter(one => {
         if (one.offsetParent === null) return false;
         const [a, b] = [light(getComputedStyle(one).color), light(ground(one))].sort((a, b) => b - a);
         return (a + 0.05) / (b + 0.05) < 4.5;
@@ -201,7 +201,7 @@ async function phone() {
 async function completion() {
   const { page, faults, context } = await open(stories);
   await ready(page);
-  // The likeliest tokens: a draw may end a text at once.
+  // Greedy tokens: a sampled one may end a text at once.
   await page.click("#show-settings");
   await page.fill("#temperature", "0");
   await page.keyboard.press("Escape");
@@ -226,7 +226,7 @@ async function completion() {
   await say(page, " She");
   await done(page);
   assert.equal(await page.isVisible("#error"), false, await page.innerText("#error"));
-  // No room is left beside a text that is too long by itself.
+  // There is no room next to a text that is too long by itself.
   await say(page, " She makes pots.".repeat(100));
   await done(page);
   assert.match(await page.innerText("#error"), /tokens/);
@@ -519,7 +519,7 @@ const CASES = {
   "    a\n\n    b\nc": "<pre><code>a\n\nb</code></pre><p>c</p>",
 };
 
-// Texts that make a careless reader of Markdown slow, or run out of stack; a model that repeats
+// Input that makes a careless Markdown parser slow, or run out of stack; a model that repeats
 // itself writes the like.
 const times = (text, count) => text.repeat(count);
 const HOSTILE = {

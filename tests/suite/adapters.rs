@@ -1,4 +1,4 @@
-//! Frozen parameters, and adapters that are trained in their place.
+//! Frozen parameters, and adapters trained instead of them.
 
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Param};
@@ -23,12 +23,13 @@ const SETTINGS: Settings = Settings {
     step: 0, // the optimizer counts
 };
 
-/// A small model of Llama's kind.
+/// A small Llama.
 fn model<B: Backend>(device: &B::Device) -> Transformer<Autodiff<B>> {
     TransformerConfig::llama(40, 16, 32, 2, 4).init(3, device).expect("a config that holds together")
 }
 
-/// An adapter of a matrix `[d_output, d_input]`, of values of order one where `zero` does not ask for what training begins from.
+/// An adapter of a matrix `[d_output, d_input]`, with values of order one, or with the initial
+/// values of training if `zero`.
 fn adapter<B: Backend>([d_output, d_input]: [usize; 2], zero: bool, device: &B::Device) -> Adapter<Autodiff<B>> {
     let a = Tensor::from_inner(random::<B, 2>(1, [RANK, d_input], device) * 0.2);
     let b = random::<B, 2>(2, [d_output, RANK], device) * if zero { 0.0 } else { 0.2 };
@@ -54,7 +55,7 @@ fn adapted<B: Backend>(
     model
 }
 
-/// The model with its adapters added to the weights.
+/// The model with its adapters merged into the weights.
 fn merged<B: Backend>(mut model: Transformer<Autodiff<B>>) -> Transformer<Autodiff<B>> {
     for linear in linears(&mut model) {
         let Adapter { a, b, scale } = linear.adapter.take().expect("an adapter");
@@ -82,7 +83,7 @@ backend_test!(a_model_with_adapters_is_the_one_with_merged_weights::<B>(device) 
     let plain = values(&loss(&self::model::<B>(&device).valid(), &device))[0];
     for dropout in [None, Some(RandomKey::new(1))] {
         let [mut ours, mut wanted] = [model.clone(), merged(model.clone())];
-        // It stands behind the adapters, as behind the weights.
+        // The bias follows the adapters, as it follows the weights.
         ours.set_dropout(dropout);
         wanted.set_dropout(dropout);
         let [ours, wanted] = [ours, wanted].map(|model| values(&loss(&model, &device).inner())[0]);
@@ -104,7 +105,7 @@ backend_test!(adapters_over_a_quantized_base_train_and_nothing_else_changes::<B>
         };
         let first = all(&model);
         let mut optimizer = Optimizer::new(OptimizerKind::AdamW, &model);
-        // Two moments of each of two matrices of an adapter, of four linear layers in two blocks.
+        // Two moments for each of an adapter's two matrices, on four linear layers in two blocks.
         assert_eq!(optimizer.state().count(), 2 * 2 * 4 * 2);
         assert!(optimizer.state().all(|(name, _)| name.contains(".adapter.")));
         for _ in 0..40 {
@@ -123,7 +124,7 @@ backend_test!(frozen_parameters_stay_as_they_are::<B>(device) {
     let trained = |path: &str| path.starts_with("blocks.1.") || path == "final_norm.gamma";
     let mut model = model::<B>(&device).with_trained(trained);
     let first: Vec<_> = named_parameters(&model).into_iter().map(|(path, _, _, value)| (path, values(&value.inner()))).collect();
-    // What is trained has the gradient that it has if all is trained.
+    // Trained parameters have the same gradients as if all were trained.
     let whole = self::model::<B>(&device);
     let of_whole = ParameterGradients::take(&whole, loss(&whole, &device).backward()).into_inner();
     let names: Vec<String> = named_parameters(&whole).into_iter().map(|(path, ..)| path).collect();

@@ -27,12 +27,12 @@ enum Key {
     Text(&'static str),
 }
 
-/// A tensor: name, shape, the number of its type, bytes.
+/// A tensor: name, shape, type number, bytes.
 type Described = (String, Vec<usize>, u32, Vec<u8>);
 
 const F32: u32 = 0;
 
-/// A file that a test writes.
+/// A file written by a test.
 #[derive(Clone, Default)]
 struct File {
     keys: Vec<(String, Key)>,
@@ -40,7 +40,7 @@ struct File {
 }
 
 impl File {
-    /// With a key in place of one of the same name.
+    /// Adds or replaces a key.
     fn with(mut self, name: &str, value: Key) -> Self {
         self.keys.retain(|(known, _)| known != name);
         self.keys.push((name.into(), value));
@@ -99,7 +99,7 @@ impl File {
     }
 }
 
-/// Bytes without a pattern.
+/// Pseudo-random bytes.
 fn noise(seed: u64) -> impl FnMut() -> u8 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     move || {
@@ -110,13 +110,13 @@ fn noise(seed: u64) -> impl FnMut() -> u8 {
     }
 }
 
-/// The number that files have for a format.
+/// The type number of a format.
 fn number(format: BlockFormat) -> u32 {
     [2, 3, 6, 7, 8, 10, 11, 12, 13, 14]
         [BlockFormat::ALL.iter().position(|known| *known == format).expect("one of them")]
 }
 
-/// Blocks of noise, with small scales where a block has f16.
+/// Random blocks, with small scales where a block has f16.
 fn blocks(format: BlockFormat, weights: usize, seed: u64) -> Vec<u8> {
     let halves: &[usize] = match format {
         BlockFormat::Q4_0 | BlockFormat::Q5_0 | BlockFormat::Q8_0 => &[0],
@@ -125,7 +125,7 @@ fn blocks(format: BlockFormat, weights: usize, seed: u64) -> Vec<u8> {
         BlockFormat::Q3K => &[108],
         BlockFormat::Q6K => &[208],
     };
-    // So that weights are about 0.05 in each.
+    // So that weights are about 0.05.
     let scale = match format {
         BlockFormat::Q8_0 => 0.0008,
         BlockFormat::Q2K => 0.004,
@@ -161,7 +161,7 @@ fn llama_keys(d_model: u32, layers: u32) -> File {
     file.with("llama.attention.layer_norm_rms_epsilon", Key::F32(1e-5))
 }
 
-/// Names and shapes of its tensors, and the hub's names.
+/// Names and shapes of its tensors, with the hub's names.
 fn llama_tensors(d: usize, layers: usize, vocab: usize) -> Vec<(String, String, Vec<usize>)> {
     let mut tensors = vec![
         ("token_embd.weight".to_string(), "model.embed_tokens.weight".to_string(), vec![vocab, d]),
@@ -186,7 +186,7 @@ fn llama_tensors(d: usize, layers: usize, vocab: usize) -> Vec<(String, String, 
     tensors
 }
 
-/// The same model as a GGUF file of a format, and as the hub's folder of its weights.
+/// The same model as a GGUF file in a format, and as a hub folder of its weights.
 fn pair(format: BlockFormat, folder: &Path) -> PathBuf {
     const D: usize = 256;
     let mut file = llama_keys(D as u32, 1);
@@ -277,7 +277,7 @@ backend_test!(a_quantized_file_computes_as_its_dequantized_weights_in_every_form
         let hub = logits(&ModelFolder::new(folder.path()).load::<B>(&device)?, &tokens, &device);
         let (difference, name) = (largest_difference(&gguf, &hub), format.name());
         assert!(difference < 1e-3 && hub.iter().any(|logit| logit.abs() > 0.1), "{name}: {difference}");
-        // One tensor at a time in other precisions, as of a folder.
+        // Other precisions load one tensor at a time, as from a folder.
         let of = |path: &Path| -> Result<Vec<f32>, fireclay::Failure> {
             let model = ModelFolder::new(path).load_in::<B>(Format::Int8, &mut |_, _| {}, &device)?;
             Ok(logits(&model, &tokens, &device))
@@ -479,7 +479,7 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
         let message = with(&|file| file.tensors[3].2 = kind);
         assert!(message.contains(name) && message.contains("blk.0.attn_q.weight"), "{message}");
     }
-    // Rows of 64 are no blocks of 256.
+    // Rows of 64 are not multiples of blocks of 256.
     let message = with(&|file| file.tensors[3].2 = 12);
     assert!(message.contains("blk.0.attn_q.weight") && message.contains("Q4_K has blocks of 256"), "{message}");
     let message = with(&|file| { file.tensors.remove(3); });
@@ -488,7 +488,7 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     assert!(message.contains("blk.0.kiln.weight is not part of such a model"), "{message}");
     let message = with(&|file| file.tensors[3].1 = vec![32, 128]);
     assert!(message.contains("blk.0.attn_q.weight has shape [32, 128] instead of [64, 64]"), "{message}");
-    // The last tensor's offset, upon the first, beside the grid and beyond the end.
+    // The last tensor's offset: overlapping the first, misaligned, and beyond the end.
     let name = b"blk.0.ffn_norm.weight";
     let at = whole.windows(name.len()).position(|window| window == name).expect("a tensor") + name.len() + 4 + 8 + 4;
     assert!(edited(at, &0u64.to_le_bytes()).contains("overlap"));
@@ -499,7 +499,7 @@ backend_test!(a_file_that_cannot_be_read_is_refused_in_one_line::<B>(device) {
     assert!(message.contains("none.gguf"), "{message}");
 });
 
-/// A golden file's model in parts, as they are named: each tensor goes to the next one in turn.
+/// A golden file's model in several parts: tensors are distributed in turn.
 fn parts(file: &File, folder: &Path, count: u32) -> Vec<PathBuf> {
     let part = |part: u32| {
         let path = folder.join(format!("model-{:05}-of-{count:05}.gguf", part + 1));

@@ -67,7 +67,7 @@ fn every_format_gives_its_documents() {
     let expected = ["one\n", "två", "three\nfour", "one\n", "två", "five", "six", "seven"].map(whole).to_vec();
     assert_eq!(pieces(folder.path(), "text", true).expect("good files"), expected);
     assert_eq!(read_text(&at("b.txt")).expect("a text"), "three\nfour");
-    assert_eq!(read_text(folder.path()).expect("texts").lines().count(), 9);
+    assert_eq!(read_text(folder.path()).expect("text").lines().count(), 9);
 }
 
 #[test]
@@ -126,10 +126,10 @@ fn a_file_is_taken_as_what_it_contains() {
     ];
     let folder = tempfile::tempdir().expect("a folder");
     assert!(files.len() >= 30);
-    for (name, bytes, field, texts) in files {
+    for (name, bytes, field, expected) in files {
         let path = folder.path().join(name);
         fs::write(&path, bytes).expect("writable");
-        assert_eq!(documents(&path, field).expect(name), texts, "{name}");
+        assert_eq!(documents(&path, field).expect(name), expected, "{name}");
     }
     let path = folder.path().join("nested.parquet");
     let fields = "OPTIONAL group meta { OPTIONAL BINARY text (UTF8); }";
@@ -294,8 +294,8 @@ fn standard_input_is_json_where_it_begins_as_json() {
         ("\n\n", &["\n\n"]),
         ("", &[]),
     ];
-    for (bytes, texts) in cases {
-        assert_eq!(piped(bytes.as_bytes(), "text").expect(bytes), texts, "{bytes}");
+    for (bytes, expected) in cases {
+        assert_eq!(piped(bytes.as_bytes(), "text").expect(bytes), expected, "{bytes}");
     }
     let refused = |bytes: &[u8]| piped(bytes, "text").expect_err("no text").to_string();
     let message = refused(b"{\"text\": \"a\"}\n{\"body\": \"b\"}");

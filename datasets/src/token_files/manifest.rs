@@ -126,12 +126,12 @@ impl Manifest {
 
     /// Writes a folder's manifest atomically.
     pub(super) fn write(&self, folder: &Path) -> Result<(), DataError> {
-        let (path, beside) = (folder.join(FILE), folder.join(format!("{FILE}.partial")));
+        let (path, partial) = (folder.join(FILE), folder.join(format!("{FILE}.partial")));
         let put = || {
-            let mut file = File::create(&beside)?;
+            let mut file = File::create(&partial)?;
             file.write_all(&serde_json::to_vec_pretty(self)?)?;
             file.sync_all()?;
-            fs::rename(&beside, &path)
+            fs::rename(&partial, &path)
         };
         put().map_err(|error| DataError::Io { path: path.clone(), error })
     }

@@ -146,8 +146,8 @@ impl Writer<'_> {
                 Read::Pieces(pieces, bytes) => (pieces, bytes),
                 Read::Failed(error) => return Err(error),
             };
-            let texts: Vec<&str> = pieces.iter().map(|piece| piece.text.as_str()).collect();
-            for (piece, mut tokens) in pieces.iter().zip(encoder.encode(&texts)?) {
+            let strings: Vec<&str> = pieces.iter().map(|piece| piece.text.as_str()).collect();
+            for (piece, mut tokens) in pieces.iter().zip(encoder.encode(&strings)?) {
                 let held_out = done.held_out_documents.is_some_and(|share| is_held_out(done.documents, share));
                 let (name, shard) = if held_out { ("valid", 1) } else { ("train", 0) };
                 let list = if held_out { &done.valid } else { &done.train };

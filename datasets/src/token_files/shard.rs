@@ -134,7 +134,7 @@ fn written_header(manifest: &Manifest, tokens: u64, crc32: u32) -> Result<[u8; H
 /// A shard being written, under a temporary name.
 pub(super) struct ShardWriter {
     name: String,
-    beside: PathBuf,
+    partial: PathBuf,
     place: PathBuf,
     file: BufWriter<File>,
     hash: crc32fast::Hasher,
@@ -145,13 +145,13 @@ pub(super) struct ShardWriter {
 impl ShardWriter {
     /// Starts the shard `name` of a folder.
     pub(super) fn new(folder: &Path, name: String, width: usize) -> Result<Self, DataError> {
-        let (place, beside) = (folder.join(&name), folder.join(format!("{name}.partial")));
-        let file = File::create(&beside).and_then(|mut file| {
+        let (place, partial) = (folder.join(&name), folder.join(format!("{name}.partial")));
+        let file = File::create(&partial).and_then(|mut file| {
             file.write_all(&[0; HEADER])?;
             Ok(BufWriter::with_capacity(1 << 20, file))
         });
-        let file = file.map_err(|error| DataError::Io { path: beside.clone(), error })?;
-        Ok(Self { name, beside, place, file, hash: crc32fast::Hasher::new(), tokens: 0, width })
+        let file = file.map_err(|error| DataError::Io { path: partial.clone(), error })?;
+        Ok(Self { name, partial, place, file, hash: crc32fast::Hasher::new(), tokens: 0, width })
     }
 
     /// Tokens written.
@@ -167,12 +167,12 @@ impl ShardWriter {
         };
         self.hash.update(&bytes);
         self.tokens += tokens.len() as u64;
-        self.file.write_all(&bytes).map_err(|error| DataError::Io { path: self.beside.clone(), error })
+        self.file.write_all(&bytes).map_err(|error| DataError::Io { path: self.partial.clone(), error })
     }
 
     /// Renames the complete shard to its name.
     pub(super) fn finish(self, manifest: &Manifest) -> Result<ShardEntry, DataError> {
-        let Self { name, beside, place, mut file, hash, tokens, .. } = self;
+        let Self { name, partial, place, mut file, hash, tokens, .. } = self;
         let crc32 = hash.finalize();
         let header = written_header(manifest, tokens, crc32)?;
         let mut put = || {
@@ -181,7 +181,7 @@ impl ShardWriter {
             file.seek(SeekFrom::Start(0))?;
             file.write_all(&header)?;
             file.sync_all()?;
-            fs::rename(&beside, &place)
+            fs::rename(&partial, &place)
         };
         put().map_err(|error| DataError::Io { path: place.clone(), error })?;
         Ok(ShardEntry { file: name, tokens, crc32, modified: modified(&place) })

@@ -234,8 +234,8 @@ impl Vocabulary {
     fn template(&self, begin: Option<u32>) -> Value {
         let special = |id: u32| json!({ "SpecialToken": { "id": self.tokens[id as usize], "type_id": 0 } });
         let text = |name: &str, kind: u32| json!({ "Sequence": { "id": name, "type_id": kind } });
-        let around = |texts: Vec<Value>| -> Vec<Value> {
-            begin.map(special).into_iter().chain(texts).chain(self.end.map(special)).collect()
+        let around = |sequence: Vec<Value>| -> Vec<Value> {
+            begin.map(special).into_iter().chain(sequence).chain(self.end.map(special)).collect()
         };
         let used = [begin, self.end].into_iter().flatten().map(|id| {
             let token = &self.tokens[id as usize];

@@ -142,7 +142,8 @@ pub(crate) fn cast_padded<R: CubeRuntime>(x: CubeTensor<R>, n_rows: usize, dtype
     let out = empty(&x, [n_rows, columns], dtype);
     let vector = vector_width(&[&x, &out], &[columns]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` writes its own vector, and reads the same one where the matrix has it.
+    // SAFETY: each unit below `units` writes its own vector, and reads the same one where the
+    // matrix has it.
     unsafe {
         cast_padded_kernel::launch_unchecked(
             &x.client,

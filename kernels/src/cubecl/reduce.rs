@@ -235,7 +235,8 @@ fn add_up<R: CubeRuntime>(x: CubeTensor<R>, first: &CubeTensor<R>, second: &Cube
         _ => (32, 256),
     };
     let width = columns.next_power_of_two().min(most);
-    // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of its own piece.
+    // SAFETY: each unit reads its column's vectors below `rows`, and writes that column's sum of
+    // its own piece.
     unsafe {
         launch!(
             add_up_kernel::AddUpKernel,

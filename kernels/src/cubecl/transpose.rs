@@ -22,7 +22,8 @@ pub(crate) fn transpose<R: CubeRuntime>(x: CubeTensor<R>, dtype: DType, pieces: 
     let edge = EDGE as usize;
     let (read, written) = (vector_width(&[&x], &[columns, stride, edge]), vector_width(&[&out], &[piece, edge]));
     let across = columns.div_ceil(edge);
-    // SAFETY: each cube writes its own square of `out`, and reads the same one of `x`, both within their edges.
+    // SAFETY: each cube writes its own square of `out`, and reads the same one of `x`, both within
+    // their edges.
     unsafe {
         transpose_kernel::launch_unchecked(
             &x.client,

@@ -127,7 +127,8 @@ fn compile(index: usize, arch: Arch, source: &str) -> Option<()> {
     }
     let ptx = ptx(&source, &options)?;
     in_context_of(index, || {
-        // SAFETY: the image is PTX with a 0 at its end, as NVRTC wrote it; the context is this thread's; nothing of the module is used.
+        // SAFETY: the image is PTX with a 0 at its end, as NVRTC wrote it; the context is this
+        // thread's; nothing of the module is used.
         unsafe {
             let loaded = module::load_data(ptx.as_ptr().cast()).ok()?;
             module::unload(loaded).ok()

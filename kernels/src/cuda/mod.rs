@@ -248,7 +248,8 @@ pub(crate) fn in_context<R: CubeRuntime, T>(
 fn in_context_of<T>(index: usize, work: impl FnOnce() -> T) -> Result<T, cudarc::driver::DriverError> {
     let device = driver::device::get(index as i32)?;
     let before = driver::ctx::get_current()?.unwrap_or(std::ptr::null_mut());
-    // SAFETY: the device was just given out by the driver, and its context is kept until `Retained` is dropped.
+    // SAFETY: the device was just given out by the driver, and its context is kept until `Retained`
+    // is dropped.
     let context = unsafe { driver::primary_ctx::retain(device) }?;
     let _retained = Retained { device, before };
     // SAFETY: as above.
@@ -264,7 +265,8 @@ struct Retained {
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // SAFETY: the context before is somebody else's to keep, as it was; the device's was retained once for this.
+        // SAFETY: the context before is somebody else's to keep, as it was; the device's was
+        // retained once for this.
         unsafe {
             let _ = driver::ctx::set_current(self.before);
             let _ = driver::primary_ctx::release(self.device);
@@ -309,8 +311,8 @@ fn tensor_map<const N: usize>(
     use cudarc::driver::sys::*;
     assert!(strides.len() + 1 == N, "a distance for each dimension but the first");
     let mut map = CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the driver reads N sizes, one stride less and twice N more numbers, and writes one map. It does not read what is at
-    // the address.
+    // SAFETY: the driver reads N sizes, one stride less and twice N more numbers, and writes one
+    // map. It does not read what is at the address.
     let result = unsafe {
         cuTensorMapEncodeTiled(
             &mut map,

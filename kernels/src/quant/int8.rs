@@ -82,7 +82,8 @@ fn dot_bytes(x: &[f32], words: &[i32]) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Stores the nearest bytes to a row in `words`, and gives their scale: NaN where the row has a NaN.
+/// Stores the nearest bytes to a row in `words`, and gives their scale: NaN where the row has a
+/// NaN.
 #[inline(always)]
 pub(crate) fn quantize_row(row: &[f32], words: &mut [i32]) -> f32 {
     let (largest, sum) =

@@ -361,7 +361,8 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits `other`.
+    /// Panics unless the parts of the weight fit each other, and `holds`, which says that it fits
+    /// `other`.
     #[track_caller]
     pub(crate) fn check(&self, op: &'static str, name: &'static str, holds: bool, other: &Part<'_, B::Device>) {
         match self {

@@ -34,9 +34,9 @@ impl RandomKey {
 
     /// The 24 random bits at (`row`, `column`): the definition that every kernel reproduces.
     ///
-    /// Two Feistel ciphers of five rounds on 16-bit halves, the first over the row, the second over the column and
-    /// the first one's output. A product of two 16- and 15-bit numbers fits 31 bits, so that signed 32-bit integers,
-    /// all that some devices have, never overflow.
+    /// Two Feistel ciphers of five rounds on 16-bit halves, the first over the row, the second over
+    /// the column and the first one's output. A product of two 16- and 15-bit numbers fits 31 bits,
+    /// so that signed 32-bit integers, all that some devices have, never overflow.
     pub fn bits(self, row: u32, column: u32) -> u32 {
         self.row(row).bits(column)
     }

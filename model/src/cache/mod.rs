@@ -314,5 +314,5 @@ impl<B: Backend> Cache<B> {
 fn assert_once(rows: &[RowId]) {
     let mut sorted = rows.to_vec();
     sorted.sort_unstable();
-    assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is there once");
+    assert!(sorted.windows(2).all(|pair| pair[0] != pair[1]), "a row is listed twice");
 }

@@ -230,8 +230,8 @@ impl Input<'_> {
             return Err(self.wrong(format!("{key} has {count} values; at most {LONGEST_LIST} are allowed")));
         }
         if kind == 8 {
-            let texts = (0..count).map(|_| self.text(key)).collect::<Result<_, _>>()?;
-            return Ok(Entry::Strings(texts));
+            let strings = (0..count).map(|_| self.text(key)).collect::<Result<_, _>>()?;
+            return Ok(Entry::Strings(strings));
         }
         let mut numbers = Vec::with_capacity(count as usize);
         for _ in 0..count {

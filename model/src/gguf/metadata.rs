@@ -46,13 +46,13 @@ impl Metadata {
         })
     }
 
-    /// Several texts.
+    /// Several strings.
     ///
     /// # Errors
     /// If it is another type of value.
     pub fn strings(&self, key: &str) -> Result<Option<&[String]>, ConfigError> {
-        self.typed(key, "a list of texts", |entry| match entry {
-            Entry::Strings(texts) => Some(&texts[..]),
+        self.typed(key, "a list of strings", |entry| match entry {
+            Entry::Strings(strings) => Some(&strings[..]),
             // As an empty list may be of any type.
             Entry::Numbers(numbers) if numbers.is_empty() => Some(&[][..]),
             _ => None,
@@ -66,7 +66,7 @@ impl Metadata {
     pub fn numbers(&self, key: &str) -> Result<Option<&[f64]>, ConfigError> {
         self.typed(key, "a list of numbers", |entry| match entry {
             Entry::Numbers(numbers) => Some(&numbers[..]),
-            Entry::Strings(texts) if texts.is_empty() => Some(&[][..]),
+            Entry::Strings(strings) if strings.is_empty() => Some(&[][..]),
             _ => None,
         })
     }
@@ -129,7 +129,7 @@ impl Metadata {
             Some(Entry::Flag(value)) => value.to_string(),
             Some(Entry::Text(value)) => format!("'{value}'"),
             Some(Entry::Numbers(values)) => format!("a list of {} numbers", values.len()),
-            Some(Entry::Strings(values)) => format!("a list of {} texts", values.len()),
+            Some(Entry::Strings(values)) => format!("a list of {} strings", values.len()),
             None => "missing".into(),
         }
     }

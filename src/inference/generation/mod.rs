@@ -397,20 +397,20 @@ impl<B: Backend> Generator<B> {
         let begun = Instant::now();
         let (mut show, mut done) = told;
         let mut rows = HashMap::new();
-        let mut texts = VecDeque::new();
+        let mut outputs = VecDeque::new();
         for (row, prompt) in prompts.iter().enumerate() {
             let id = scheduler.add(self.request(prompt, options, prompt.draw.unwrap_or(first + row as u64)))?;
             rows.insert(id, row);
-            texts.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
+            outputs.push_back((id, Text::new(prompt, Writer::new(&self.tokenizer, &prompt.tokens, &options.stop))));
         }
         let mut decoding = Some(decoding);
         // Sequences that were passed on are no longer in the list.
         let mut handed_on = 0;
-        while !texts.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
+        while !outputs.is_empty() && !self.interrupt.load(Ordering::Relaxed) {
             let written = scheduler.step(&self.model).and_then(|()| {
                 for written in scheduler.take() {
                     let row = rows.get(&written.id).copied();
-                    let text = row.and_then(|row| Some((row, texts.get_mut(row.checked_sub(handed_on)?)?)));
+                    let text = row.and_then(|row| Some((row, outputs.get_mut(row.checked_sub(handed_on)?)?)));
                     if let Some((row, (_, text))) = text {
                         text.take(&written, begun, |text| show(row, text))?;
                         if text.complete && written.finish.is_none() {
@@ -425,16 +425,16 @@ impl<B: Backend> Generator<B> {
             let read = load.waiting + load.prefilling == 0;
             let begin = decoding.take_if(|_| read && written.is_ok());
             if let Err(failure) = written.and_then(|()| begin.map_or(Ok(()), |decoding| decoding())) {
-                texts.iter().for_each(|(id, _)| scheduler.cancel(*id));
+                outputs.iter().for_each(|(id, _)| scheduler.cancel(*id));
                 return Err(failure);
             }
-            while texts.front().is_some_and(|(_, text)| text.complete) {
-                let Some((_, text)) = texts.pop_front() else { break };
+            while outputs.front().is_some_and(|(_, text)| text.complete) {
+                let Some((_, text)) = outputs.pop_front() else { break };
                 done(handed_on, text.finish(|text| show(handed_on, text)));
                 handed_on += 1;
             }
         }
-        for (id, text) in texts {
+        for (id, text) in outputs {
             scheduler.cancel(id);
             done(handed_on, text.finish(|text| show(handed_on, text)));
             handed_on += 1;

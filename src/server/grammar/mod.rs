@@ -571,10 +571,10 @@ mod tests {
         let (tokenizer, grammars) = bytes();
         let x = tokenizer.encode("x").expect("bytes")[0];
         let filter = compiled(&grammars, Grammar::Lark("start: a\na: a a a | \"x\"\n".into())).expect("a grammar");
-        let mut texts = [filter.again(), filter.again()];
+        let mut filters = [filter.again(), filter.again()];
         let begin = Instant::now();
         let steps = (0..3000).take_while(|at| {
-            let text = &mut texts[at % 2];
+            let text = &mut filters[at % 2];
             text.allowed().and_then(|_| text.push(x)).is_ok()
         });
         let steps = steps.count();
@@ -594,14 +594,14 @@ mod tests {
     fn texts_of_a_request_share_a_grammar_and_go_their_own_ways() {
         let (tokenizer, grammars) = bytes();
         let filter = compiled(&grammars, Grammar::Choice(vec!["red".into(), "blue".into()])).expect("a grammar");
-        let mut texts: Vec<GrammarFilter> = (0..16).map(|_| filter.again()).collect();
+        let mut filters: Vec<GrammarFilter> = (0..16).map(|_| filter.again()).collect();
         drop(filter);
-        for (at, text) in texts.iter_mut().enumerate() {
+        for (at, text) in filters.iter_mut().enumerate() {
             let (begin, other) = if at % 2 == 0 { ("re", "u") } else { ("bl", "d") };
             assert_eq!(read(text, &tokenizer, begin), Ok(false));
             assert!(read(text, &tokenizer, other).is_err());
         }
-        for (at, text) in texts.iter_mut().enumerate() {
+        for (at, text) in filters.iter_mut().enumerate() {
             assert_eq!(read(text, &tokenizer, if at % 2 == 0 { "d" } else { "ue" }), Ok(true));
         }
     }

@@ -67,7 +67,7 @@ pub(super) async fn task(
             let only = constraint.as_ref().map(|_| tools.offered.iter().map(|(name, _)| name.clone()).collect());
             Calls { style, only }
         });
-        let constraint = tools.beside(served.tool_style, constraint, parallel_calls)?;
+        let constraint = tools.combined_with(served.tool_style, constraint, parallel_calls)?;
         let taken = Taken { stop: settings.stop.clone(), calls, parallel_calls, prompts: Vec::new(), nothing: false };
         fields.refuse(&["best_of", "continue_final_message", "echo"])?;
         if !fields.flag("add_generation_prompt", true)? {
@@ -178,7 +178,7 @@ impl Tools {
     }
 
     /// The constraint of an answer: a call if required; calls or the other constraint if allowed.
-    fn beside(
+    fn combined_with(
         self,
         style: Option<ToolStyle>,
         constraint: Option<Constraint>,

@@ -12,7 +12,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::fill;
 use super::generation::{
-    Choices, Prompts, Settings, TEXTS, Whole, answer, named, prompt_logprobs, run_blocking, spelled,
+    Choices, MAX_SEQUENCES, Prompts, Settings, Whole, answer, named, prompt_logprobs, run_blocking, spelled,
     warn_unknown_fields,
 };
 use super::tokens::Spelling;
@@ -105,7 +105,7 @@ impl Prompt {
 
 /// Prompts, each a string or tokens; a single one need not be in an array.
 fn given(fields: &Fields, served: &ServedGenerator) -> Result<Vec<Prompt>, ApiError> {
-    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", served.vocabulary);
+    let wanted = format!("a string, tokens below {}, or an array of up to {MAX_SEQUENCES} of these", served.vocabulary);
     let wrong = || fields.wrong("prompt", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
@@ -122,7 +122,7 @@ fn given(fields: &Fields, served: &ServedGenerator) -> Result<Vec<Prompt>, ApiEr
         Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => {
             Ok(vec![Prompt::Tokens(tokens(values)?)])
         }
-        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => values.iter().map(one).collect(),
+        Some(Value::Array(values)) if (1..=MAX_SEQUENCES).contains(&values.len()) => values.iter().map(one).collect(),
         _ => Err(wrong()),
     }
 }

@@ -19,7 +19,7 @@ use crate::server::engine::Job;
 use crate::server::served::{Served, ServedEncoder};
 
 /// Maximum inputs of a request, as at OpenAI.
-pub(super) const TEXTS: usize = 2048;
+pub(super) const MAX_INPUTS: usize = 2048;
 
 pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Response, ApiError> {
     let (State(shared), Extension(caller)) = asked;
@@ -34,7 +34,7 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     let dimensions = fields.count("dimensions", 1..=encoder.width)?.unwrap_or(encoder.width);
     let record = std::sync::Arc::clone(&caller.record);
     let work = std::sync::Arc::clone(&shared);
-    let (texts, given) = tokio::task::spawn_blocking(move || {
+    let (inputs, given) = tokio::task::spawn_blocking(move || {
         let Some(Served::Encoder(encoder)) = work.served.get() else { return Err(ApiError::stopping()) };
         let given = fields.get("input").cloned().unwrap_or(Value::Null);
         let tokens = tokens(&fields, encoder)?;
@@ -43,9 +43,9 @@ pub(super) async fn embeddings(asked: Asked, request: Request) -> Result<Respons
     })
     .await
     .unwrap_or_else(|_| Err(ApiError::server("the request could not be read")))?;
-    let count: usize = texts.iter().map(Vec::len).sum();
+    let count: usize = inputs.iter().map(Vec::len).sum();
     caller.record.prompt(count, || given);
-    let embeddings = ask(&shared, &caller, |reply| Job::Embed { texts, reply }).await?;
+    let embeddings = ask(&shared, &caller, |reply| Job::Embed { inputs, reply }).await?;
     let told = |embedding: Vec<f32>| match (base64, shortened(embedding, dimensions)) {
         (true, embedding) => {
             BASE64.encode(embedding.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()).into()
@@ -81,15 +81,15 @@ pub(super) async fn utterances(asked: Asked, request: Request) -> Result<Respons
             "this model was not trained on utterances: it does not predict intents and slots",
         ));
     }
-    let texts = fields.strings("input", TEXTS)?;
-    if texts.is_empty() {
-        return Err(fields.wrong("input", &format!("a string or up to {TEXTS} of them")));
+    let inputs = fields.strings("input", MAX_INPUTS)?;
+    if inputs.is_empty() {
+        return Err(fields.wrong("input", &format!("a string or up to {MAX_INPUTS} of them")));
     }
     warn_unknown_fields(&shared, &caller.record, &fields)?;
-    caller.record.prompt(0, || texts.clone().into());
-    let asked = texts.clone();
-    let predictions = ask(&shared, &caller, |reply| Job::Predict { texts: asked, reply }).await?;
-    let data = texts.iter().zip(predictions).enumerate().map(|(at, (text, prediction))| {
+    caller.record.prompt(0, || inputs.clone().into());
+    let asked = inputs.clone();
+    let predictions = ask(&shared, &caller, |reply| Job::Predict { inputs: asked, reply }).await?;
+    let data = inputs.iter().zip(predictions).enumerate().map(|(at, (text, prediction))| {
         let mut told = prediction.json(text);
         told["index"] = at.into();
         told
@@ -122,7 +122,7 @@ pub(super) async fn ask<T>(
 
 /// The inputs, each a string or tokens.
 fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, ApiError> {
-    let wanted = format!("a string, tokens below {}, or an array of up to {TEXTS} of these", encoder.vocabulary);
+    let wanted = format!("a string, tokens below {}, or an array of up to {MAX_INPUTS} of these", encoder.vocabulary);
     let wrong = || fields.wrong("input", &wanted);
     let token = |value: &Value| {
         let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
@@ -136,20 +136,20 @@ fn tokens(fields: &Fields, encoder: &ServedEncoder) -> Result<Vec<Vec<u32>>, Api
         Value::Array(values) => given(values),
         _ => Err(wrong()),
     };
-    let texts = match fields.get("input") {
+    let inputs = match fields.get("input") {
         Some(text @ Value::String(_)) => vec![one(text)?],
         Some(Value::Array(values)) if values.first().is_some_and(Value::is_number) => vec![given(values)?],
-        Some(Value::Array(values)) if (1..=TEXTS).contains(&values.len()) => {
+        Some(Value::Array(values)) if (1..=MAX_INPUTS).contains(&values.len()) => {
             values.iter().map(one).collect::<Result<_, _>>()?
         }
         _ => return Err(wrong()),
     };
-    match texts.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
+    match inputs.iter().find(|text| text.is_empty() || text.len() > encoder.context) {
         Some(text) => {
             let message = format!("an input has {} tokens; the model accepts 1 to {}", text.len(), encoder.context);
             Err(ApiError::param("input", message).with_code("context_length_exceeded"))
         }
-        None => Ok(texts),
+        None => Ok(inputs),
     }
 }
 

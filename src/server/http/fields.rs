@@ -155,8 +155,8 @@ impl Fields {
         match self.get(field) {
             None => Ok(Vec::new()),
             Some(Value::String(text)) => Ok(vec![text.clone()]),
-            Some(Value::Array(texts)) if texts.len() <= most => {
-                texts.iter().map(|text| text.as_str().map(str::to_string).ok_or_else(wrong)).collect()
+            Some(Value::Array(strings)) if strings.len() <= most => {
+                strings.iter().map(|text| text.as_str().map(str::to_string).ok_or_else(wrong)).collect()
             }
             Some(_) => Err(wrong()),
         }

@@ -27,7 +27,7 @@ use crate::server::log::Record;
 use crate::server::served::{Served, ServedGenerator};
 
 /// Maximum sequences of a request.
-pub(super) const TEXTS: usize = 2048;
+pub(super) const MAX_SEQUENCES: usize = 2048;
 /// Maximum stop strings of a request.
 const STOPS: usize = 16;
 /// Maximum entries of logit_bias.
@@ -204,8 +204,8 @@ impl Prompts {
                 return Err(ApiError::param(self.field, message).with_code("context_length_exceeded"));
             }
         }
-        if count > TEXTS {
-            let message = format!("the request asks for {count} sequences; at most {TEXTS} are allowed");
+        if count > MAX_SEQUENCES {
+            let message = format!("the request asks for {count} sequences; at most {MAX_SEQUENCES} are allowed");
             return Err(ApiError::param("n", message));
         }
         Ok(())
@@ -350,9 +350,9 @@ impl<C: Choices> Form for C {
         pieces: Vec<Piece>,
         usage: Usage,
     ) -> Value {
-        let mut texts: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
+        let mut collected: Vec<Whole> = (0..count).map(|_| Whole::default()).collect();
         for piece in pieces {
-            let Some(text) = texts.get_mut(piece.choice) else { continue };
+            let Some(text) = collected.get_mut(piece.choice) else { continue };
             text.text.push_str(&piece.text);
             text.calls.extend(piece.calls);
             text.prompt.extend(piece.prompt);
@@ -360,7 +360,7 @@ impl<C: Choices> Form for C {
             text.finish = piece.finish.unwrap_or(text.finish);
         }
         let choice = |(choice, text): (usize, Whole)| Choices::whole(self, served, choice, text);
-        let choices = texts.into_iter().enumerate().map(choice).collect();
+        let choices = collected.into_iter().enumerate().map(choice).collect();
         let mut body = head.json(self.names()[1], choices);
         body["usage"] = usage.json();
         body

@@ -347,7 +347,7 @@ fn parts(item: &Fields, field: &str) -> Result<String, ApiError> {
                 };
                 Ok(part.string(text)?.ok_or_else(|| part.wrong(text, "a string"))?.to_string())
             };
-            parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|texts| texts.concat())
+            parts.iter().enumerate().map(part).collect::<Result<Vec<String>, ApiError>>().map(|parts| parts.concat())
         }
         _ => Err(item.wrong(field, "a string or an array of parts")),
     }

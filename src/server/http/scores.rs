@@ -9,7 +9,7 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::encoders::{TEXTS, ask, encoder};
+use super::encoders::{MAX_INPUTS, ask, encoder};
 use super::error::ApiError;
 use super::generation::{named, random, warn_unknown_fields};
 use super::{Asked, Caller, Shared, body, json_response};
@@ -22,10 +22,10 @@ pub(super) async fn score(asked: Asked, request: Request) -> Result<Response, Ap
     let fields = body(&shared, request).await?;
     named(&shared, &fields)?;
     encoder(&shared)?;
-    let (firsts, seconds) = (fields.strings("text_1", TEXTS)?, fields.strings("text_2", TEXTS)?);
+    let (firsts, seconds) = (fields.strings("text_1", MAX_INPUTS)?, fields.strings("text_2", MAX_INPUTS)?);
     let pairs: Vec<(String, String)> = match (firsts.len(), seconds.len()) {
-        (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {TEXTS} of them"))),
-        (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {TEXTS} of them"))),
+        (0, _) => return Err(fields.wrong("text_1", &format!("a string or up to {MAX_INPUTS} of them"))),
+        (_, 0) => return Err(fields.wrong("text_2", &format!("a string or up to {MAX_INPUTS} of them"))),
         (1, _) => seconds.into_iter().map(|second| (firsts[0].clone(), second)).collect(),
         (one, other) if one == other => firsts.into_iter().zip(seconds).collect(),
         (one, _) => return Err(fields.wrong("text_2", &format!("{one} strings, as text_1 has"))),
@@ -47,8 +47,8 @@ pub(super) async fn rerank(asked: Asked, request: Request) -> Result<Response, A
     named(&shared, &fields)?;
     encoder(&shared)?;
     let query = fields.string("query")?.ok_or_else(|| fields.wrong("query", "a string"))?.to_string();
-    let wanted = format!("an array of 1 to {TEXTS} strings, or objects with text");
-    let given = fields.array("documents")?.filter(|given| (1..=TEXTS).contains(&given.len()));
+    let wanted = format!("an array of 1 to {MAX_INPUTS} strings, or objects with text");
+    let given = fields.array("documents")?.filter(|given| (1..=MAX_INPUTS).contains(&given.len()));
     let given = given.ok_or_else(|| fields.wrong("documents", &wanted))?;
     let text = |document: &Value| {
         let text = document.as_str().or_else(|| document["text"].as_str());
@@ -109,8 +109,8 @@ async fn scored(
             false => {
                 let one = pairs.iter().all(|(first, _)| *first == pairs[0].0);
                 let firsts = pairs.iter().take(if one { 1 } else { pairs.len() }).map(|(first, _)| first);
-                let texts = firsts.chain(pairs.iter().map(|(_, second)| second));
-                (Vec::new(), texts.map(text).collect::<Result<Vec<_>, _>>()?)
+                let inputs = firsts.chain(pairs.iter().map(|(_, second)| second));
+                (Vec::new(), inputs.map(text).collect::<Result<Vec<_>, _>>()?)
             }
         })
     })
@@ -122,7 +122,7 @@ async fn scored(
         return Ok((ask(shared, caller, |reply| Job::Score { pairs: of_pairs, reply }).await?, tokens));
     }
     let pairs = given.as_array().map_or(0, Vec::len);
-    let embeddings = ask(shared, caller, |reply| Job::Embed { texts: of_texts, reply }).await?;
+    let embeddings = ask(shared, caller, |reply| Job::Embed { inputs: of_texts, reply }).await?;
     let (firsts, seconds) = embeddings.split_at(embeddings.len() - pairs);
     let cosine = |(at, second): (usize, &Vec<f32>)| {
         let first = firsts.get(at).or(firsts.first()).map_or(&[][..], Vec::as_slice);

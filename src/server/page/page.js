@@ -356,7 +356,7 @@ function bareUrl(text, at) {
 }
 
 // What is within a line. Delimiters of emphasis and links are kept in a list until others close
-// them, as CommonMark's description of a parser has it, with texts and elements in another.
+// them, as CommonMark's description of a parser has it, with text and elements in another.
 function inline(text, budget) {
   const first = { next: null };
   let tail = first;
@@ -379,7 +379,7 @@ function inline(text, budget) {
     budget.left -= 1;
     return push({ made, depth: 1, ...item });
   };
-  // What is between two items, as nodes; texts that follow each other become one.
+  // Nodes for the content between two items; adjacent text is joined.
   const between = (from, to, flat) => {
     const nodes = [];
     let held = "";
@@ -1124,7 +1124,7 @@ async function ask(one, messages, signal) {
   }
 }
 
-// Writes an answer to what was sent, or another one instead of one that is there. Neither changes
+// Writes an answer to what was sent, or replaces an existing answer. Neither changes
 // unless something comes.
 async function answer({ sent = null, instead = null }) {
   const one = chat, control = new AbortController(), cut = one.cut;
@@ -1202,7 +1202,7 @@ async function answer({ sent = null, instead = null }) {
   if (usage && (usage.total_tokens > context() / 2 || !one.converses)) {
     one.rate = usage.total_tokens / (size + message.content.length);
   }
-  // Another chat is there by now.
+  // Another chat may be open by now.
   if (running !== control) return save(one);
 
   running = null;

@@ -1,4 +1,4 @@
-//! Stored weights: rounded copies and quantized ones.
+//! Stored weights: copies in another dtype, and quantized ones.
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, FloatDType, Int, Tensor};

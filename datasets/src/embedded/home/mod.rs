@@ -87,7 +87,7 @@ impl Grammar {
         let entries = |text: &'static str| -> Vec<Vec<Part>> {
             text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).map(parse).collect()
         };
-        Self { lines, values: VALUES.iter().map(|(_, texts)| texts.map(entries)).collect() }
+        Self { lines, values: VALUES.iter().map(|(_, columns)| columns.map(entries)).collect() }
     }
 
     /// An utterance of a split. A fifth of the held-out ones use a line that training lacks, and
@@ -197,13 +197,13 @@ mod tests {
         }
     }
 
-    /// All texts of a value.
-    fn texts(parts: &[Part]) -> Vec<String> {
+    /// All strings of a value.
+    fn value_texts(parts: &[Part]) -> Vec<String> {
         parts.iter().fold(vec![String::new()], |before, part| {
             let after: Vec<String> = match part {
                 Part::Word(word) => vec![(*word).to_owned()],
                 Part::Slot(..) => panic!("a slot in a value"),
-                Part::Choose(branches) => branches.iter().flat_map(|branch| texts(branch)).collect(),
+                Part::Choose(branches) => branches.iter().flat_map(|branch| value_texts(branch)).collect(),
             };
             let join = |first: &String| {
                 after.iter().map(|second| format!("{first} {second}").trim().to_owned()).collect::<Vec<_>>()
@@ -238,8 +238,8 @@ mod tests {
     fn no_text_comes_twice() {
         let home = utterances();
         let all = [home.train, home.valid, home.test].concat();
-        let texts: BTreeSet<_> = all.iter().map(|utterance| &utterance.words).collect();
-        assert_eq!(texts.len(), all.len());
+        let distinct: BTreeSet<_> = all.iter().map(|utterance| &utterance.words).collect();
+        assert_eq!(distinct.len(), all.len());
     }
 
     #[test]
@@ -352,8 +352,9 @@ mod tests {
         let [trained, tested] = [&home.train, &home.test].map(|part| values(part));
         let mut held_out = BTreeMap::<&str, BTreeSet<String>>::new();
         for ((name, _), entries) in VALUES.iter().zip(&grammar.values) {
-            let all =
-                entries.each_ref().map(|part| part.iter().flat_map(|value| texts(value)).collect::<BTreeSet<_>>());
+            let all = entries
+                .each_ref()
+                .map(|part| part.iter().flat_map(|value| value_texts(value)).collect::<BTreeSet<_>>());
             assert!(all[TRAIN].is_disjoint(&all[VALID]) && all[TRAIN].is_disjoint(&all[TEST]), "{name}");
             assert!(all[VALID].is_disjoint(&all[TEST]), "{name}");
             if !all[TEST].is_empty() {

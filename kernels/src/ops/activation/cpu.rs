@@ -36,7 +36,7 @@ impl ActivationOps for NdArray {
 /// The activation of `x` `[rows, width]`, which is overwritten with the slopes for
 /// [`activate_by_slopes`].
 pub(crate) fn activate_keeping_slopes(x: &mut [f32], shape: [usize; 2], activation: Activation) -> Tensor<NdArray, 2> {
-    with_kind!(activation, beside(x, shape))
+    with_kind!(activation, forward_keeping_slopes(x, shape))
 }
 
 /// The gradient of an input from the `slopes` left by [`activate_keeping_slopes`].
@@ -76,7 +76,7 @@ pub(crate) fn activate_by_slopes(
     tensor(d_x, [rows, width])
 }
 
-fn beside(
+fn forward_keeping_slopes(
     x: &mut [f32],
     [rows, width]: [usize; 2],
     gated: bool,

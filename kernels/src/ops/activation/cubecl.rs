@@ -53,7 +53,8 @@ pub(crate) fn activate<R: CubeRuntime>(
     let bias = bias.unwrap_or_else(|| x.clone());
     let vector = vector_width(&[&x, &out, &bias], &[columns, stride]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` reads and writes its own vector of `out`'s shape, and `x` and `bias` as wide.
+    // SAFETY: each unit below `units` reads and writes its own vector of `out`'s shape, and `x` and
+    // `bias` as wide.
     unsafe {
         launch!(
             activate_kernel::ActivateKernel,
@@ -113,7 +114,8 @@ fn backward<R: CubeRuntime>(
     let bias = bias.unwrap_or_else(|| x.clone());
     let vector = vector_width(&[&x, &grad, &out, &bias], &[columns, stride, grad_stride]);
     let units = n_rows * columns / vector;
-    // SAFETY: each unit below `units` writes the vectors of `out` that its place in `grad` belongs to.
+    // SAFETY: each unit below `units` writes the vectors of `out` that its place in `grad` belongs
+    // to.
     unsafe {
         launch!(
             activate_backward_kernel::ActivateBackwardKernel,

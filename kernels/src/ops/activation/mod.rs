@@ -47,7 +47,8 @@ impl ActivationKind {
 pub struct Activation {
     /// The function.
     pub kind: ActivationKind,
-    /// Gated (Shazeer, 2020): the input holds gate and up halves, and the output is `kind(gate) * up`.
+    /// Gated (Shazeer, 2020): the input holds gate and up halves, and the output is `kind(gate) *
+    /// up`.
     pub gated: bool,
 }
 

@@ -232,8 +232,8 @@ fn forward(problem: &Problem, [q, k, v]: [Heads; 3]) -> AttentionOutput<NdArray>
     }
 }
 
-/// [`forward`] into `output` `[batch_size, seq_length, n_heads, head_dim]` and `log_sum_exp` `[batch_size, n_heads,
-/// seq_length]`.
+/// [`forward`] into `output` `[batch_size, seq_length, n_heads, head_dim]` and `log_sum_exp`
+/// `[batch_size, n_heads, seq_length]`.
 fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], log_sum_exp: &mut [f32]) {
     let Problem { batch_size, n_heads, seq_length, head_dim, .. } = *problem;
     assert!(output.len() == batch_size * seq_length * n_heads * head_dim);
@@ -250,7 +250,8 @@ fn forward_into(problem: &Problem, [q, k, v]: [Heads; 3], output: &mut [f32], lo
             for (queries, seen) in problem.tiles(batch) {
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
-                // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `out` or
+                // SAFETY: all indices come from the tensors' sizes; no other group writes this head
+                // of `out` or
                 // `sums`.
                 unsafe {
                     let keys = k.matrix(batch, kv, seen.start).transposed();
@@ -348,8 +349,8 @@ fn gradients_into(
                 let (rows, columns) = (queries.len(), seen.len());
                 let tile = first_of(&mut tile, rows * columns);
                 let d_tile = first_of(&mut d_tile, rows * columns);
-                // SAFETY: all indices come from the tensors' sizes; no other group writes this head of `dq`, or this
-                // key head of `dk` and `dv`.
+                // SAFETY: all indices come from the tensors' sizes; no other group writes this head
+                // of `dq`, or this key head of `dk` and `dv`.
                 unsafe {
                     let query_rows = q.matrix(batch, head, queries.start);
                     let grad_rows = grad_heads.matrix(batch, head, queries.start);

@@ -331,7 +331,8 @@ pub trait AttentionOps: ReshapeOps {
 /// Scores, softmax and log-sum-exp are f32. Inputs may be strided.
 ///
 /// # Panics
-/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide
+/// `n_heads`.
 pub fn attention<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,
@@ -355,7 +356,8 @@ pub fn attention<B: AttentionOps>(
 /// Operands as in [`attention`]; computed by the reference on every backend.
 ///
 /// # Panics
-/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide `n_heads`.
+/// If batch, lengths or head sizes do not fit each other, or `n_kv_heads` does not divide
+/// `n_heads`.
 pub fn attention_weights<B: AttentionOps>(
     query: Tensor<B, 4>,
     key: Tensor<B, 4>,

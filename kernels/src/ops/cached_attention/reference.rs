@@ -13,7 +13,8 @@ use crate::ops::weight::reference::dequantize;
 use crate::quant::int8::PACKED;
 use crate::quant::{Format, QuantizedWeight, RowOrder};
 
-/// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads, head_dim]`.
+/// Reference body of [`cached_attention`](crate::cached_attention()): `[tokens, n_heads,
+/// head_dim]`.
 pub fn cached_attention<B: CachedAttentionOps>(operands: CachedAttention<'_, B>) -> Tensor<B, 3> {
     let CachedAttention { qkv, heads, placement, at, cache } = operands;
     let dtype = FloatDType::from(qkv.dtype());

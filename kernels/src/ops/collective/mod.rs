@@ -56,10 +56,12 @@ pub trait CollectiveOps: Backend {
     }
 }
 
-/// The sums over all ranks of each of `tensors`, the same on every rank. Of one rank these are the tensors as they are.
+/// The sums over all ranks of each of `tensors`, the same on every rank. Of one rank these are the
+/// tensors as they are.
 ///
 /// # Panics
-/// If a tensor is empty, the rank is not there, or there are several: no backend has an exchange between devices yet.
+/// If a tensor is empty, the rank is not there, or there are several: no backend has an exchange
+/// between devices yet.
 pub fn all_reduce<B: CollectiveOps>(tensors: Vec<Tensor<B, 1>>, rank: Rank) -> Vec<Tensor<B, 1>> {
     let _op = recorder::op("all_reduce", || Call::reads([]));
     call!(B: CollectiveOps::all_reduce(Checked::new(AllReduce { tensors, rank })))

@@ -267,9 +267,9 @@ impl<B: Backend> MultiStep<'_, B> {
 
     /// Pads the rows' stop tokens for [`stop_tokens`](Self::stop_tokens), dropping those beyond the
     /// maximum.
-    pub fn pad_stop_tokens(texts: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
+    pub fn pad_stop_tokens(rows: &[Vec<u32>], device: &B::Device) -> Tensor<B, 2, Int> {
         let stop_tokens: Vec<&[u32]> =
-            texts.iter().map(|stop_tokens| &stop_tokens[..stop_tokens.len().min(Self::MAX_STOP_TOKENS)]).collect();
+            rows.iter().map(|stop_tokens| &stop_tokens[..stop_tokens.len().min(Self::MAX_STOP_TOKENS)]).collect();
         padded_rows(&stop_tokens, -1, device)
     }
 

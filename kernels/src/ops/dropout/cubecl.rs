@@ -39,7 +39,8 @@ fn dropout<R: CubeRuntime>(x: CubeTensor<R>, dropout: Dropout) -> CubeTensor<R> 
     let vectors = columns / vector;
     let row_units = RowUnits::new(&x.client, vectors, RUN, UNITS);
     let pieces = vectors.div_ceil(RUN * row_units.units as usize);
-    // SAFETY: a row's units read and write their own piece of its own row, below `n_rows`, at columns of the row's width.
+    // SAFETY: a row's units read and write their own piece of its own row, below `n_rows`, at
+    // columns of the row's width.
     unsafe {
         dropout_kernel::launch_unchecked(
             &x.client,

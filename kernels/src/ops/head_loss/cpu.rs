@@ -83,8 +83,8 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
         let states = &hidden[start * d_model..][..size * d_model];
         let hidden = Matrix::of(states, d_model);
         match &head {
-            // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others [vocabulary, d_model] and
-            // [size, vocabulary].
+            // SAFETY: from `start` on, `hidden` holds at least [size, d_model]; the others
+            // [vocabulary, d_model] and [size, vocabulary].
             Head::Weight(weight) => unsafe {
                 let head = Matrix::of(weight, d_model).transposed();
                 wide_product([size, d_model, vocabulary], Matrix::of_mut(logits, vocabulary), hidden, head, false);
@@ -130,8 +130,8 @@ fn head_loss_forward(operands: HeadLossForward<NdArray>) -> HeadLossOutput<NdArr
             let d_hidden = Matrix::of_mut(&mut d_hidden[start * d_model..], d_model);
             let of_weight = both.then(|| Matrix::of_mut(&mut d_weight, d_model).transposed());
             let head = Matrix::of(weight, d_model);
-            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, and `d_weight`, if it is wanted,
-            // [vocabulary, d_model].
+            // SAFETY: as above; `d_hidden` holds [size, d_model] from `start` on, and `d_weight`,
+            // if it is wanted, [vocabulary, d_model].
             rayon::join(
                 || unsafe { wide_product([size, vocabulary, d_model], d_hidden, d_logits, head, false) },
                 || {

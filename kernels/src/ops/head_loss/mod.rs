@@ -175,7 +175,8 @@ pub trait HeadLossOps: ReshapeOps + WeightOps {
     }
 }
 
-/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden * weight^T)` against `targets`.
+/// Mean cross entropy, times the options' weight, `[1]` f32 in nats, of `softmax(hidden *
+/// weight^T)` against `targets`.
 ///
 /// - `hidden`: `[.., d_model]`, any float dtype; the product runs in it, statistics and loss in f32;
 /// - `weight`: `[vocabulary, d_model]`;

@@ -26,10 +26,10 @@ impl<B: Backend> TokenCounts<B> {
     /// A bias that excludes a token.
     pub const FORBIDDEN: f32 = -1e30;
 
-    /// Zeroed lines for `texts` sequences of tokens in `0..vocabulary`.
-    pub fn new(texts: usize, vocabulary: usize, device: &B::Device) -> Self {
+    /// Zeroed lines for `lines` sequences of tokens in `0..vocabulary`.
+    pub fn new(lines: usize, vocabulary: usize, device: &B::Device) -> Self {
         // Flat first: some devices pad the rows of a matrix.
-        let zeros = || Tensor::<B, 1>::zeros([texts * vocabulary], (device, DType::F32)).reshape([texts, vocabulary]);
+        let zeros = || Tensor::<B, 1>::zeros([lines * vocabulary], (device, DType::F32)).reshape([lines, vocabulary]);
         Self { prompt: zeros(), written: zeros(), bias: zeros() }
     }
 
@@ -242,31 +242,31 @@ impl<B: Backend> SampledRows<B> {
     }
 
     /// Checks that there is a row for each of the logits `[batch_size, vocabulary]`, on the device
-    /// of `beside`, and that each line exists.
+    /// of `like`, and that each line exists.
     pub(crate) fn check(
         &self,
         op: &'static str,
         counts: Option<&TokenCounts<B>>,
         [batch_size, vocabulary]: [usize; 2],
-        beside: &Part<'_, B::Device>,
+        like: &Part<'_, B::Device>,
     ) {
         assert!(vocabulary <= MOST_TOKENS, "{op}: a vocabulary of {vocabulary} tokens is too large");
         let Self { rows, kinds, members, streams, lines, numbers } = self;
-        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], beside);
+        let streams = part(op, "rows", streams).integer().shaped(&[batch_size], like);
         for (name, x) in [("members", members), ("lines", lines)] {
-            part(op, name, x).shaped(&[batch_size], beside).alike(&streams);
+            part(op, name, x).shaped(&[batch_size], like).alike(&streams);
         }
-        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], beside);
+        part(op, "numbers", numbers).of(DType::F32).shaped(&[batch_size, NUMBERS], like);
         assert_eq!(kinds.iter().map(|(_, count)| count).sum::<usize>(), batch_size, "{op}: rows of all kinds");
         let lines = rows.iter().filter_map(|row| row.line).max().map_or(0, |last| last + 1);
         match counts {
             Some(TokenCounts { prompt, written, bias }) => {
-                let texts = prompt.dims()[0];
-                let shape = [texts, vocabulary];
-                assert!(lines <= texts, "{op}: line {} of {texts}", lines.saturating_sub(1));
-                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, beside);
-                part(op, "counts of generated tokens", written).of(DType::F32).shaped(&shape, beside);
-                part(op, "biases", bias).of(DType::F32).shaped(&shape, beside);
+                let n_lines = prompt.dims()[0];
+                let shape = [n_lines, vocabulary];
+                assert!(lines <= n_lines, "{op}: line {} of {n_lines}", lines.saturating_sub(1));
+                part(op, "counts of the prompts", prompt).of(DType::F32).shaped(&shape, like);
+                part(op, "counts of generated tokens", written).of(DType::F32).shaped(&shape, like);
+                part(op, "biases", bias).of(DType::F32).shaped(&shape, like);
             }
             None => assert!(lines == 0, "{op}: line {} without counts", lines.saturating_sub(1)),
         }

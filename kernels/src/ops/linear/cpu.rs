@@ -104,7 +104,8 @@ fn project(
     let [d_output, _] = weight.dims();
     let weight = Values::rows(weight);
     if rows <= DOT_PRODUCT_ROWS {
-        // The weight is read once, as it lies: laying it out for a product of many rows takes longer than this one.
+        // The weight is read once, in its stored layout: packing it for a product of many rows
+        // takes longer than this one.
         return new_columns(
             rows,
             d_output,
@@ -119,7 +120,8 @@ fn project(
             },
         );
     }
-    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were checked.
+    // SAFETY: the slices hold [rows, d_input] and [d_output, d_input], as the operands were
+    // checked.
     unsafe {
         let weight = Matrix::of(&weight, d_input).transposed();
         new_product([rows, d_input, d_output], Matrix::of(&x, d_input), weight, then)
@@ -150,9 +152,9 @@ fn linear_backward(
     let d_weight = || {
         let adds = sum.is_some();
         let mut d_weight = sum.unwrap_or_else(|| Vec::with_capacity(d_output * d_input));
-        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for [d_output, d_input], all
-        // of which is written, and holds as many where they are added to. Its rows are the product's columns, so that each slab reads
-        // its own part of `grad`.
+        // SAFETY: the slices hold [rows, d_output] and [rows, d_input], the vector has room for
+        // [d_output, d_input], all of which is written, and holds as many where they are added to.
+        // Its rows are the product's columns, so that each slab reads its own part of `grad`.
         unsafe {
             let out = Matrix::at(d_weight.as_mut_ptr(), d_input as isize, 1).transposed();
             let x = Matrix::of(&x, d_input).transposed();

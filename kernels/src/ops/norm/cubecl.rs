@@ -111,8 +111,8 @@ fn norm_forward<R: CubeRuntime>(x: CubeTensor<R>, norm: CubeNorm<R>) -> Normed<R
     let row_units = row_units(&x, columns / vector, HELD / vector);
     let inverse = empty(&x, [n_rows, 1], DType::F32);
     let mean = norm.layer.then(|| empty(&x, [n_rows, 1], DType::F32));
-    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width; `gamma` and `beta`
-    // are as wide.
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's
+    // width; `gamma` and `beta` are as wide.
     unsafe {
         launch!(
             norm_kernel::NormKernel,
@@ -191,8 +191,8 @@ fn norm_backward<R: CubeRuntime>(
     }
     let pieces = turns.div_ceil(steps);
     let mut partial = empty(&x, [pieces, parts * columns], DType::F32);
-    // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's width; a cube writes its
-    // own row of `partial`, as wide as the weights together.
+    // SAFETY: a row's units read and write their own rows, below `n_rows`, at columns of the row's
+    // width; a cube writes its own row of `partial`, as wide as the weights together.
     unsafe {
         launch!(
             norm_backward_kernel::NormBackwardKernel,

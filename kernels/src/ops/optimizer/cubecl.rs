@@ -177,7 +177,8 @@ fn clip<R: CubeRuntime>(
     let partials = empty(like, [(count as usize).max(1)], DType::F32);
     let mut offset = 0;
     for (group, (lengths, starts)) in groups.iter().zip(&layouts) {
-        // SAFETY: a cube writes the partial sum of its own piece, and reads below its parameter's length only.
+        // SAFETY: a cube writes the partial sum of its own piece, and reads below its parameter's
+        // length only.
         unsafe {
             squares_kernel::launch_unchecked(
                 &like.client,
@@ -235,8 +236,9 @@ fn update<R: CubeRuntime>(parameters: &[Parameter<R>], group: &Group, clip: &Cub
         (1.0 - adamw.beta_2) as f32,
         (1.0 / (1.0 - adamw.beta_2.powi(step))) as f32,
     );
-    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers that are not shared, but
-    // for a copy that stands in for another and is not touched there. All copies have one dtype and their parameters' lengths.
+    // SAFETY: a unit reads and writes vectors of its own below its parameter's length, in buffers
+    // that are not shared, but for a copy that stands in for another and is not touched there. All
+    // copies have one dtype and their parameters' lengths.
     unsafe {
         update_kernel::launch_unchecked(
             &clip.client,

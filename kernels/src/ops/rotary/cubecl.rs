@@ -170,8 +170,8 @@ fn launch<R: CubeRuntime>(
         let [batch, head, token] = strides.map(|stride| (stride / vector) as u32);
         StridesLaunch::new(batch, head, token)
     };
-    // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and positions are held
-    // within the table.
+    // SAFETY: each unit below `units` reads and writes pairs of its own within the strides, and
+    // positions are held within the table.
     unsafe {
         launch!(
             rotary_kernel::RotaryKernel,

@@ -207,12 +207,12 @@ impl<B: Backend> Scheduler<B> {
     /// sequences.
     pub(super) fn read(&mut self, left: usize) -> Result<(), Failure> {
         self.last_read = Instant::now();
-        let beside = left > 0 && B::downloads_at_once();
+        let overlapped = left > 0 && B::downloads_at_once();
         let mut bytes = 0;
         let mut wait = |download: Download| {
             let data = download.wait().map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;
             bytes += data.bytes.len();
-            if beside {
+            if overlapped {
                 recorder::waited_while_busy();
             }
             Ok::<_, Failure>(data)

@@ -327,9 +327,11 @@ impl<R: CubeRuntime> Hopper<R> {
         let arguments = arguments.pointer(self.ints.as_ref().unwrap_or(x));
         let sizes = [batch_size, n_heads, n_kv_heads, seq_length, keys, self.window, scale];
         let arguments = sizes.into_iter().fold(arguments, Arguments::word).words(Dropout::words(dropout));
-        // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known of rows is read and written
-        // below the number of queries; lengths are there for each row of the batch, and documents are known of each token. Backward sums and marks are there for each tile of queries of all heads; a tile's are written by one
-        // block at a time, whose turn the marks tell, which are 0 before and after.
+        // SAFETY: TMA reads and writes within the tensors that its maps were made of; what is known
+        // of rows is read and written below the number of queries; lengths are there for each row
+        // of the batch, and documents are known of each token. Backward sums and marks are there
+        // for each tile of queries of all heads; a tile's are written by one block at a time, whose
+        // turn the marks tell, which are 0 before and after.
         unsafe { cuda::launch(x, kernel, multiprocessors(x), arguments) };
     }
 }

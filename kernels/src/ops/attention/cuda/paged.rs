@@ -117,8 +117,9 @@ impl PagedHopper {
         let scale = AttentionOptions::new(head_dim).scale as f32;
         let sizes = [count, n_heads, n_kv_heads, pages, pages_a_row, self.window, scale.to_bits() as usize];
         let arguments = sizes.into_iter().fold(arguments.pointer(tiles).pointer(table), Arguments::word);
-        // SAFETY: TMA reads and writes within the tensors that its maps were made of, whatever the table has; the table is read where
-        // it has the pages of a tile's row, and tiles that are not full write the tokens that they have.
+        // SAFETY: TMA reads and writes within the tensors that its maps were made of, whatever the
+        // table has; the table is read where it has the pages of a tile's row, and tiles that are
+        // not full write the tokens that they have.
         unsafe { cuda::launch(query, self.kernel, multiprocessors(query), arguments) };
     }
 }

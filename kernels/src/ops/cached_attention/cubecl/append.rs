@@ -5,8 +5,8 @@
 //!
 //! ```text
 //! a row of qkv, one head:           | first half        | second half       |
-//!                                   |l0 l1 l2 ..        |l0 l1 l2 ..        |   a lane has a vector of each, and so whole pairs to rotate
 //!                                   |l0 l1 l2 ..        |l0 l1 l2 ..        |   a lane has a vector of each half: whole pairs to rotate
+//! ```
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;

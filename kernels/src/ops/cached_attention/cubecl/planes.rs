@@ -116,8 +116,9 @@ pub(super) fn attend<R: CubeRuntime>(
     let pieces = Pieces::new(out, *heads, run, count);
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
-    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its own row and piece, and its row's new key and value, which the others
-    // do not use; positions are held within table and cache. What stands in for statistics is not written.
+    // SAFETY: words of bytes are aligned for a vector of them; each cube writes the heads of its
+    // own row and piece, and its row's new key and value, which the others do not use; positions
+    // are held within table and cache. What stands in for statistics is not written.
     unsafe {
         launch!(
             planes_kernel::PlanesKernel,

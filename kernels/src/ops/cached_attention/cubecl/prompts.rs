@@ -33,7 +33,8 @@ pub(super) fn over_pages<R: CubeRuntime, B: Backend<IntTensorPrimitive = CubeTen
     let cached = [&keys.stored, &values.stored];
     let paged = PagedHopper::new(query, cached, &pass.table, longer.keys, pass.window)?;
     let out = empty(query, [query.meta.shape()[0], pass.heads.n_heads, pass.heads.head_dim], query.dtype);
-    // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and keys that the row's pages have room for.
+    // SAFETY: the tiles are those of the pass: tokens that it has, in rows that the table has, and
+    // keys that the row's pages have room for.
     unsafe {
         paged.forward(query, cached, &pass.table, &crate::cubecl::contiguous(at.tiles().clone().into_primitive()), &out)
     };
@@ -85,7 +86,8 @@ fn side_by_side<R: CubeRuntime>(
     // Bytes come in words, and a vector is at least one word.
     let vector = if keys.is_int8() { vector.max(PACKED) } else { vector };
     let vectors = n_kv_heads * run.keys * head_dim / vector;
-    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held within the cache.
+    // SAFETY: a unit copies one vector of keys and of values, to below `vectors`; pages are held
+    // within the cache.
     unsafe {
         side_by_side_kernel::launch_unchecked(
             &pass.qkv.client,

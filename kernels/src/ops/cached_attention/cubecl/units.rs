@@ -34,8 +34,9 @@ pub(super) fn attend<R: CubeRuntime>(
     (bound.variant.heads, bound.variant.cut) = (together, pieces.is_some());
     let [partial, statistics] = Pieces::or(&pieces, out);
     let vector = vector_width(&[qkv, &keys.stored, &values.stored, partial], &[head_dim]);
-    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value, which the others
-    // do not read; positions are held within table and cache. What stands in for statistics is not written.
+    // SAFETY: each cube writes the heads of its own row and piece, and its row's new key and value,
+    // which the others do not read; positions are held within table and cache. What stands in for
+    // statistics is not written.
     unsafe {
         units_kernel::launch_unchecked(
             &qkv.client,

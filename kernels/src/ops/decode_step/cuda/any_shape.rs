@@ -496,27 +496,29 @@ where
     let pages = contiguous(at.pages.clone().into_primitive());
     let hidden = empty(scratch, [rows, shape.d_model], shape.dtype);
     let logits = empty(scratch, [rows, shape.vocab_size], DType::F32);
-    let likeliest = empty(&tokens, [rows], DType::I32);
+    let greedy = empty(&tokens, [rows], DType::I32);
     let following = empty(&positions, [1, rows], DType::I32);
     let kernel = DecodeStepAnyShape { rows: rows.next_power_of_two(), shape: shape.clone() };
     let arguments = || {
-        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &likeliest, &following];
+        let pointers = [table, state, scratch, &tokens, &positions, &pages, &hidden, &logits, &greedy, &following];
         let arguments = pointers.into_iter().fold(Arguments::default(), Arguments::pointer);
         let arguments = arguments.word(rows).word(pages.meta.shape()[1]).word(last_position);
         shared.iter().fold(arguments, |arguments, address| arguments.word(*address as usize))
     };
-    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the distances of their rows are those
-    // that the kernel is compiled for, and that they begin where 16 bytes can be read at once; scales have no gaps; vectors
-    // and tables are f32 by a cast, or checked; it holds the memory at the addresses in its table. The caches are the plan's
-    // own, by the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions to the tables and
-    // the table of pages, and pages are the host's, checked against the caches. The scratch is as large as the source says for
-    // any number of rows, and results have a line for each row. All blocks are resident at once, one on each multiprocessor,
-    // for which there is shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
+    // SAFETY: the plan checked the dtype of each matrix and cache, that their sizes and the
+    // distances of their rows are those that the kernel is compiled for, and that they begin where
+    // 16 bytes can be read at once; scales have no gaps; vectors and tables are f32 by a cast, or
+    // checked; it holds the memory at the addresses in its table. The caches are the plan's own, by
+    // the operands' check. Integers are of 32 bits; tokens are clamped to the vocabulary, positions
+    // to the tables and the table of pages, and pages are the host's, checked against the caches.
+    // The scratch is as large as the source says for any number of rows, and results have a line
+    // for each row. All blocks are resident at once, one on each multiprocessor, for which there is
+    // shared memory; were they not, waits would end. Checked by the tests of whole steps and of all
     // families on CUDA, and by compute-sanitizer.
     launch_tried(state, &kernel, || unsafe {
         cuda::launch(&hidden, kernel.clone(), shape.blocks as u32, arguments())
     })?;
-    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(likeliest);
+    let next: Tensor<CubeBackend<R, F, I, BT>, 1, Int> = Tensor::from_primitive(greedy);
     let predicted = Predicted { logits: float(logits), tokens: next.clone().reshape([1, rows]), next, drawn: false };
     let positions = Some([at.positions.clone(), Tensor::from_primitive(following)]);
     Ok(Decoded { hidden: float(hidden), predicted: Some(predicted), positions })

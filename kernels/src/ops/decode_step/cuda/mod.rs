@@ -218,7 +218,7 @@ struct Draws<R: CubeRuntime> {
     /// Whether any row samples.
     some: bool,
     /// Number of lines of counts.
-    texts: usize,
+    n_lines: usize,
 }
 
 impl<R: CubeRuntime> Draws<R> {
@@ -228,21 +228,21 @@ impl<R: CubeRuntime> Draws<R> {
     ) -> Result<Self, Declined> {
         let none = || anything.clone();
         let Some(StepDraw { rows, counts }) = draw else {
-            return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, texts: 0 });
+            return Ok(Self { pointers: [(); 6].map(|()| none()), some: false, n_lines: 0 });
         };
         let (SamplingParams { streams, lines, numbers, .. }, counts) =
             (SamplingParams::new(rows), counts.map(own_counts));
         if [&streams, &lines].iter().any(|x| x.dtype != DType::I32) {
             return Err(Declined::new("streams and lines are not integers of 32 bits"));
         }
-        let texts = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
+        let n_lines = counts.as_ref().map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
         let [prompt, written, bias] = counts.unwrap_or_else(|| [(); 3].map(|()| none()));
-        Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, texts })
+        Ok(Self { pointers: [streams, lines, numbers, prompt, written, bias], some: true, n_lines })
     }
 
     /// With whether they sample, and the number of lines of counts.
     fn words(&self, arguments: Arguments) -> Arguments {
-        arguments.word(self.some.into()).word(self.texts)
+        arguments.word(self.some.into()).word(self.n_lines)
     }
 }
 

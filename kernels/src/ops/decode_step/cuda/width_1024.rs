@@ -282,14 +282,16 @@ where
         arguments.word(body.scales).word(last_position)
     };
     let sizes = body.sizes.clone();
-    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and caches bf16, without gaps, and of
-    // the sizes that the kernels are compiled for, and holds the memory at the addresses in its tables. The caches are the
-    // plan's own, by the operands' check. Tokens are clamped to the vocabulary, positions to the rotary table and the table of
-    // pages; pages are the host's, checked against the caches, and there are no more rows than the plan takes. Results have a
-    // line for each row, as has what rows draw by, whose lines of counts the operands checked, too; words that blocks exchange
-    // are as many as the sources count, and launches of one plan, which share them, come one after another on one stream. All
-    // blocks are resident at once: one on each multiprocessor, for which there is shared memory, and clusters of two on pairs
-    // of them; were they not, waits would end.
+    // SAFETY, of all launches: the plan checked that weights are bf16 or INT8, and gammas and
+    // caches bf16, without gaps, and of the sizes that the kernels are compiled for, and holds the
+    // memory at the addresses in its tables. The caches are the plan's own, by the operands' check.
+    // Tokens are clamped to the vocabulary, positions to the rotary table and the table of pages;
+    // pages are the host's, checked against the caches, and there are no more rows than the plan
+    // takes. Results have a line for each row, as has what rows draw by, whose lines of counts the
+    // operands checked, too; words that blocks exchange are as many as the sources count, and
+    // launches of one plan, which share them, come one after another on one stream. All blocks are
+    // resident at once: one on each multiprocessor, for which there is shared memory, and clusters
+    // of two on pairs of them; were they not, waits would end.
     if rows <= FEW_ROWS {
         let kernel = DecodeStepFewRows { rows: rows.next_power_of_two(), format: body.format, sizes };
         let logits = empty(&hidden, [rows, vocab_size], DType::F32);

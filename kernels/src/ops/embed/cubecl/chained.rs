@@ -59,7 +59,8 @@ pub(super) fn sum_chained<R: CubeRuntime>(
     }
     let columns = d_model / vector;
     let across = columns.next_power_of_two().min(ACROSS);
-    // SAFETY: a cube writes rows of its own tokens only, in its own columns; chains hold numbers of rows.
+    // SAFETY: a cube writes rows of its own tokens only, in its own columns; chains hold numbers of
+    // rows.
     unsafe {
         sum_chained_kernel::launch_unchecked(
             &grad.client,

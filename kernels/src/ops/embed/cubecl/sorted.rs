@@ -36,7 +36,8 @@ pub(super) fn sum_sorted<R: CubeRuntime>(
     let (sorted, order) = sort(tokens, vocabulary);
     let columns = d_model / vector;
     let across = columns.next_power_of_two().min(16);
-    // SAFETY: a cube writes the row of its own token only, in its own columns; `order` holds numbers of rows.
+    // SAFETY: a cube writes the row of its own token only, in its own columns; `order` holds
+    // numbers of rows.
     unsafe {
         sum_sorted_kernel::launch_unchecked(
             &grad.client,
@@ -86,7 +87,8 @@ fn sort<R: CubeRuntime>(tokens: CubeTensor<R>, vocabulary: usize) -> (CubeTensor
                 keys.dtype.into(),
             );
         }
-        // SAFETY: the places of rows are a permutation of them, as the counts are those of the same keys.
+        // SAFETY: the places of rows are a permutation of them, as the counts are those of the same
+        // keys.
         unsafe {
             place_kernel::launch_unchecked(
                 &ranks.client,

@@ -142,8 +142,8 @@ fn loss_of_rows<R: CubeRuntime>(logits: CubeTensor<R>, of: TargetRows<R>) -> Cub
     let [target_weight, weight] = of.weights();
     let vector = row_vector(&[&logits], &[padded, stride]);
     let passes = Passes::new(&logits, vocabulary, vector);
-    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's width, one target and one
-    // loss for each row; no other tensor lies where `logits` do.
+    // SAFETY: a row's units read and write their own row, below `n_rows`, at columns of the row's
+    // width, one target and one loss for each row; no other tensor overlaps `logits`.
     unsafe {
         head_loss_kernel::launch_unchecked(
             &logits.client,
@@ -201,7 +201,8 @@ fn sum_up<R: CubeRuntime>(
 ) {
     let size = targets.meta.shape()[0];
     let row_units = RowUnits::new(&targets.client, size, 4, 1024);
-    // SAFETY: the units of each row of the cube read `size` targets and losses, and one unit writes the one number of `out`.
+    // SAFETY: the units of each row of the cube read `size` targets and losses, and one unit writes
+    // the one number of `out`.
     unsafe {
         mean_kernel::launch_unchecked(
             &targets.client,

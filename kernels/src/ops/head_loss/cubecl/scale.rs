@@ -20,7 +20,8 @@ pub(super) fn scaled<R: CubeRuntime>(x: CubeTensor<R>, scale: &CubeTensor<R>) ->
     let out = if in_place { x.clone() } else { empty(&x, [x.meta.shape()[0], x.meta.shape()[1]], x.dtype) };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&x, &out], &[size]);
-    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody else's, each its own, and `scale` is one number.
+    // SAFETY: units read and write the vectors of `x` and of `out`, which is as large and nobody
+    // else's, each its own, and `scale` is one number.
     unsafe {
         scale_kernel::launch_unchecked(
             &x.client,
@@ -48,7 +49,8 @@ pub(super) fn add_scaled<R: CubeRuntime>(sum: CubeTensor<R>, x: CubeTensor<R>, s
     };
     let size = x.meta.num_elements();
     let vector = vector_width(&[&sum, &x, &out], &[size]);
-    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each its own; `out` is nobody else's.
+    // SAFETY: units read the vectors of `sum` and `x`, and write those of `out`, all as large, each
+    // its own; `out` is nobody else's.
     unsafe {
         add_scaled_kernel::launch_unchecked(
             &x.client,

@@ -245,8 +245,8 @@ fn draw<R: CubeRuntime>(
         SizesLaunch::new(rows, first, batch_size, lines as u32, vocabulary as u32, groups as u32)
     };
     let SamplingParams { members, streams, lines, numbers } = params;
-    // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its own group of it; without
-    // lines the counts are not touched, and without top-p masses are not.
+    // SAFETY: a unit reads tokens below `vocabulary` of a row below `batch_size`, and writes its
+    // own group of it; without lines the counts are not touched, and without top-p masses are not.
     unsafe {
         group_kernel::launch_unchecked(
             &logits.client,
@@ -271,8 +271,8 @@ fn draw<R: CubeRuntime>(
             positions.dtype.into(),
         );
     }
-    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below `vocabulary`; without lines the
-    // counts are not touched.
+    // SAFETY: a cube reads and counts in its own row, below `batch_size`, tokens below
+    // `vocabulary`; without lines the counts are not touched.
     unsafe {
         draw_kernel::launch_unchecked(
             &logits.client,

@@ -94,18 +94,19 @@ pub(super) fn draw<R: CubeRuntime>(
     if !integers || !begins || !cuda::takes(logits, Arch::Sm90) || !works(kernel, logits) {
         return false;
     }
-    let texts = counts.map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
-    // SAFETY: the operands were checked: a number of each kind for each row, lines of the texts or below 0, and counts and biases of a
-    // vocabulary each.
+    let n_lines = counts.map_or(0, |[prompt, ..]| prompt.meta.shape()[0]);
+    // SAFETY: the operands were checked: a number of each kind for each row, lines below `n_lines`
+    // or below 0, and counts and biases of a vocabulary each.
     unsafe {
-        launch(kernel, logits, [streams, positions, lines], numbers, counts, out, [batch_size, vocabulary, texts])
+        launch(kernel, logits, [streams, positions, lines], numbers, counts, out, [batch_size, vocabulary, n_lines])
     };
     true
 }
 
 /// # Safety
-/// Sizes are rows, tokens and lines: of `logits` `[rows, tokens]`, `integers` and `out` `[rows]`, `numbers` `[rows, NUMBERS]` and `counts` `[lines, tokens]`, all without gaps; logits and counts begin at a multiple of 16
-/// bytes, and a multiple of the kernel's vector is a row of them.
+/// Sizes are rows, tokens and lines: of `logits` `[rows, tokens]`, `integers` and `out` `[rows]`,
+/// `numbers` `[rows, NUMBERS]` and `counts` `[lines, tokens]`, all without gaps; logits and counts
+/// begin at a multiple of 16 bytes, and a multiple of the kernel's vector is a row of them.
 unsafe fn launch<R: CubeRuntime>(
     kernel: DrawHopper,
     logits: &CubeTensor<R>,
@@ -121,7 +122,8 @@ unsafe fn launch<R: CubeRuntime>(
     let arguments = integers.into_iter().fold(arguments, Arguments::pointer).pointer(numbers);
     let arguments = counts.unwrap_or(&none).iter().fold(arguments, Arguments::pointer).pointer(out);
     let blocks = (rows * kernel.shares) as u32;
-    // SAFETY: a cluster reads its own row of what has a row, by the contract above, and tokens of the vocabulary.
+    // SAFETY: a cluster reads its own row of what has a row, by the contract above, and tokens of
+    // the vocabulary.
     unsafe { cuda::launch(logits, kernel, blocks, arguments.word(vocabulary).word(lines)) };
 }
 

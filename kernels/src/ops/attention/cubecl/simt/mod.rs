@@ -73,7 +73,8 @@ impl Variant {
         if fits && head_dim > 32 { large } else { variant(8) }
     }
 
-    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial sums of rows.
+    /// Shared memory of the largest kernel: a slice of rows and one of columns, a tile, and partial
+    /// sums of rows.
     const fn shared_bytes(&self) -> usize {
         16 * (2 * self.tile() * (self.side + 1) + self.tile() * self.side + self.side * self.side)
     }
