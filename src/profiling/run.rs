@@ -149,7 +149,7 @@ impl OnBackend for ProfilePrediction {
         predict(options.count)?;
         let report = recording.stop().map_err(unrecorded)?;
         let dtypes = precision.described(&ModelFolder::new(&model))?;
-        let name = format!("predict with {}, {dtypes}, {} texts", model.display(), texts.len());
+        let name = format!("predict with {}, {dtypes}, {} utterances", model.display(), utterances.len());
         finish::<B>(&options, (name, "batch", options.count, seconds), precision, report, note, &device)
     }
 }

@@ -5,12 +5,13 @@ use fireclay_kernels::{Backend, BlockFormat, Format, HostWeight, QuantizedWeight
 
 use crate::compare::{Tolerance, random};
 
-/// A matrix of weights of order one in a format: rounded where the program does that, and else blocks as a file may have them,
+/// A matrix of weights of order `size` in a format: rounded where the program does that, and else blocks as a file may have them,
 /// of any bits. None if the format has no rows of that length.
 pub(crate) fn matrix<B: Backend>(
     format: Format,
     seed: u64,
     shape: [usize; 2],
+    size: f32,
     device: &B::Device,
 ) -> Option<QuantizedWeight<B>> {
     let layout = format.layout(shape[1])?;
@@ -23,12 +24,12 @@ pub(crate) fn matrix<B: Backend>(
             key.uniform(next, 0)
         };
         let words = (0..shape[0] * layout.words).map(|_| (uniform() * 4_294_967_296.0) as u32 as i32).collect();
-        let scales = (0..shape[0] * layout.scales).map(|_| (0.2 * uniform() - 0.05) as f32).collect();
+        let scales = (0..shape[0] * layout.scales).map(|_| size * (0.2 * uniform() - 0.05) as f32).collect();
         let host = HostWeight { format, shape, words, scales, device: device.clone() };
         return Some(QuantizedWeight::stored(host).expect("the device works"));
     }
     let Format::Blocks(blocks) = format else {
-        let values: Vec<f32> = random::<B, 2>(seed, shape, device).into_data().iter::<f32>().collect();
+        let values: Vec<f32> = (random::<B, 2>(seed, shape, device) * size).into_data().iter::<f32>().collect();
         return QuantizedWeight::quantize(format, &values, shape, device).expect("the device works");
     };
     let key = RandomKey::new(seed);
@@ -38,7 +39,8 @@ pub(crate) fn matrix<B: Backend>(
         let mut bytes: Vec<u8> = (0..count).map(|at| (256.0 * key.uniform(row as u32, at as u32)) as u8).collect();
         for (at, block) in bytes.chunks_exact_mut(blocks.bytes()).enumerate() {
             // Some scales are negative, one is none, and no two blocks have the same.
-            let scale = scale_of(blocks) * [1.0, -0.5, 0.75, 0.0, 1.25][at % 5] * (1.0 + row as f32 / 64.0);
+            let scale =
+                size * scale_of(blocks) * [1.0, -0.5, 0.75, 0.0, 1.25][at % 5] * (1.0 + (row % 64) as f32 / 64.0);
             for half in halves_of(blocks) {
                 block[*half..half + 2].copy_from_slice(&half::f16::from_f32(scale).to_le_bytes());
             }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::team::for_pieces;
 use super::tile_products::Packed;
-use super::{Matrix, SLAB, Shared, Values, Words, product, vectorised, wide_product};
+use super::{DotProducts, Matrix, SLAB, Shared, Values, Words, product, vectorised, wide_product};
 use crate::quant::tiles::{self, Fields, TILE};
 use crate::quant::{Format, QuantizedRow, QuantizedWeight, RowFormat, RowOrder, Weight, with_format};
 
@@ -60,7 +60,7 @@ impl QuantizedRows {
         let ([rows, d_input], scales_each) = (weight.dims(), weight.scales_of_row());
         let QuantizedWeight { packed, scales, format, order } = weight;
         let [_, words_each] = packed.dims();
-        let tiles = tiles::fields(format).filter(|_| order == RowOrder::Tiles);
+        let tiles = format.tiles().filter(|_| order == RowOrder::Tiles);
         let (packed, scales) = (Words::of(packed), scales.map(Values::rows));
         Self { packed, scales, words_each, scales_each, format, rows, d_input, tiles }
     }
@@ -113,7 +113,10 @@ impl QuantizedRows {
         let mut sums = [0.0; DOT_PRODUCT_ROWS];
         let sums = &mut sums[..x.len() / self.d_input];
         with_format!(self.format, F => self.for_stored(range, |at, row| {
-            F::dots(x, row, scratch, sums);
+            if !F::dots(x, row, sums) {
+                F::dequantize(row, scratch);
+                DotProducts { a: x, b: &*scratch, size: self.d_input, out: &mut *sums }.compute();
+            }
             sums.iter().enumerate().for_each(|(row, sum)| out[row * width + at - first] = *sum);
         }));
     }

@@ -8,8 +8,8 @@
 use cubecl::prelude::*;
 use half::{bf16, f16};
 
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 use super::tiles::{Field, Fields};
-use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// Weights in a word.
 const PACKED: usize = 2;

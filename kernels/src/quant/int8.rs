@@ -10,7 +10,7 @@ use burn::tensor::{DType, ElementConversion, Int, Tensor};
 #[cfg(feature = "cubecl")]
 use cubecl::prelude::*;
 
-use super::{Quantize, QuantizedRow, QuantizedWeight, Reader, RowFormat, RowLayout};
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 
 /// Weights in a word.
 pub(crate) const PACKED: usize = 4;
@@ -38,27 +38,24 @@ impl RowFormat for Int8 {
 
     #[cfg(feature = "ndarray")]
     #[inline(always)]
-    fn dots(x: &[f32], row: QuantizedRow<'_>, scratch: &mut [f32], out: &mut [f32]) {
-        for (x, out) in x.chunks_exact(scratch.len()).zip(out) {
+    fn dots(x: &[f32], row: QuantizedRow<'_>, out: &mut [f32]) -> bool {
+        for (x, out) in x.chunks_exact(row.words.len() * PACKED).zip(out) {
             *out = dot_bytes(x, row.words) * row.scales[0];
         }
+        true
     }
 
-    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2> {
-        let [d_output, words] = weight.packed.dims();
+    fn reference<B: Backend>(packed: &Tensor<B, 2, Int>, scales: Option<&Tensor<B, 1>>) -> Option<Tensor<B, 2>> {
+        let [d_output, words] = packed.dims();
         let byte = |at: usize| {
-            let shifted = weight.packed.clone().bitwise_right_shift_scalar((8 * at as i32).elem());
+            let shifted = packed.clone().bitwise_right_shift_scalar((8 * at as i32).elem());
             let byte: Tensor<B, 2, Int> = shifted.bitwise_and_scalar(0xff.elem());
             // Bytes from 128 on are negative.
             let negative = byte.clone().greater_elem(127).int().cast(byte.dtype()).mul_scalar(256);
             (byte - negative).reshape([d_output, words, 1])
         };
         let bytes = Tensor::cat((0..PACKED).map(byte).collect(), 2).reshape([d_output, words * PACKED]);
-        let bytes = bytes.float().cast(DType::F32);
-        match &weight.scales {
-            Some(scales) => bytes * scales.clone().reshape([d_output, 1]),
-            None => bytes,
-        }
+        Some(bytes.float().cast(DType::F32) * scales?.clone().reshape([d_output, 1]))
     }
 }
 

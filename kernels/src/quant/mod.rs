@@ -15,10 +15,12 @@
 //! dequantize rows of one matrix at a time; none ever holds a whole model in f32.
 
 pub(crate) mod blocks;
+mod e4m3;
 pub(crate) mod grouped;
 pub(crate) mod halves;
 pub(crate) mod int8;
 pub(crate) mod packed;
+mod row;
 pub(crate) mod search;
 pub(crate) mod tiles;
 
@@ -27,7 +29,13 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use self::blocks::BlockFormat;
+pub use self::e4m3::e4m3_value;
 use self::grouped::GroupedFormat;
+#[cfg(feature = "cubecl")]
+pub(crate) use self::row::Reader;
+pub use self::row::RowLayout;
+pub(crate) use self::row::{QuantizedRow, RowFormat};
+use self::tiles::Fields;
 use crate::checked::{Part, part};
 use crate::recorder::{self, Operand};
 
@@ -69,80 +77,6 @@ macro_rules! with_format {
 }
 pub(crate) use with_format;
 
-/// How many words and scales a row takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowLayout {
-    /// 32-bit words.
-    pub words: usize,
-    /// f32 scales.
-    pub scales: usize,
-}
-
-/// A row of a quantized matrix on the host.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct QuantizedRow<'a> {
-    pub(crate) words: &'a [i32],
-    pub(crate) scales: &'a [f32],
-}
-
-/// Device kernels that may read a format as it is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reader {
-    /// Projections of few rows in CubeCL.
-    Skinny,
-    /// Lookups of rows, and dequantization, in CubeCL.
-    Rows,
-    /// Whole decode steps in CUDA C++.
-    DecodeStep,
-}
-
-/// Stores the nearest weights to a row in words and scales. Where a value is NaN, so is what is read again.
-pub(crate) type Quantize = fn(&[f32], &mut [i32], &mut [f32]);
-
-/// A format, row by row.
-pub(crate) trait RowFormat {
-    /// As messages call it.
-    const NAME: &'static str;
-    /// The device kernels that read it as it is stored.
-    #[cfg_attr(not(feature = "cubecl"), expect(dead_code, reason = "there is no device"))]
-    const READERS: &'static [Reader] = &[];
-    /// How a row is quantized, where that is done here: other formats come from files.
-    const QUANTIZE: Option<Quantize> = None;
-    /// A row's blocks in tiles, where the CPU has a kernel for them.
-    const TILES: Option<tiles::Fields> = None;
-    /// Whether that kernel multiplies integers.
-    const ROUNDS_INPUTS: bool = false;
-
-    /// The layout of a row of `d_input` weights. None if rows of that length cannot be stored.
-    fn layout(d_input: usize) -> Option<RowLayout>;
-
-    /// The length of a row of so many words.
-    fn row_length(words: usize) -> usize;
-
-    /// The weights of a row.
-    fn dequantize(row: QuantizedRow<'_>, out: &mut [f32]);
-
-    /// The sums of products of each row of `x` with the weights of a row, which may be spread out in `scratch`.
-    #[cfg(feature = "ndarray")]
-    #[inline(always)]
-    fn dots(x: &[f32], row: QuantizedRow<'_>, scratch: &mut [f32], out: &mut [f32]) {
-        Self::dequantize(row, scratch);
-        crate::cpu::DotProducts { a: x, b: scratch, size: scratch.len(), out }.compute();
-    }
-
-    /// The weights of all rows, f32 `[d_output, d_input]`, right on every backend: dequantized on the host unless the
-    /// format has them by Burn's operations.
-    fn reference<B: Backend>(weight: QuantizedWeight<B>) -> Tensor<B, 2> {
-        let ([d_output, d_input], device) = (weight.dims(), weight.packed.device());
-        let rows = HostRows::of(weight);
-        let mut values = vec![0.0; d_output * d_input];
-        for (row, out) in values.chunks_exact_mut(d_input).enumerate() {
-            Self::dequantize(rows.row(row), out);
-        }
-        Tensor::from_data(TensorData::new(values, [d_output, d_input]), (&device, DType::F32))
-    }
-}
-
 /// The words and scales of a matrix, read from its device.
 struct HostRows {
     words: Vec<i32>,
@@ -156,8 +90,8 @@ impl HostRows {
         let ([d_output, words_each], scales_each) = (weight.packed.dims(), weight.scales_of_row());
         let QuantizedWeight { packed, scales, format, order } = weight;
         let mut words: Vec<i32> = packed.into_data().iter::<i32>().collect();
-        if order == RowOrder::Tiles {
-            tiles::untile(format, &mut words, [d_output, words_each]);
+        if let (RowOrder::Tiles, Some(fields)) = (order, format.tiles()) {
+            tiles::untile(fields, &mut words, [d_output, words_each]);
         }
         let scales = scales.map_or_else(Vec::new, |scales| scales.into_data().iter::<f32>().collect());
         Self { words, scales, words_each, scales_each }
@@ -210,6 +144,11 @@ impl Format {
         with_format!(self, F => F::ROUNDS_INPUTS)
     }
 
+    /// A row's blocks in tiles, where the CPU has a kernel for them.
+    pub(crate) fn tiles(self) -> Option<Fields> {
+        with_format!(self, F => F::TILES)
+    }
+
     /// Whether a device kernel reads it as it is stored.
     #[cfg(feature = "cubecl")]
     pub(crate) fn is_read_by(self, reader: Reader) -> bool {
@@ -225,18 +164,6 @@ impl Format {
     fn row_length(self, words: usize) -> usize {
         with_format!(self, F => F::row_length(words))
     }
-}
-
-/// The value of a float of four bits of exponent and three of fraction, without infinities: E4M3 of FP8 (Micikevicius et
-/// al., 2022).
-pub fn e4m3_value(byte: u8) -> f32 {
-    let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-    let magnitude = match (exponent, byte & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => fraction * 2f32.powi(-9),
-        _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
-    };
-    if byte & 128 == 0 { magnitude } else { -magnitude }
 }
 
 /// The order of the words of a matrix.
@@ -268,6 +195,26 @@ impl<B: Backend> QuantizedWeight<B> {
     pub fn dims(&self) -> [usize; 2] {
         let [d_output, words] = self.packed.dims();
         [d_output, self.format.row_length(words)]
+    }
+
+    /// The weights, f32 `[d_output, d_input]`, right on every backend.
+    pub(crate) fn reference(self) -> Tensor<B, 2> {
+        let Self { packed, scales, format, order } = &self;
+        let by_operations = match order {
+            RowOrder::Rows => with_format!(*format, F => F::reference(packed, scales.as_ref())),
+            RowOrder::Tiles => None,
+        };
+        by_operations.unwrap_or_else(|| self.dequantized_by_host())
+    }
+
+    fn dequantized_by_host(self) -> Tensor<B, 2> {
+        let ([d_output, d_input], device, format) = (self.dims(), self.packed.device(), self.format);
+        let rows = HostRows::of(self);
+        let mut values = vec![0.0; d_output * d_input];
+        for (row, out) in values.chunks_exact_mut(d_input).enumerate() {
+            with_format!(format, F => F::dequantize(rows.row(row), out));
+        }
+        Tensor::from_data(TensorData::new(values, [d_output, d_input]), (&device, DType::F32))
     }
 
     pub(crate) fn scales_of_row(&self) -> usize {
@@ -380,6 +327,37 @@ impl<B: Backend> Weight<B> {
                     assert!(alike, "{op}: {name} has parts of {width} and of {} columns", part.dims()[1]);
                     part.check(op, name).fits(holds, other);
                 }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "ndarray"))]
+mod tests {
+    use super::tiles::{TILE, block_bytes, bytes_of, row_of_tile, tile_rows, untile};
+    use super::*;
+
+    #[test]
+    fn tiles_hold_their_rows_and_give_them_back() {
+        for format in Format::ALL {
+            let Some(fields) = format.tiles() else { continue };
+            let words_each = format.layout(768).expect("rows of any format").words;
+            let rows: Vec<i32> =
+                (0..TILE * words_each).map(|at| (at as i32).wrapping_mul(0x9e37_79b9u32 as i32)).collect();
+            let mut tile = rows.clone();
+            tile_rows(fields, &mut tile, &mut Vec::new());
+            assert_ne!(tile, rows, "{format:?}");
+            let blocks = words_each * 4 / block_bytes(fields) * block_bytes(fields);
+            for (at, row) in rows.chunks_exact(words_each).enumerate() {
+                let mut own = vec![0; words_each];
+                row_of_tile(fields, &tile, at, &mut own);
+                let [own, row] = [&own, row].map(|words| &bytes_of(words)[..blocks]);
+                assert_eq!(own, row, "{format:?}, row {at}");
+            }
+            untile(fields, &mut tile, [TILE, words_each]);
+            for (own, row) in tile.chunks_exact(words_each).zip(rows.chunks_exact(words_each)) {
+                let [own, row] = [own, row].map(|words| &bytes_of(words)[..blocks]);
+                assert_eq!(own, row, "{format:?}");
             }
         }
     }

@@ -111,9 +111,10 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
         compare("up is frozen", [frozen[0].clone(), tracked[1].clone()], [false, true], &wanted);
         compare("down is frozen", [tracked[0].clone(), frozen[1].clone()], [true, false], &wanted);
         for format in Format::ALL {
-            let widths = if matches!(format, Format::Blocks(_) | Format::Grouped(_)) { [512, 256] } else { [24, 16] };
+            let has_groups = matches!(format, Format::Blocks(_) | Format::Grouped(_));
+            let (widths, size) = if has_groups { ([512, 256], 0.1) } else { ([24, 16], 0.5) };
             let quantized = [widths, [widths[1], widths[0]]].map(|shape| {
-                formats::matrix::<B>(format, shape[0] as u64, shape, &device).expect("rows that the format stores")
+                formats::matrix::<B>(format, shape[0] as u64, shape, size, &device).expect("rows that the format stores")
             });
             let wide = quantized.each_ref().map(formats::wide);
             let wanted = with_weights::<B>(floats(true, &wide), dtype.into(), &device);
@@ -129,7 +130,7 @@ backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device)
         for [rows, d_input, d_output] in [
             [1, 4, 2], [1, 64, 130], [3, 36, 66], [8, 1000, 62], [32, 96, 128], [40, 64, 64], [1, 256, 33], [5, 768, 47], [19, 512, 80],
         ] {
-            let Some(quantized) = formats::matrix::<B>(format, 2, [d_output, d_input], &device) else {
+            let Some(quantized) = formats::matrix::<B>(format, 2, [d_output, d_input], 1.0, &device) else {
                 continue;
             };
             stored += 1;
@@ -192,7 +193,7 @@ backend_test!(a_stack_of_formats_is_one_matrix::<B>(device) {
     let formats = [
         (Format::Blocks(BlockFormat::Q4K), 48), (Format::Blocks(BlockFormat::Q6K), 37), (Format::F16, 16), (Format::Int8, 27),
     ];
-    let parts = formats.map(|(format, rows)| formats::matrix::<B>(format, 3, [rows, 256], &device).expect("whole blocks"));
+    let parts = formats.map(|(format, rows)| formats::matrix::<B>(format, 3, [rows, 256], 1.0, &device).expect("whole blocks"));
     let wide = Tensor::cat(parts.iter().map(formats::wide).collect(), 0);
     let stack = || Weight::from(parts.to_vec());
     assert_eq!(stack().dims(), [128, 256]);

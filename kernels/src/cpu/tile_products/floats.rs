@@ -1,5 +1,7 @@
 //! Products of floats: tiles of 16 bits with inputs of 32.
 
+#![allow(clippy::needless_range_loop, reason = "registers are arrays, of which several have the same index")]
+
 use super::lanes::Lanes;
 use crate::quant::tiles::TILE;
 

@@ -5,11 +5,15 @@
 //! offset has it times the sum of the inputs taken away first, and one that adds a least value has
 //! that times the same sum added.
 
+#![allow(clippy::needless_range_loop, reason = "registers are arrays, of which several have the same index")]
+
 use super::lanes::Lanes;
 use crate::quant::tiles::TILE;
 
 /// Weights of a group.
 pub(super) const GROUP: usize = 32;
+/// Groups of a block whose products are written out one after the other.
+const TOGETHER: usize = 4;
 /// Weights that are multiplied at once.
 const FOUR: usize = 4;
 const FOURS: usize = GROUP / FOUR;
@@ -271,41 +275,68 @@ pub(super) unsafe fn product<L: Lanes, F: IntegerTile, const ROWS: usize>(
         let mut sums = [lanes.floats(0.0); ROWS];
         for block in 0..blocks {
             let own = tile.add(block * F::BYTES);
-            for group in 0..F::GROUPS {
-                let panel = panel.add((block * F::GROUPS + group) * each);
-                let rest = panel.add(scale_at(ROWS));
-                let number = |at: usize, row: usize| rest.add(4 * (at * ROWS + row));
-                for part in 0..F::SCALES {
-                    let mut products = [lanes.ints(0); ROWS];
-                    for row in 0..ROWS {
-                        products[row] = lanes.ints(number(1 + part, row).cast::<i32>().read_unaligned());
-                    }
-                    let fours = FOURS / F::SCALES;
-                    for four in part * fours..(part + 1) * fours {
-                        let weights = F::four(lanes, own, group, four);
-                        for row in 0..ROWS {
-                            let inputs = panel.add(row * GROUP + FOUR * four).cast::<i32>().read_unaligned();
-                            products[row] = lanes.dot(products[row], weights, inputs);
-                        }
-                    }
-                    let scale = F::scale(lanes, own, group, part);
-                    for row in 0..ROWS {
-                        let of_inputs = lanes.floats(number(0, row).cast::<f32>().read_unaligned());
-                        let product = lanes.mul(lanes.converted(products[row]), lanes.mul(scale, of_inputs));
-                        sums[row] = lanes.add(sums[row], product);
-                    }
-                }
-                if F::LEAST {
-                    let least = F::least(lanes, own, group);
-                    for row in 0..ROWS {
-                        let sum = lanes.floats(number(1 + F::SCALES, row).cast::<f32>().read_unaligned());
-                        sums[row] = lanes.sub(sums[row], lanes.mul(least, sum));
-                    }
-                }
+            let panel = panel.add(block * F::GROUPS * each);
+            if F::GROUPS == 1 {
+                add_group::<L, F, ROWS>(lanes, own, 0, panel, &mut sums);
+                continue;
+            }
+            // So that shifts are by constants.
+            for group in (0..F::GROUPS).step_by(TOGETHER) {
+                let panel = |at: usize| panel.add((group + at) * each);
+                add_group::<L, F, ROWS>(lanes, own, group, panel(0), &mut sums);
+                add_group::<L, F, ROWS>(lanes, own, group + 1, panel(1), &mut sums);
+                add_group::<L, F, ROWS>(lanes, own, group + 2, panel(2), &mut sums);
+                add_group::<L, F, ROWS>(lanes, own, group + 3, panel(3), &mut sums);
             }
         }
         for row in 0..ROWS {
             lanes.store(sums[row], out.add(row * TILE));
+        }
+    }
+}
+
+/// Adds the products of a group of a block with those of a panel.
+///
+/// # Safety
+/// As for [`product`]: the block is at `block`, and the group's inputs are at `panel`.
+#[inline(always)]
+unsafe fn add_group<L: Lanes, F: IntegerTile, const ROWS: usize>(
+    lanes: L,
+    block: *const u8,
+    group: usize,
+    panel: *const u8,
+    sums: &mut [L::Floats; ROWS],
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let rest = panel.add(scale_at(ROWS));
+        let number = |at: usize, row: usize| rest.add(4 * (at * ROWS + row));
+        for part in 0..F::SCALES {
+            let mut products = [lanes.ints(0); ROWS];
+            for row in 0..ROWS {
+                products[row] = lanes.ints(number(1 + part, row).cast::<i32>().read_unaligned());
+            }
+            let fours = FOURS / F::SCALES;
+            for four in part * fours..(part + 1) * fours {
+                let weights = F::four(lanes, block, group, four);
+                for row in 0..ROWS {
+                    let inputs = panel.add(row * GROUP + FOUR * four).cast::<i32>().read_unaligned();
+                    products[row] = lanes.dot(products[row], weights, inputs);
+                }
+            }
+            let scale = F::scale(lanes, block, group, part);
+            for row in 0..ROWS {
+                let of_inputs = lanes.floats(number(0, row).cast::<f32>().read_unaligned());
+                let product = lanes.mul(lanes.converted(products[row]), lanes.mul(scale, of_inputs));
+                sums[row] = lanes.add(sums[row], product);
+            }
+        }
+        if F::LEAST {
+            let least = F::least(lanes, block, group);
+            for row in 0..ROWS {
+                let sum = lanes.floats(number(1 + F::SCALES, row).cast::<f32>().read_unaligned());
+                sums[row] = lanes.sub(sums[row], lanes.mul(least, sum));
+            }
         }
     }
 }

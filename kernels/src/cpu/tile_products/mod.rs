@@ -363,7 +363,7 @@ impl Multiply<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quant::tiles::{fields, tile_rows};
+    use crate::quant::tiles::tile_rows;
     use crate::quant::{QuantizedRow, RowFormat, with_format};
     use crate::random::RandomKey;
 
@@ -404,7 +404,7 @@ mod tests {
         }
         let mut tiles = words.clone();
         for tile in tiles.chunks_exact_mut(TILE * words_each) {
-            tile_rows(fields(format).expect("tiles"), tile, &mut Vec::new());
+            tile_rows(format.tiles().expect("tiles"), tile, &mut Vec::new());
         }
         (words, tiles, words_each)
     }

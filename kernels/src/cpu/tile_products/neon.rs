@@ -1,5 +1,7 @@
 //! The instructions of 64-bit ARM: NEON, which every such processor has.
 
+#![allow(unused_unsafe, reason = "most instructions are safe where the architecture has them, and some are not")]
+
 use std::arch::aarch64::*;
 
 use super::lanes::Lanes;

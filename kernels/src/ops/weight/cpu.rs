@@ -16,7 +16,7 @@ impl WeightOps for NdArray {
     fn store(weight: Checked<HostWeight<Self>>) -> Result<QuantizedWeight<Self>, ExecutionError> {
         let HostWeight { format, shape: [d_output, _], mut words, scales, .. } = weight.into_inner();
         let words_each = words.len() / d_output;
-        let order = match tiles::fields(format) {
+        let order = match format.tiles() {
             None => RowOrder::Rows,
             Some(fields) => {
                 let tiles = words[..d_output / TILE * TILE * words_each].par_chunks_exact_mut(TILE * words_each);

@@ -14,8 +14,8 @@ pub(crate) mod simple;
 
 use half::f16;
 
-use super::tiles::Fields;
-use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
+use super::tiles::{Fields, bytes_of};
 
 /// A format of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,13 +64,6 @@ pub(crate) trait Block {
 
 /// Bytes of a word.
 const WORD: usize = 4;
-
-/// The bytes of words, in memory's order, which is that of files.
-#[inline(always)]
-pub(crate) fn bytes_of(words: &[i32]) -> &[u8] {
-    // SAFETY: a word is four bytes, any of which is one, and bytes are aligned anywhere.
-    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), std::mem::size_of_val(words)) }
-}
 
 impl<T: Block> RowFormat for T {
     const NAME: &'static str = T::NAME;

@@ -17,7 +17,9 @@
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 
-use super::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout, e4m3_value, search};
+use super::e4m3::e4m3_value;
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
+use super::search;
 
 /// A format with groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
