@@ -27,6 +27,7 @@ pub mod bench;
 pub mod ceilings;
 mod device_read;
 pub mod download;
+pub mod export;
 mod failure;
 pub mod inference;
 pub mod model_folder;

@@ -1,7 +1,7 @@
 //! The dtypes that models run in.
 
 use burn::tensor::{DType, FloatDType};
-use fireclay_kernels::{Backend, F32Products, Format};
+use fireclay_kernels::{Backend, BlockFormat, F32Products, Format, GroupedFormat};
 use fireclay_model::{MatrixDtype, ModelFolder, Transformer};
 use serde::{Deserialize, Serialize};
 
@@ -12,8 +12,8 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Matrices of a GGUF file in the formats that it stores them in, activations in 16 bits where supported, else f32.
-    /// Any other model in f32. Not for training.
+    /// Matrices of a GGUF file or a quantized checkpoint in the formats that it stores them in, activations in 16 bits where
+    /// supported, else f32. Any other model in f32. Not for training.
     Auto,
     /// Single precision.
     F32,
@@ -27,6 +27,17 @@ pub enum Precision {
     /// INT8 matrices with a scale per output row, activations in bf16 where supported, else f32.
     /// Not for training.
     Int8,
+    /// Matrices of 4 bits with a scale for 32 weights, found by a search; activations as with int8. Not for training.
+    Int4,
+    /// The same with a scale for 128 weights.
+    #[serde(rename = "int4-128")]
+    #[value(name = "int4-128")]
+    Int4x128,
+    /// Matrices of FP8 (E4M3) with a scale for 128 weights; activations as with int8. Not for training.
+    Fp8,
+    /// Matrices of NF4, quantiles of a normal distribution, with a scale for 64 weights; activations as with int8. Not for
+    /// training.
+    Nf4,
 }
 
 /// Data type of the KV cache.
@@ -49,6 +60,23 @@ impl Precision {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Int8 => "int8",
+            Self::Int4 => "int4",
+            Self::Int4x128 => "int4-128",
+            Self::Fp8 => "fp8",
+            Self::Nf4 => "nf4",
+        }
+    }
+
+    /// What matrices are quantized to while they are loaded.
+    fn format(self) -> Option<Format> {
+        match self {
+            Self::Auto | Self::F32 | Self::Tf32 | Self::Bf16 | Self::F16 => None,
+            Self::Int8 => Some(Format::Int8),
+            // Of two formats with a scale for 32 the one that the CPU multiplies as integers.
+            Self::Int4 => Some(Format::Blocks(BlockFormat::Q4_0)),
+            Self::Int4x128 => Some(Format::Grouped(GroupedFormat::Int4x128)),
+            Self::Fp8 => Some(Format::Grouped(GroupedFormat::Fp8)),
+            Self::Nf4 => Some(Format::Grouped(GroupedFormat::Nf4)),
         }
     }
 
@@ -68,13 +96,15 @@ impl Precision {
         device: &B::Device,
     ) -> Result<Transformer<B>, Failure> {
         let (matrices, activations) = match self {
-            Self::Auto if files.is_gguf() => (MatrixDtype::Stored, Self::of_stored::<B>(files, device)?),
-            Self::Int8 => (Format::Int8.into(), self.activations::<B>(device)?),
+            Self::Auto if files.is_gguf() || files.is_quantized()? => {
+                (MatrixDtype::Stored, Self::of_stored::<B>(files, device)?)
+            }
             Self::Bf16 if !has::<B>(device, FloatDType::BF16) => (Format::Bf16.into(), FloatDType::F32),
             Self::F16 if !has::<B>(device, FloatDType::F16) => (Format::F16.into(), FloatDType::F32),
             _ => {
                 let activations = self.activations::<B>(device)?;
-                (activations.into(), activations)
+                let matrices = self.format().map_or(activations.into(), MatrixDtype::from);
+                (matrices, activations)
             }
         };
         let model = files.load_in::<B>(matrices, progress, device)?;
@@ -94,7 +124,7 @@ impl Precision {
         if self != Self::Auto {
             return Ok(self.name().into());
         }
-        if !files.is_gguf() {
+        if !files.is_gguf() && !files.is_quantized()? {
             return Ok(Self::F32.name().into());
         }
         let encodings = files.encodings()?.into_iter();
@@ -119,7 +149,7 @@ impl Precision {
             Self::Tf32 => return Err(self.lacking::<B>(device)),
             Self::Bf16 => FloatDType::BF16,
             Self::F16 => FloatDType::F16,
-            Self::Int8 => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
+            _ => return Ok(Self::Bf16.activations::<B>(device).unwrap_or(FloatDType::F32)),
         };
         if has::<B>(device, dtype) {
             return Ok(dtype);

@@ -198,6 +198,11 @@ impl Tokenizer {
         Ok(Self(tokenizer))
     }
 
+    /// As a `tokenizer.json`.
+    pub(crate) fn to_json(&self) -> Result<String, DataError> {
+        self.0.to_string(false).map_err(tokenizer_error)
+    }
+
     /// Writes a `tokenizer.json` atomically.
     ///
     /// # Errors

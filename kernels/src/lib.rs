@@ -87,9 +87,21 @@ pub use ops::weight::HostWeight;
 pub use packed_heads::PackedHeads;
 pub use products::{F32Products, F32ProductsScope};
 pub use quant::blocks::BlockFormat;
-pub use quant::{Format, QuantizedWeight, RowLayout, RowOrder, Weight};
+pub use quant::grouped::GroupedFormat;
+pub use quant::{Format, QuantizedWeight, RowLayout, RowOrder, Weight, e4m3_value};
 pub use random::RandomKey;
 pub use selection::{Kernels, use_kernels, use_wait_seconds};
+
+/// Quantized matrices as checkpoints store them.
+pub mod packed {
+    pub use crate::quant::packed::awq::Awq;
+    pub use crate::quant::packed::bitsandbytes::{Bnb4, Bnb4Scales, int8};
+    pub use crate::quant::packed::compressed::Compressed;
+    pub use crate::quant::packed::fp8::scaled_blocks;
+    pub use crate::quant::packed::gptq::Gptq;
+    pub use crate::quant::packed::mxfp4::mxfp4;
+    pub use crate::quant::packed::{CodedMatrix, Coding, StoredCodes};
+}
 
 /// The traits of the operations, one per group, which backends implement.
 pub mod traits {

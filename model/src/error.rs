@@ -41,6 +41,14 @@ pub enum WeightsError {
         /// The reason.
         reason: String,
     },
+    /// A tensor has a value that the format to be written has none for.
+    #[error("{name}: {reason}")]
+    Unwritable {
+        /// The tensor.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The device does not accept the weights.
     #[error("the device failed: {reason}")]
     Device {

@@ -13,9 +13,11 @@ use serde_json::Value;
 
 use crate::adapter::ModuleUpdate;
 use crate::error::WeightsError;
+use crate::parameters::parameter_shapes;
+use crate::stored_tensor::{Encoding, StoredTensor};
 use crate::synced::write_synced;
-use crate::tensor_files::{Encoding, StoredTensor, TensorFiles};
-use crate::weights::{CONFIG, ModelFolder, Part, WEIGHTS};
+use crate::tensor_files::TensorFiles;
+use crate::weights::{CONFIG, ModelFolder, Part, Plan, WEIGHTS};
 
 /// A tensor as it is written: read and changed when its turn comes, so that the host holds one at a time.
 struct Merged<'a> {
@@ -95,7 +97,10 @@ impl ModelFolder {
             let reason = "an adapter is merged into a model's folder, and not into a GGUF file".into();
             return Err(WeightsError::Weights { path: self.path().to_path_buf(), reason });
         }
-        let (files, config, parts) = self.merged_parts::<B>(device)?;
+        let (family, config) = self.config()?;
+        let Plan { files, config, model, mut parts } = self.plan::<B>(family, &config, false, device)?;
+        let parts: Vec<Part> =
+            parameter_shapes(&model).into_iter().filter_map(|(path, _)| parts.remove(&path)).flatten().collect();
         let view = |part: &Part| {
             let Part { name, stored, transposed, .. } = part;
             let dtype = match stored.encoding {

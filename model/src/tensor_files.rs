@@ -9,13 +9,14 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use fireclay_kernels::{BlockFormat, Format};
+use fireclay_kernels::{BlockFormat, e4m3_value};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata};
 use serde_json::Value;
 
 use crate::error::WeightsError;
+pub(crate) use crate::stored_tensor::{Encoding, StoredTensor};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -35,98 +36,6 @@ const LONGEST_BLOCK: usize = 256;
 pub(crate) struct TensorFiles {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, StoredTensor>,
-}
-
-/// A tensor's location and encoding.
-#[derive(Clone, Debug)]
-pub(crate) struct StoredTensor {
-    file: usize,
-    /// Offset in the file, in bytes.
-    start: u64,
-    pub(crate) encoding: Encoding,
-    pub(crate) shape: Vec<usize>,
-    /// Rows per head, if the rows of its halves are interleaved.
-    pub(crate) interleaved: Option<usize>,
-}
-
-/// How a tensor's values are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Encoding {
-    /// Consecutive elements.
-    Float(Dtype),
-    /// Blocks.
-    Blocks(BlockFormat),
-}
-
-impl Encoding {
-    /// Values per unit of storage.
-    pub(crate) fn weights(self) -> usize {
-        match self {
-            Self::Float(_) => 1,
-            Self::Blocks(format) => format.weights(),
-        }
-    }
-
-    /// Bytes per unit of storage.
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Self::Float(dtype) => dtype.bitsize() / 8,
-            Self::Blocks(format) => format.bytes(),
-        }
-    }
-
-    /// Its name in messages.
-    pub(crate) fn name(self) -> String {
-        match self {
-            Self::Float(dtype) => format!("{dtype:?}"),
-            Self::Blocks(format) => format.name().into(),
-        }
-    }
-
-    /// The format in which operations read it as it is stored, if there is one.
-    pub(crate) fn format(self) -> Option<Format> {
-        match self {
-            Self::Float(Dtype::F16) => Some(Format::F16),
-            Self::Float(Dtype::BF16) => Some(Format::Bf16),
-            Self::Float(_) => None,
-            Self::Blocks(format) => Some(Format::Blocks(format)),
-        }
-    }
-
-    /// Whether it is supported.
-    pub(crate) fn is_readable(self) -> bool {
-        match self {
-            Self::Float(dtype) => READABLE.contains(&dtype),
-            Self::Blocks(_) => true,
-        }
-    }
-
-    /// Offset of the unit with the element at an index, in bytes.
-    fn bytes_before(self, elements: usize) -> u64 {
-        elements as u64 / self.weights() as u64 * self.bytes() as u64
-    }
-}
-
-impl StoredTensor {
-    /// A tensor at an offset of a file.
-    pub(crate) fn new(file: usize, start: u64, encoding: Encoding, shape: Vec<usize>) -> Self {
-        Self { file, start, encoding, shape, interleaved: None }
-    }
-
-    /// Of another shape, for one that is not read.
-    pub(crate) fn with_shape(self, shape: Vec<usize>) -> Self {
-        Self { shape, ..self }
-    }
-
-    /// Sets the number of interleaved rows per head, if any.
-    pub(crate) fn with_interleaved(self, rows: Option<usize>) -> Self {
-        Self { interleaved: rows, ..self }
-    }
-
-    /// Size in the file, in bytes.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.encoding.bytes_before(self.shape.iter().product())
-    }
 }
 
 impl TensorFiles {
@@ -224,6 +133,36 @@ impl TensorFiles {
     /// The folder's tensors by name.
     pub(crate) fn tensors(&self) -> &BTreeMap<String, StoredTensor> {
         &self.tensors
+    }
+
+    pub(crate) fn tensors_mut(&mut self) -> &mut BTreeMap<String, StoredTensor> {
+        &mut self.tensors
+    }
+
+    /// The bytes of a tensor as they are stored.
+    ///
+    /// # Errors
+    /// If the file system fails.
+    pub(crate) fn raw(&self, tensor: &StoredTensor) -> Result<Vec<u8>, WeightsError> {
+        let mut bytes = vec![0; tensor.bytes() as usize];
+        self.bytes(tensor.file, tensor.start, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// The values of a tensor of floats.
+    ///
+    /// # Errors
+    /// If the file system fails, or the dtype is no float that can be read.
+    pub(crate) fn floats(&self, tensor: &StoredTensor) -> Result<Vec<f32>, WeightsError> {
+        let mut values = vec![0f32; tensor.shape.iter().product()];
+        self.read(tensor, false, &mut values, &mut |_| {})?;
+        Ok(values)
+    }
+
+    /// What is wrong with the first of the files.
+    pub(crate) fn wrong(&self, reason: String) -> WeightsError {
+        let path = self.files.first().map_or_else(PathBuf::new, |(path, _)| path.clone());
+        WeightsError::Weights { path, reason }
     }
 
     /// Reads a tensor as `T` into `out`, in row-major order, transposed if `transposed`. Calls
@@ -342,12 +281,14 @@ pub(crate) struct TensorRow<'a> {
     bytes: Vec<u8>,
     /// The last head read of an interleaved tensor: its index, and its rows in the model's order.
     head: Option<(usize, Vec<u8>)>,
+    /// The values of the first of them, where it is made of several.
+    unpacked: Option<Vec<f32>>,
 }
 
 impl<'a> TensorRow<'a> {
     /// For these tensors, from the start.
     pub(crate) fn new(files: &'a TensorFiles, tensors: impl Iterator<Item = &'a StoredTensor>) -> Self {
-        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None }
+        Self { files, tensors: tensors.collect(), done: 0, bytes: Vec::new(), head: None, unpacked: None }
     }
 
     /// Reads the next elements as `T`, as many as fit `out`, in native byte order. Calls `progress`
@@ -377,13 +318,16 @@ impl<'a> TensorRow<'a> {
                 self.read_at::<T>(tensor, self.done, own)?;
                 rest = behind;
             }
-            let before = |elements| tensor.encoding.bytes_before(elements);
+            let before = |elements| match &tensor.packed {
+                Some(_) => tensor.bytes() * elements as u64 / (self.done + left) as u64,
+                None => tensor.encoding.bytes_before(elements),
+            };
             progress(before(self.done + count) - before(self.done));
             self.done += count;
             if count == left {
                 self.tensors.remove(0);
                 self.done = 0;
-                self.head = None;
+                (self.head, self.unpacked) = (None, None);
             }
         }
         assert!(rest.is_empty(), "no more is asked for than there is");
@@ -425,6 +369,7 @@ impl<'a> TensorRow<'a> {
             Encoding::Float(Dtype::F8_E5M2) => self.read_as::<E5m2, T>(tensor, first, out),
             Encoding::Float(other) => Err(self.files.unsupported(tensor, other)),
             Encoding::Blocks(format) => self.dequantize::<T>(tensor, format, first, out),
+            Encoding::Packed(_) => self.unpack::<T>(tensor, first, out),
         }
     }
 
@@ -443,6 +388,24 @@ impl<'a> TensorRow<'a> {
         self.files.bytes(tensor.file, start, &mut self.bytes)?;
         for (out, value) in out.chunks_exact_mut(T::SIZE).zip(self.bytes.chunks_exact(S::SIZE)) {
             T::of(S::load(value)).store(out);
+        }
+        Ok(())
+    }
+
+    /// Values of a tensor that is made of several: all are unpacked when the first are asked for.
+    fn unpack<T: Stored>(&mut self, tensor: &StoredTensor, first: usize, out: &mut [u8]) -> Result<(), WeightsError> {
+        let (Some(packed), [.., columns]) = (&tensor.packed, &tensor.shape[..]) else { return Ok(()) };
+        if self.unpacked.is_none() {
+            let size: usize = tensor.shape.iter().product();
+            let matrix = self.files.unpack(packed, [size / columns.max(&1), *columns])?;
+            let mut values = vec![0f32; size];
+            values.par_chunks_mut(*columns).enumerate().for_each(|(row, out)| matrix.dequantize_row(row, out));
+            self.unpacked = Some(values);
+        }
+        if let Some(values) = &self.unpacked {
+            for (out, value) in out.chunks_exact_mut(T::SIZE).zip(&values[first..]) {
+                T::of(*value).store(out);
+            }
         }
         Ok(())
     }
@@ -528,9 +491,6 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     named.iter().map(file).collect()
 }
 
-/// The supported float dtypes.
-const READABLE: [Dtype; 6] = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64, Dtype::F8_E4M3, Dtype::F8_E5M2];
-
 /// A float dtype of files.
 pub(crate) trait Readable {
     /// Bytes.
@@ -578,13 +538,7 @@ impl Readable for E4m3 {
 
     #[inline(always)]
     fn load(bytes: &[u8]) -> f32 {
-        let (exponent, fraction) = (i32::from(bytes[0] >> 3 & 15), f32::from(bytes[0] & 7));
-        let magnitude = match (exponent, bytes[0] & 7) {
-            (15, 7) => f32::NAN,
-            (0, _) => fraction * 2f32.powi(-9),
-            _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
-        };
-        if bytes[0] & 128 == 0 { magnitude } else { -magnitude }
+        e4m3_value(bytes[0])
     }
 }
 

@@ -260,6 +260,11 @@ impl<B: Backend> Transformer<B> {
         self.all_matrices_mut().filter(|(path, _)| !path.contains(".adapter."))
     }
 
+    /// The format of each matrix that may be quantized, by its path; of several the first, and none where it is floats.
+    pub fn formats(&mut self) -> Vec<(String, Option<Format>)> {
+        self.matrices_mut().map(|(path, matrix)| (path, matrix.weight().format())).collect()
+    }
+
     /// All matrices that may have a copy in another dtype, by path.
     fn all_matrices_mut(&mut self) -> impl Iterator<Item = (String, &mut Matrix<B>)> {
         let Self { embedding, head, blocks, .. } = self;

@@ -16,13 +16,15 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, View};
 use serde_json::Value;
 
+use fireclay_kernels::packed::StoredCodes;
 use fireclay_kernels::{Backend, Format, HostWeight, QuantizedWeight, upload, upload_pieces};
 
 use crate::adapter::{LoraFiles, ModuleUpdate};
 use crate::config::{ConfigError, TransformerConfig};
 use crate::error::WeightsError;
 use crate::gguf::{self, Architecture, Gguf};
-use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES};
+use crate::hub::{self, Family, HubTensor, OPTIONAL_PREFIXES, Quantization};
+use crate::packed_tensors::gather;
 use crate::parameters::{Initializer, named_parameters, parameter_shapes, path_of, segment};
 use crate::synced::write_synced;
 use crate::tensor_files::{Encoding, Stored, StoredTensor, TensorFiles, TensorRow, gguf_instead};
@@ -47,7 +49,7 @@ pub enum MatrixDtype {
     /// Quantized: projections, the head and the embedding table, where the format stores rows of
     /// their length. Other matrices are f32.
     Quantized(Format),
-    /// As they are stored: blocks of GGUF files as blocks, and floats of 16 bits as such, in their own dtype where the
+    /// As they are stored: blocks of GGUF files as blocks, codes of quantized checkpoints with their scales, and floats of 16 bits as such, in their own dtype where the
     /// device has it. What is stored as other floats, and matrices with a part that is, are f32.
     Stored,
 }
@@ -94,7 +96,7 @@ impl ModelFolder {
             let grown = adapter.vocab_size(family).filter(|size| *size != config.vocab_size);
             config.vocab_size = grown.unwrap_or(config.vocab_size);
             let changes = |name: Option<&str>| name.is_some_and(|name| adapter.update(name).is_some());
-            // A table that is the output projection, too, is changed for both only where new tokens come with it.
+            // A tied table is changed for both uses only if new tokens come with it.
             if changes(family.embedding_name()) != changes(family.head_name()) && grown.is_none() {
                 config.tied_embeddings = false;
             }
@@ -136,7 +138,7 @@ impl ModelFolder {
     pub fn encodings(&self) -> Result<Vec<(String, u64)>, WeightsError> {
         let files = match self.gguf()? {
             Some(gguf) => gguf.files,
-            None => TensorFiles::open(&self.path)?,
+            None => self.tensor_files()?,
         };
         let mut bytes = BTreeMap::<String, u64>::new();
         for tensor in files.tensors().values().filter(|tensor| tensor.shape.len() == 2) {
@@ -155,7 +157,7 @@ impl ModelFolder {
         hub::read(json).map_err(|error| self.wrong_config(error))
     }
 
-    fn wrong_config(&self, error: ConfigError) -> WeightsError {
+    pub(crate) fn wrong_config(&self, error: ConfigError) -> WeightsError {
         let path = if self.is_gguf() { self.path.clone() } else { self.path.join(CONFIG) };
         WeightsError::Config { path, error }
     }
@@ -169,9 +171,33 @@ impl ModelFolder {
         serde_json::from_str(&text).map_err(|error| WeightsError::Json { path, error })
     }
 
+    /// Whether its matrices are quantized, as `config.json` says.
+    ///
+    /// # Errors
+    /// If it is missing, damaged, or quantized in a way that is not read.
+    pub fn is_quantized(&self) -> Result<bool, WeightsError> {
+        Ok(!self.is_gguf() && self.quantization()?.is_some())
+    }
+
+    fn quantization(&self) -> Result<Option<Quantization>, WeightsError> {
+        Quantization::read(&self.json()?).map_err(|error| self.wrong_config(error))
+    }
+
+    /// The files of a folder, each quantized matrix under its own name.
+    fn tensor_files(&self) -> Result<TensorFiles, WeightsError> {
+        let mut files = TensorFiles::open(&self.path)?;
+        // A folder of tensors alone may have no config.
+        if self.path.join(CONFIG).exists()
+            && let Some(quantization) = self.quantization()?
+        {
+            gather(&mut files, &quantization)?;
+        }
+        Ok(files)
+    }
+
     /// The model's files, and how they name tensors.
     fn open(&self, family: Family) -> Result<(TensorFiles, Names), WeightsError> {
-        let Some(gguf) = self.gguf()? else { return Ok((TensorFiles::open(&self.path)?, Names::Hub(family))) };
+        let Some(gguf) = self.gguf()? else { return Ok((self.tensor_files()?, Names::Hub(family))) };
         let (architecture, _) = gguf.config(&self.path)?;
         Ok((gguf.files, Names::Gguf(architecture)))
     }
@@ -203,8 +229,9 @@ impl ModelFolder {
         self.read(family, &config, None, dtype.into(), progress, device)
     }
 
-    /// Reads the model as one of `config`, which may differ from the folder's in its heads for utterances and in its
-    /// dropout, its matrices as `dtype`. Without `heads`, those for utterances are drawn from `seed`.
+    /// Reads the model as one of `config`, which may differ from the folder's in its heads for
+    /// utterances and in its dropout, its matrices as `dtype`. Without `heads`, those for utterances
+    /// are drawn from `seed`.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -220,7 +247,8 @@ impl ModelFolder {
         self.read(family, config, (!heads).then_some(seed), dtype.into(), &mut |_, _| {}, device)
     }
 
-    /// The model for [`Transformer::with_lora`], its parameters as f32: of the adapter only the modules that it saves whole are merged.
+    /// The model for [`Transformer::with_lora`], its parameters as f32: of the adapter, only the
+    /// modules that it saves whole are merged.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -238,14 +266,8 @@ impl ModelFolder {
         progress: &mut dyn FnMut(u64, u64),
         device: &B::Device,
     ) -> Result<Transformer<B>, WeightsError> {
-        let (files, names) = self.open(family)?;
-        let config = &self.as_stored(&files, names, config)?;
-        let blank = config.init_with(&mut Initializer::<B>::blank(device));
-        let mut model = blank.map_err(|error| self.wrong_config(error))?;
-        if fresh_heads.is_some() {
-            model.heads = None;
-        }
-        let parts = self.parts(&files, names, config, &model)?;
+        let Plan { files, config, mut model, parts } = self.plan::<B>(family, config, fresh_heads.is_some(), device)?;
+        let config = &config;
 
         let total = parts.values().flatten().map(|part| part.stored.bytes()).sum();
         let mut done = 0;
@@ -265,15 +287,22 @@ impl ModelFolder {
         Ok(model)
     }
 
-    /// `config` with an output projection of its own where one is stored, whatever the config says of it.
-    fn as_stored(
+    /// Opens the files, and finds what fills each parameter; without heads for utterances if these
+    /// are to be fresh.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub(crate) fn plan<B: Backend>(
         &self,
-        files: &TensorFiles,
-        names: Names,
+        family: Family,
         config: &TransformerConfig,
-    ) -> Result<TransformerConfig, WeightsError> {
+        fresh_heads: bool,
+        device: &B::Device,
+    ) -> Result<Plan<B>, WeightsError> {
+        let (files, names) = self.open(family)?;
+        // What is stored counts: an output projection of its own, whatever the config says of it.
         let [table, head] = [names.embedding(), names.head()].map(|name| stored_as(files.tensors(), name?));
-        Ok(match (table, head) {
+        let config = match (table, head) {
             // One of another shape is no such projection, and passed over.
             (Some((_, table)), Some((_, head)))
                 if config.tied_embeddings && table.shape == head.shape && !files.are_same([table, head])? =>
@@ -281,23 +310,14 @@ impl ModelFolder {
                 TransformerConfig { tied_embeddings: false, ..config.clone() }
             }
             _ => config.clone(),
-        })
-    }
-
-    /// The stored tensors of all parameters, in order, and the config that they are of.
-    pub(crate) fn merged_parts<B: Backend>(
-        &self,
-        device: &B::Device,
-    ) -> Result<(TensorFiles, TransformerConfig, Vec<Part>), WeightsError> {
-        let (family, config) = self.config()?;
-        let (files, names) = self.open(family)?;
-        let config = self.as_stored(&files, names, &config)?;
+        };
         let blank = config.init_with(&mut Initializer::<B>::blank(device));
-        let model = blank.map_err(|error| self.wrong_config(error))?;
-        let mut parts = self.parts(&files, names, &config, &model)?;
-        let order = parameter_shapes(&model).into_iter().filter_map(|(path, _)| parts.remove(&path)).flatten();
-        let order = order.collect();
-        Ok((files, config, order))
+        let mut model = blank.map_err(|error| self.wrong_config(error))?;
+        if fresh_heads {
+            model.heads = None;
+        }
+        let parts = self.parts(&files, names, &config, &model)?;
+        Ok(Plan { files, config, model, parts })
     }
 
     /// A tensor that the folder has beyond the transformer's own, such as a head for
@@ -307,7 +327,7 @@ impl ModelFolder {
     /// If the file is missing or damaged, or the tensor has another number of dimensions than `D`,
     /// or a dtype that cannot be read.
     pub fn tensor<const D: usize>(&self, name: &str) -> Result<Option<StoredValues<D>>, WeightsError> {
-        let files = TensorFiles::open(&self.path)?;
+        let files = self.tensor_files()?;
         let Some((name, stored)) = stored_as(files.tensors(), name) else { return Ok(None) };
         let wrong = |reason: String| WeightsError::Weights { path: self.path.clone(), reason };
         let shape = <[usize; D]>::try_from(&stored.shape[..])
@@ -320,7 +340,7 @@ impl ModelFolder {
         Ok(Some((shape, values)))
     }
 
-    /// What the adapter, where there is one, does to the weight of a name.
+    /// What the adapter, if any, does to the weight of a name.
     pub(crate) fn update_of(&self, name: &str) -> Option<&ModuleUpdate> {
         self.adapter.as_ref()?.update(name)
     }
@@ -346,7 +366,7 @@ impl ModelFolder {
             if found.is_none() && config.tied_embeddings && tensor.path == "embedding" {
                 found = names.head().and_then(|name| stored_as(files.tensors(), name));
             }
-            // An adapter unties them, but for one.
+            // An adapter unties them, but only one is stored.
             if found.is_none() && self.adapter.is_some() && tensor.path == "head" {
                 found = names.embedding().and_then(|name| stored_as(files.tensors(), name));
             }
@@ -426,7 +446,7 @@ impl ModelFolder {
         })
     }
 
-    fn wrong(&self, reason: String) -> WeightsError {
+    pub(crate) fn wrong(&self, reason: String) -> WeightsError {
         WeightsError::Weights { path: self.path.clone(), reason }
     }
 }
@@ -474,7 +494,16 @@ pub(crate) struct Part {
     pub(crate) stored: StoredTensor,
     pub(crate) transposed: bool,
     /// Whether an adapter changes it.
-    updated: bool,
+    pub(crate) updated: bool,
+}
+
+/// A model that is to be read, and where each parameter is stored.
+pub(crate) struct Plan<B: Backend> {
+    pub(crate) files: TensorFiles,
+    pub(crate) config: TransformerConfig,
+    /// Its parameters know their shapes, and hold nothing.
+    pub(crate) model: Transformer<B>,
+    pub(crate) parts: HashMap<String, Vec<Part>>,
 }
 
 /// The stored tensor of a name, under which it may be with or without the prefix that some
@@ -578,6 +607,9 @@ impl<B: Backend> Reader<'_, B> {
         columns: usize,
         device: &B::Device,
     ) -> Result<Option<Vec<QuantizedWeight<B>>>, WeightsError> {
+        if parts.iter().any(|part| part.stored.packed.is_some()) {
+            return self.read_packed(parts, columns, device).map(Some);
+        }
         let format = |part: &Part| {
             let format = part.stored.encoding.format().filter(|_| !part.transposed);
             format.and_then(|format| Some((format, format.layout(columns)?.words)))
@@ -599,6 +631,48 @@ impl<B: Backend> Reader<'_, B> {
             weights.push(QuantizedWeight::stored(host)?);
         }
         Ok(Some(weights))
+    }
+
+    /// The parts of a matrix of which some are quantized: with their codes and scales where a format has these, and as f16
+    /// otherwise, to which the packages that make them dequantize them, too.
+    fn read_packed(
+        &mut self,
+        parts: &[Part],
+        columns: usize,
+        device: &B::Device,
+    ) -> Result<Vec<QuantizedWeight<B>>, WeightsError> {
+        let mut weights: Vec<HostWeight<B>> = Vec::new();
+        for part in parts {
+            let rows = part.stored.shape[0];
+            let stored = match part.stored.packed.as_deref() {
+                Some(packed) => self.files.unpack(packed, [rows, columns])?.stored(),
+                None => None,
+            };
+            let (format, words, scales) = match stored {
+                Some(StoredCodes { format, words, scales }) => {
+                    (self.progress)(part.stored.bytes());
+                    (format, words, scales)
+                }
+                None => {
+                    let values = self.values(std::slice::from_ref(part), &[rows, columns], f16::ZERO)?;
+                    let pairs = values.chunks_exact(2);
+                    let words =
+                        pairs.map(|pair| (u32::from(pair[0].to_bits()) | u32::from(pair[1].to_bits()) << 16) as i32);
+                    (Format::F16, words.collect(), Vec::new())
+                }
+            };
+            match weights.last_mut().filter(|last| last.format == format) {
+                Some(last) => {
+                    last.shape[0] += rows;
+                    last.words.extend(words);
+                    last.scales.extend(scales);
+                }
+                None => {
+                    weights.push(HostWeight { format, shape: [rows, columns], words, scales, device: device.clone() });
+                }
+            }
+        }
+        Ok(weights.into_iter().map(QuantizedWeight::stored).collect::<Result<_, _>>()?)
     }
 
     /// The dtype that all parts have and the device, too, if it is one of 16 bits.
@@ -643,10 +717,11 @@ impl<B: Backend> Reader<'_, B> {
         let mut rest = &mut values[..];
         for Part { name, stored, transposed, .. } in parts {
             let (own, behind) = rest.split_at_mut(stored.shape.iter().product());
-            if !matches!(self.folder.update_of(name), Some(ModuleUpdate::Replaced { .. })) {
+            let update = self.folder.update_of(name);
+            if !matches!(update, Some(ModuleUpdate::Replaced { .. })) {
                 self.files.read(stored, *transposed, own, self.progress)?;
             }
-            if let (Some(update), Some(adapter)) = (self.folder.update_of(name), &self.folder.adapter) {
+            if let (Some(update), Some(adapter)) = (update, &self.folder.adapter) {
                 let mut shape = stored.shape.clone();
                 if *transposed {
                     shape.reverse();
@@ -770,7 +845,7 @@ pub fn f32_chunks<B: Backend>(values: &Tensor<B, 1>, range: Range<usize>, mut ta
 }
 
 /// The shape of a stored tensor that holds a parameter of `shape`, or some of its rows.
-fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
+pub(crate) fn stored_shape(tensor: &HubTensor, shape: &[usize]) -> Vec<usize> {
     let mut shape = shape.to_vec();
     if let Some(rows) = &tensor.rows {
         shape[0] = rows.len();

@@ -7,6 +7,7 @@ mod chat;
 mod compare;
 mod devices;
 mod evaluate;
+mod export;
 mod generate;
 mod merge;
 mod predict;
@@ -49,6 +50,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Measure perplexity and bits per byte on a text
     Evaluate(evaluate::EvaluateArgs),
+    /// Write a model as a GGUF file, which llama.cpp and others load
+    Export(export::ExportArgs),
     /// Predict intent and slots of utterances
     Predict(predict::PredictArgs),
     /// Merge a LoRA adapter into its model
@@ -78,6 +81,7 @@ pub(crate) fn main() -> ExitCode {
         #[cfg(feature = "serve")]
         Command::Serve(args) => serve::serve(args),
         Command::Evaluate(args) => evaluate::evaluate(args),
+        Command::Export(args) => export::export(args),
         Command::Predict(args) => predict::predict(args),
         Command::Merge(args) => merge::merge(args),
         Command::Profile(command) => profile::profile(command),

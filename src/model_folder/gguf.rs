@@ -11,7 +11,7 @@ use super::Templates;
 use crate::failure::Failure;
 
 /// Special tokens: their names in templates and vocabularies, and in GGUF keys.
-const SPECIAL: [(&str, &str); 7] = [
+pub(crate) const SPECIAL: [(&str, &str); 7] = [
     ("bos_token", "bos"),
     ("eos_token", "eos"),
     ("unk_token", "unknown"),
@@ -22,8 +22,8 @@ const SPECIAL: [(&str, &str); 7] = [
     ("mask_token", "mask"),
 ];
 /// Stop tokens: end of text, of a turn, or of a message that waits for a tool.
-const ENDS: [&str; 3] = ["eos", "eot", "eom"];
-const TEMPLATE: &str = "tokenizer.chat_template";
+pub(crate) const ENDS: [&str; 3] = ["eos", "eot", "eom"];
+pub(crate) const TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The id of a special token.
 fn id(metadata: &GgufMetadata, name: &str) -> Result<Option<u32>, ConfigError> {
@@ -165,6 +165,35 @@ mod tests {
             }
         }
         assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
+    }
+
+    #[test]
+    fn vocabularies_go_into_a_file_as_they_came_out_of_one() {
+        let texts = ["It's a kiln, 1250 °C.\n\n  ÉCOLE", "<think>a</s>  b", "<|im_start|>x", "세계 ½ naïve café"];
+        let files = std::fs::read_dir(golden("")).expect("golden files");
+        let mut seen = 0;
+        for path in files.map(|entry| entry.expect("a file").path()) {
+            if !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vocab-")) {
+                continue;
+            }
+            let metadata = ModelFolder::new(&path).gguf_metadata().expect("good").expect("a GGUF file");
+            let wanted = vocabulary(&metadata).expect("a vocabulary");
+            let tokenizer = opened(&path).expect("a tokenizer");
+            let (own, notes) = tokenizer.vocabulary().unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            assert_eq!(notes, Vec::<String>::new(), "{}", path.display());
+            assert_eq!((&own.tokens, &own.kinds), (&wanted.tokens, &wanted.kinds), "{}", path.display());
+            if let VocabularyModel::BytePairs { .. } = wanted.model {
+                assert_eq!(own.model, wanted.model, "{}", path.display());
+            }
+            let (again, assumed) = Tokenizer::of_vocabulary(&own).expect("a tokenizer");
+            assert_eq!(assumed, None);
+            for text in texts {
+                let ids = |tokenizer: &Tokenizer| tokenizer.encode_prompt(text).expect("any text");
+                assert_eq!(ids(&again), ids(&tokenizer), "{}: {text:?}", path.display());
+            }
+            seen += 1;
+        }
+        assert!(seen > 6, "all of them");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use fireclay_kernels::notices::{Level, notice};
 use fireclay_model::{ModelFolder, Positions, RotaryScaling};
 use serde_json::{Map, Value};
 
+pub(crate) use self::gguf::{ENDS as GGUF_ENDS, SPECIAL as GGUF_SPECIAL, TEMPLATE as GGUF_TEMPLATE};
 pub use source::ModelSource;
 
 use crate::failure::Failure;

@@ -7,13 +7,18 @@
 Needs no network: models have random weights, tokenizers are trained on the text below.
 
     blocks.safetensors     for each type NAME.blocks, its bytes, and NAME.values, what gguf.quants.dequantize makes of them
+    written.safetensors    weights, for each type that is written NAME.blocks, what gguf.quants.quantize makes of them, and
+                           for those that it cannot make NAME.error, the root mean square error of llama.cpp's quantizer (with
+                           GGML_BASE naming its libggml-base.so, which npm's node-llama-cpp ships; otherwise they are kept)
     <model>.gguf           tiny models, their metadata under the names that llama.cpp's convert_hf_to_gguf.py gives them
     models.safetensors     for each model NAME.tokens and NAME.logits: transformers on the weights as the file has them
     vocab-<name>.gguf      vocabularies without a model
     tokenizers.json        strings, and for each vocabulary the ids that the tokenizer it came from gives them
 """
 
+import ctypes
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +29,7 @@ import sentencepiece
 import tokenizers
 import torch
 from gguf import GGMLQuantizationType as T
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, MistralConfig, MistralForCausalLM,
@@ -57,6 +62,31 @@ def blocks():
         tensors[f"{name}.blocks"] = raw
         tensors[f"{name}.values"] = gguf.quants.dequantize(raw, T[name]).astype(np.float32)
     save_file(tensors, OUT / "blocks.safetensors")
+
+
+def written():
+    """Weights as a model has them, with outliers, a block of zeros, one of equal weights and one of positive ones."""
+    rng = np.random.default_rng(11)
+    weights = rng.normal(0, 0.04, (16, 256)).astype(np.float32)
+    weights[3] *= rng.choice([1, 8], 256, p=[0.97, 0.03]).astype(np.float32)
+    weights[5], weights[6], weights[7] = 0, -0.02, np.abs(weights[7])
+    weights[8, ::2] = 0
+    tensors = {"weights": weights}
+    for name in ["Q8_0", "Q4_0", "Q5_0"]:
+        tensors[f"{name}.blocks"] = gguf.quants.quantize(weights, T[name])
+    library, path = os.environ.get("GGML_BASE"), OUT / "written.safetensors"
+    for name in ["Q4_K", "Q6_K"]:
+        if library is None:
+            tensors[f"{name}.error"] = load_file(path)[f"{name}.error"]
+            continue
+        quantize = ctypes.CDLL(library).ggml_quantize_chunk
+        quantize.restype = ctypes.c_size_t
+        raw = np.zeros((16, gguf.GGML_QUANT_SIZES[T[name]][1]), dtype=np.uint8)
+        quantize(ctypes.c_int(T[name]), weights.ctypes.data_as(ctypes.c_void_p), raw.ctypes.data_as(ctypes.c_void_p),
+                 ctypes.c_int64(0), ctypes.c_int64(16), ctypes.c_int64(256), None)
+        off = gguf.quants.dequantize(raw, T[name]) - weights
+        tensors[f"{name}.error"] = np.sqrt(np.mean(off.astype(np.float64) ** 2, axis=1)).astype(np.float32)
+    save_file(tensors, path)
 
 
 # ---------------------------------------------------------------- models
@@ -237,6 +267,20 @@ def byte_level(use_regex):
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
+O200K = "|".join([r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTIONS + "?",
+                  r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTIONS + "?",
+                  r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+# Letters of alphabets that have capitals, one by one.
+CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
+    "\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+IDEOGRAPHS = "[一-龥ࠀ-一가-퟿]+"
+MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+
 # As the tokenizer.json of these models have it: cut, normalized, merges ignored for whole words, text begun with.
 KINDS = {
     "gpt-2": dict(cut=[byte_level(True)], control=["<|endoftext|>"]),
@@ -249,6 +293,18 @@ KINDS = {
     "deepseek-coder": dict(cut=[split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"),
                                 split("[一-龥ࠀ-一가-퟿]+"), pre_tokenizers.Digits(individual_digits=True), byte_level(False)],
                            control=["<s>", "</s>"], bos="<s>", says_bos=True),
+    # What llama.cpp takes where a file names no pattern.
+    "default": dict(cut=[split(r"[\p{P}\$\+<=>\^~\|]+"), split(GPT2), split(r"\p{N}+"), split("[0-9][0-9][0-9]"), byte_level(False)],
+                    control=["<|endoftext|>"]),
+    "falcon": dict(cut=[pre_tokenizers.Punctuation("contiguous"), byte_level(True), pre_tokenizers.Digits(individual_digits=False),
+                        split("[0-9][0-9][0-9]")], control=["<|endoftext|>"]),
+    "gpt-4o": dict(cut=[split(O200K), byte_level(False)], control=["<|endoftext|>"]),
+    "deepseek-llm": dict(cut=[split(r"[\r\n]"), split(rf"\s?[{CASED}]+"), split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"), split(r"\s+$"),
+                              split(IDEOGRAPHS), pre_tokenizers.Digits(individual_digits=False), byte_level(False)],
+                         control=["<s>", "</s>"], bos="<s>", says_bos=True),
+    "deepseek-v3": dict(cut=[split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"),
+                             split(MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+                             byte_level(False)], control=["<s>", "</s>"], bos="<s>", says_bos=True),
 }
 
 
@@ -356,6 +412,7 @@ def vocabularies():
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     blocks()
+    written()
     all_models(vocabularies())
     for path in sorted(OUT.iterdir()):
         print(f"{path.stat().st_size:>8} {path.name}")

@@ -15,6 +15,19 @@ pub(crate) fn matrix<B: Backend>(
     device: &B::Device,
 ) -> Option<QuantizedWeight<B>> {
     let layout = format.layout(shape[1])?;
+    if let (Format::Grouped(_), false) = (format, format.quantizes()) {
+        // Codes of any bits, and numbers of groups of which some are negative.
+        let key = RandomKey::new(seed);
+        let mut next = 0;
+        let mut uniform = || {
+            next += 1;
+            key.uniform(next, 0)
+        };
+        let words = (0..shape[0] * layout.words).map(|_| (uniform() * 4_294_967_296.0) as u32 as i32).collect();
+        let scales = (0..shape[0] * layout.scales).map(|_| size * (0.2 * uniform() - 0.05) as f32).collect();
+        let host = HostWeight { format, shape, words, scales, device: device.clone() };
+        return Some(QuantizedWeight::stored(host).expect("the device works"));
+    }
     let Format::Blocks(blocks) = format else {
         let values: Vec<f32> = (random::<B, 2>(seed, shape, device) * size).into_data().iter::<f32>().collect();
         return QuantizedWeight::quantize(format, &values, shape, device).expect("the device works");

@@ -14,6 +14,7 @@ mod compare;
 mod configs;
 mod data;
 mod decoding;
+mod export;
 mod families;
 mod gguf;
 mod golden;
@@ -23,6 +24,7 @@ mod learning;
 #[cfg(feature = "mutation")]
 #[path = "../parity/mutation.rs"]
 mod mutation;
+mod packed;
 mod peft;
 mod profiling;
 mod resume;

@@ -1,5 +1,6 @@
 //! Tokenizers from a vocabulary and settings as in GGUF files: byte-level BPE, or SentencePiece.
 
+mod of_tokenizer;
 mod patterns;
 
 use std::collections::HashMap;
@@ -35,6 +36,18 @@ pub enum TokenKind {
 }
 
 impl TokenKind {
+    /// Its number in GGUF files.
+    pub fn number(self) -> i32 {
+        match self {
+            Self::Normal => 1,
+            Self::Unknown => 2,
+            Self::Control => 3,
+            Self::UserDefined => 4,
+            Self::Unused => 5,
+            Self::Byte => 6,
+        }
+    }
+
     /// From its number in GGUF files (`gguf.TokenType`); normal for unknown numbers.
     pub fn of(number: f64) -> Self {
         match number as i32 {

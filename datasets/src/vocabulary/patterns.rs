@@ -23,9 +23,9 @@ pub(super) struct Pattern {
 
 const DEFAULT: &str = "default";
 
-const GPT2: Rule = Rule(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+");
-const DIGIT: Rule = Rule(r"\p{N}");
-const DIGITS: Rule = Rule(r"\p{N}+");
+pub(super) const GPT2: Rule = Rule(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+");
+pub(super) const DIGIT: Rule = Rule(r"\p{N}");
+pub(super) const DIGITS: Rule = Rule(r"\p{N}+");
 const THREE_DIGITS: Rule = Rule("[0-9][0-9][0-9]");
 const LINE_END: Rule = Rule(r"[\r\n]");
 /// Chinese, Japanese and Korean.
@@ -70,6 +70,20 @@ const PATTERNS: &[(&[&str], &[Rule])] = &[
 ];
 
 impl Pattern {
+    /// The name of the pattern that cuts by these rules, with the other settings that go with it.
+    pub(super) fn name_of(rules: &[String], whole_words: bool, normalizes: bool) -> Option<&'static str> {
+        // Those of GPT-2 are what ByteLevel has of its own.
+        let is = |known: &[Rule]| match known {
+            [] => rules == [GPT2.0],
+            known => known.iter().map(|rule| rule.0).eq(rules.iter().map(String::as_str)),
+        };
+        let names = PATTERNS.iter().filter(|(_, known)| is(known)).flat_map(|(names, _)| names.iter());
+        names.copied().find(|name| {
+            let (pattern, _) = Self::named(Some(name));
+            pattern.whole_words == whole_words && pattern.normalizes == normalizes
+        })
+    }
+
     /// The pattern of a name, and the assumption if it is missing or unknown.
     pub(super) fn named(name: Option<&str>) -> (Self, Option<String>) {
         let find = |name: &str| PATTERNS.iter().find(|(names, _)| names.contains(&name)).map(|(_, rules)| *rules);

@@ -10,13 +10,18 @@
 //! A format is a file in this folder, and a line in [`Format`], [`Format::ALL`] and
 //! [`with_format`]. Each file says how a row is stored and dequantized, how one is quantized where
 //! the program does that, and names the device kernels that read it as it is stored. [`blocks`] has
-//! the formats of GGUF files, [`halves`] floats of 16 bits. Operations without a kernel for a format
+//! the formats of GGUF files, [`halves`] floats of 16 bits, [`grouped`] codes of 4 and 8 bits with
+//! scales of groups, which matrices of other checkpoints ([`packed`]) become. Operations without a kernel for a format
 //! dequantize rows of one matrix at a time; none ever holds a whole model in f32.
 
 pub(crate) mod blocks;
+mod e4m3;
+pub(crate) mod grouped;
 pub(crate) mod halves;
 pub(crate) mod int8;
+pub(crate) mod packed;
 mod row;
+pub(crate) mod search;
 pub(crate) mod tiles;
 
 use burn::module::Module;
@@ -24,6 +29,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use self::blocks::BlockFormat;
+pub use self::e4m3::e4m3_value;
+use self::grouped::GroupedFormat;
 #[cfg(feature = "cubecl")]
 pub(crate) use self::row::Reader;
 pub use self::row::RowLayout;
@@ -43,6 +50,8 @@ pub enum Format {
     Bf16,
     /// Blocks of a GGUF file.
     Blocks(BlockFormat),
+    /// Codes with scales of groups.
+    Grouped(GroupedFormat),
 }
 
 /// Evaluates an expression with `$name` as the type of a format.
@@ -62,6 +71,7 @@ macro_rules! with_format {
                 $body
             }
             $crate::quant::Format::Blocks(format) => $crate::quant::blocks::with_block!(format, $name => $body),
+            $crate::quant::Format::Grouped(format) => $crate::quant::grouped::with_grouped!(format, $name => $body),
         }
     };
 }
@@ -97,13 +107,18 @@ impl HostRows {
 
 impl Format {
     /// All of them.
-    pub const ALL: [Self; 3 + BlockFormat::ALL.len()] = {
-        let mut all = [Self::Int8; 3 + BlockFormat::ALL.len()];
+    pub const ALL: [Self; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()] = {
+        let mut all = [Self::Int8; 3 + BlockFormat::ALL.len() + GroupedFormat::ALL.len()];
         all[1] = Self::F16;
         all[2] = Self::Bf16;
         let mut at = 0;
         while at < BlockFormat::ALL.len() {
             all[3 + at] = Self::Blocks(BlockFormat::ALL[at]);
+            at += 1;
+        }
+        let mut at = 0;
+        while at < GroupedFormat::ALL.len() {
+            all[3 + BlockFormat::ALL.len() + at] = Self::Grouped(GroupedFormat::ALL[at]);
             at += 1;
         }
         all

@@ -334,3 +334,9 @@ fn encoding(kind: u32) -> Option<Encoding> {
     let float = float.into_iter().find(|(known, _)| *known == name).map(|(_, dtype)| Encoding::Float(dtype));
     float.or_else(|| BlockFormat::ALL.into_iter().find(|format| format.name() == name).map(Encoding::Blocks))
 }
+
+/// The number of a type that is written.
+pub(super) fn type_number(encoding: Encoding) -> u32 {
+    let name = encoding.name();
+    TYPES.iter().find(|(_, known)| *known == name).map_or(u32::MAX, |(number, _)| *number)
+}

@@ -10,21 +10,29 @@
 //! All is little-endian. Offsets count from the start of the data, which is aligned, as every
 //! tensor is. [`header`] reads the front of a file and [`parts`] those of a whole model; [`config`]
 //! makes a `config.json` of the metadata, by which the hub's own reader goes, and [`names`] has the
-//! names of tensors. Weights are read by [`tensor_files`](crate::tensor_files).
+//! names of tensors; [`keys`] and [`writer`] go the other way, and [`kind`] says what matrices are
+//! written as. Weights are read by [`tensor_files`](crate::tensor_files).
 
 mod config;
 mod header;
+mod keys;
+mod kind;
 mod metadata;
 mod names;
 mod parts;
+mod writer;
 
 use std::path::Path;
 
 use serde_json::Value;
 
 pub(crate) use self::config::unknown_keys;
+pub(crate) use self::keys::of as keys;
+pub use self::kind::GgufKind;
 pub use self::metadata::Metadata;
 pub(crate) use self::names::{EMBEDDING, HEAD, ignores, tensors};
+pub use self::writer::GgufValue;
+pub(crate) use self::writer::{ALIGNMENT, Planned, front};
 use crate::config::ConfigError;
 use crate::error::WeightsError;
 use crate::tensor_files::{TensorFiles, TensorRow};

@@ -4,6 +4,7 @@ use fireclay_kernels::{ActivationKind, NormKind};
 use serde_json::{Map, Value, json};
 
 use super::family::{FAMILIES, Family};
+use super::quantization::Quantization;
 use crate::config::{AttentionDirection, ConfigError, NormPlacement, Positions, TransformerConfig};
 use crate::rotary::RotaryScaling;
 
@@ -151,10 +152,11 @@ pub(crate) fn read(config: &Value) -> Result<(Family, TransformerConfig), Config
         if let Some(heads) = pruned {
             return Err(ConfigError(format!("config.json: pruned_heads is {heads}, and is not supported")));
         }
-        if let Some(quantization) = fields.get("quantization_config") {
-            let method = quantization["quant_method"].as_str().unwrap_or("unknown");
+        // Of others, matrices are stored with their rows as columns, or under no names of linear layers.
+        let is_read = matches!(family, Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3);
+        if Quantization::read(config)?.is_some() && !is_read {
             return Err(ConfigError(format!(
-                "config.json: quantization_config: quantization method '{method}' is not supported"
+                "config.json: quantization_config is not supported in models of {model_type}"
             )));
         }
         fields.refuse(&[("is_encoder_decoder", json!(false)), ("use_mrope", json!(false))])?;

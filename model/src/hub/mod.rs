@@ -6,6 +6,7 @@ mod family;
 mod gpt2;
 mod keys;
 mod llama;
+mod quantization;
 mod tensor;
 
 use serde_json::{Map, Value};
@@ -16,6 +17,7 @@ pub(crate) use self::config::read;
 use self::family::FAMILIES;
 pub use self::family::Family;
 pub(crate) use self::keys::unknown as unknown_keys;
+pub(crate) use self::quantization::Quantization;
 pub(crate) use self::tensor::{HubTensor, OPTIONAL_PREFIXES, split_qkv, whole};
 
 impl Family {

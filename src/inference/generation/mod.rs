@@ -515,7 +515,7 @@ impl<'a> Text<'a> {
 
 /// `eos_token_id` of a folder's `generation_config.json` and `config.json`, each one id or several,
 /// or that of a GGUF file.
-fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
+pub(crate) fn configured_ends(folder: &Path) -> Result<Vec<u32>, Failure> {
     if let Some(ends) = gguf_ends(folder)? {
         return Ok(ends);
     }

@@ -56,6 +56,14 @@ pub(crate) fn read(folder: &Path) -> Result<FolderTemplates, Failure> {
     Ok(FolderTemplates { templates, tokens })
 }
 
+/// The special tokens of a model's folder by name.
+///
+/// # Errors
+/// If a file cannot be read.
+pub(crate) fn special_tokens(folder: &Path) -> Result<Map<String, Value>, Failure> {
+    Ok(tokens(&json(&folder.join(SETTINGS))?, &json(&folder.join(SPECIAL_TOKENS))?))
+}
+
 fn text(path: &Path) -> Result<Option<String>, Failure> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

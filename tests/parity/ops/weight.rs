@@ -92,6 +92,8 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
         type Results<B> = (Vec<Tensor<B, 2>>, [Option<Tensor<B, 2>>; 2]);
         let compare = |what: &str, weights: [Weight<Autodiff<B>>; 2], trained: [bool; 2], wanted: &Results<B>| {
             let (given, of_weights) = with_weights::<B>(weights, dtype.into(), &device);
+            // Sums of 512 products, in another order.
+            let tolerance = tolerance.at_least(3e-4);
             for (at, (given, wanted)) in given.iter().zip(&wanted.0).enumerate() {
                 assert_close(&format!("{what} {dtype:?}, result {at}"), given, wanted, tolerance);
             }
@@ -109,7 +111,8 @@ backend_test!(gradients_flow_through_weights_that_have_none::<B>(device) {
         compare("up is frozen", [frozen[0].clone(), tracked[1].clone()], [false, true], &wanted);
         compare("down is frozen", [tracked[0].clone(), frozen[1].clone()], [true, false], &wanted);
         for format in Format::ALL {
-            let (widths, size) = if matches!(format, Format::Blocks(_)) { ([512, 256], 0.1) } else { ([24, 16], 0.5) };
+            let has_groups = matches!(format, Format::Blocks(_) | Format::Grouped(_));
+            let (widths, size) = if has_groups { ([512, 256], 0.1) } else { ([24, 16], 0.5) };
             let quantized = [widths, [widths[1], widths[0]]].map(|shape| {
                 formats::matrix::<B>(format, shape[0] as u64, shape, size, &device).expect("rows that the format stores")
             });
@@ -145,7 +148,7 @@ backend_test!(quantized_weights_are_the_numbers_that_they_stand_for::<B>(device)
                 Format::F16 => assert_close(&what, &wide, &given, 3e-4),
                 Format::Bf16 => assert_close(&what, &wide, &given, 3e-3),
                 // Held against the formats' own package by the suite.
-                Format::Blocks(_) => {}
+                Format::Blocks(_) | Format::Grouped(_) => {}
             }
             assert_close(&what, &Weight::Quantized(quantized.clone()).into_float(FloatDType::F32), &wide, 1e-6);
 

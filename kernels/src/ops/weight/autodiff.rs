@@ -18,7 +18,8 @@ impl<B: WeightOps, C: CheckpointStrategy> WeightOps for Autodiff<B, C> {
         Ok(weight.tracked())
     }
 
-    /// The copy takes the parameter's place in the graph, so that gradients go to the parameter without a node between.
+    /// The copy replaces the parameter in the graph, so that gradients go to the parameter without
+    /// a node in between.
     fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
         let Rounded { value, copy } = operands.into_inner();
         let mut tracked = primitive(value);

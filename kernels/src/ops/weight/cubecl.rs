@@ -11,6 +11,7 @@ use super::{Dequantize, WeightOps, reference};
 use crate::checked::Checked;
 use crate::cubecl::{array, clamp_index, contiguous, empty, grid};
 use crate::quant::blocks::cubecl::weight;
+use crate::quant::grouped::cubecl::weight as grouped_weight;
 use crate::quant::halves::f16_of;
 use crate::quant::{Format, QuantizedWeight, Reader, int8};
 use crate::tensor::{float, primitive};
@@ -81,6 +82,7 @@ fn dequantize_rows<R: CubeRuntime>(
 ) {
     let words = weight.packed.meta.shape()[1];
     let packed = contiguous(weight.packed);
+    let numbers_each = weight.format.layout(weight.dims[1]).map_or(0, |layout| layout.scales);
     // A kernel takes an array in place of each that is not there.
     let scales = weight.scales.map_or_else(|| packed.clone(), contiguous);
     let named = tokens.is_some();
@@ -100,6 +102,7 @@ fn dequantize_rows<R: CubeRuntime>(
             units as u32,
             fours as u32,
             words as u32,
+            numbers_each as u32,
             packed.meta.shape()[0] as u32 - 1,
             named,
             weight.format,
@@ -118,6 +121,7 @@ fn dequantize_kernel<I: Int, O: Float>(
     units: u32,
     fours: u32,
     words: u32,
+    numbers_each: u32,
     last: u32,
     #[comptime] named: bool,
     #[comptime] format: Format,
@@ -160,6 +164,13 @@ fn dequantize_kernel<I: Int, O: Float>(
             #[unroll]
             for i in 0..4usize {
                 weights[i] = weight(packed, 4 * begin, 4 * four + comptime!(i as u32), blocks);
+            }
+        }
+        Format::Grouped(grouped) => {
+            let numbers = row * numbers_each;
+            #[unroll]
+            for i in 0..4usize {
+                weights[i] = grouped_weight(packed, scales, begin, numbers, 4 * four + comptime!(i as u32), grouped);
             }
         }
     }

@@ -102,7 +102,7 @@ impl<B: Backend> Operands for HostWeight<B> {
     }
 }
 
-/// Panics unless kernels compute with `dtype`.
+/// Panics unless kernels support `dtype`.
 #[track_caller]
 pub(crate) fn assert_float(op: &str, dtype: FloatDType) {
     let known = matches!(dtype, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16);
@@ -131,7 +131,8 @@ pub trait WeightOps: UploadOps {
         Ok(QuantizedWeight { packed, scales, format, order: RowOrder::Rows })
     }
 
-    /// Body of [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) puts the copy into the parameter's place.
+    /// [`Weight::rounded`]; [`Autodiff`](burn::backend::Autodiff) replaces the parameter by the
+    /// copy in the graph.
     fn rounded(operands: Checked<Rounded<Self>>) -> Tensor<Self, 2> {
         operands.into_inner().copy
     }

@@ -12,7 +12,8 @@
 //! Bits of weights lie in planes: a byte has those of weights that are 32 apart (64 in the low bits
 //! of Q6_K), the first of them lowest.
 
-use super::{Block, half_at};
+use super::search::{Affine, Fit, scaled, shifted as fit_shifted};
+use super::{Block, half_at, put_half};
 use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 256;
@@ -44,6 +45,26 @@ fn scale_and_least(bytes: &[u8], group: usize) -> (f32, f32) {
         Some(i) => (bytes[8 + i] & 15 | bytes[i] >> 6 << 4, bytes[8 + i] >> 4 | bytes[4 + i] >> 6 << 4),
     };
     (f32::from(scale), f32::from(least))
+}
+
+/// Stores what [`scale_and_least`] reads.
+fn put_scales_and_leasts(scales: &[i32; 8], leasts: &[i32; 8], bytes: &mut [u8]) {
+    for i in 0..4 {
+        let [scale, least, further, further_least] =
+            [scales[i], leasts[i], scales[4 + i], leasts[4 + i]].map(|x| x as u8);
+        bytes[i] = scale | further >> 4 << 6;
+        bytes[4 + i] = least | further_least >> 4 << 6;
+        bytes[8 + i] = further & 15 | further_least << 4;
+    }
+}
+
+/// Stores what [`plane`] reads, upon zeros.
+fn put_plane<const BITS: usize, const APART: usize>(quants: impl Iterator<Item = u8>, bytes: &mut [u8]) {
+    let in_byte = 8 / BITS;
+    for (at, quant) in quants.enumerate() {
+        let (group, plane, column) = (at / (APART * in_byte), at / APART % in_byte, at % APART);
+        bytes[group * APART + column] |= (quant & ((1 << BITS) - 1)) << (plane * BITS);
+    }
 }
 
 /// `d s q - dmin m` for each group of `GROUP` weights.
@@ -107,6 +128,15 @@ impl Block for Q4K {
     const NAME: &'static str = "Q4_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 144;
+    const QUANTIZE: Option<fn(&[f32], &mut [u8])> = Some(|weights, block| {
+        let Fit { factors: [d, dmin], scales, leasts, quants } =
+            fit_shifted::<8, 32>(weights, Affine { bits: 4, code_bits: 6 });
+        block.fill(0);
+        put_half(block, 0, d);
+        put_half(block, 2, dmin);
+        put_scales_and_leasts(&scales, &leasts, &mut block[4..16]);
+        put_plane::<4, 32>(quants.into_iter().map(|quant| quant as u8), &mut block[16..]);
+    });
     const TILES: Option<Fields> =
         Some(&[Field { unit: 2, count: 2 }, Field { unit: 1, count: 12 }, Field { unit: 4, count: 32 }]);
 
@@ -140,6 +170,15 @@ impl Block for Q6K {
     const NAME: &'static str = "Q6_K";
     const WEIGHTS: usize = WEIGHTS;
     const BYTES: usize = 210;
+    const QUANTIZE: Option<fn(&[f32], &mut [u8])> = Some(|weights, block| {
+        let Fit { factors: [d, _], scales, quants, .. } = scaled::<16, 16>(weights, 6);
+        block.fill(0);
+        let stored = quants.map(|quant| (quant + 32) as u8);
+        put_plane::<4, 64>(stored.into_iter(), &mut block[..128]);
+        put_plane::<2, 32>(stored.into_iter().map(|quant| quant >> 4), &mut block[128..192]);
+        block[192..208].iter_mut().zip(scales).for_each(|(byte, scale)| *byte = scale as i8 as u8);
+        put_half(block, 208, d);
+    });
     const TILES: Option<Fields> =
         Some(&[Field { unit: 4, count: 48 }, Field { unit: 1, count: 16 }, Field { unit: 2, count: 1 }]);
 

@@ -1,18 +1,20 @@
 //! Blocks: the formats of GGUF files, each of which stores so many weights of a row in so many
 //! bytes, scales among them.
 //!
-//! A family of formats is a file here. Each says how a block lies, and gives its weights back bit
-//! for bit as the format's own package (`gguf.quants.dequantize`) does. A row's blocks fill words
-//! one after the other, the first byte lowest, and the last word with zeros.
+//! A family of formats is a file here. Each says how a block is stored, and gives its weights back bit
+//! for bit as the format's own package (`gguf.quants.dequantize`) does. Some are written, too:
+//! [`search`] looks for their scales. A row's blocks fill words one after the other, the first byte
+//! lowest, and the last word with zeros.
 
 #[cfg(feature = "cubecl")]
 pub(crate) mod cubecl;
 pub(crate) mod k;
+mod search;
 pub(crate) mod simple;
 
 use half::f16;
 
-use super::row::{QuantizedRow, Reader, RowFormat, RowLayout};
+use super::row::{Quantize, QuantizedRow, Reader, RowFormat, RowLayout};
 use super::tiles::{Fields, bytes_of};
 
 /// A format of blocks.
@@ -51,6 +53,11 @@ pub(crate) trait Block {
     /// A block in tiles, where the CPU has a kernel for them, which multiplies integers.
     const TILES: Option<Fields> = None;
 
+    /// Stores the nearest weights to the given ones in a block; none where the format is only read.
+    const QUANTIZE: Option<fn(&[f32], &mut [u8])> = None;
+    /// The same for matrices that are quantized while they are loaded, by a search of the program's own.
+    const SEARCH: Option<fn(&[f32], &mut [u8])> = None;
+
     /// The weights of one block.
     fn dequantize(block: &[u8], out: &mut [f32]);
 }
@@ -61,6 +68,17 @@ const WORD: usize = 4;
 impl<T: Block> RowFormat for T {
     const NAME: &'static str = T::NAME;
     const READERS: &'static [Reader] = &[Reader::Rows];
+    const QUANTIZE: Option<Quantize> = match T::SEARCH {
+        None => None,
+        Some(_) => Some(|row, words, _| {
+            let Some(search) = T::SEARCH else { return };
+            let mut bytes = vec![0; WORD * words.len()];
+            let blocks = row.chunks_exact(T::WEIGHTS).zip(bytes.chunks_exact_mut(T::BYTES));
+            blocks.for_each(|(weights, block)| search(weights, block));
+            let bytes = bytes.chunks_exact(WORD).map(|x| i32::from_ne_bytes([x[0], x[1], x[2], x[3]]));
+            words.iter_mut().zip(bytes).for_each(|(word, bytes)| *word = bytes);
+        }),
+    };
     const TILES: Option<Fields> = T::TILES;
     const ROUNDS_INPUTS: bool = T::TILES.is_some();
 
@@ -128,6 +146,33 @@ impl BlockFormat {
         with_block!(self, F => F::BYTES)
     }
 
+    /// Whether weights can be stored in it; others are only read.
+    pub fn is_written(self) -> bool {
+        with_block!(self, F => <F as Block>::QUANTIZE.is_some())
+    }
+
+    /// Stores the nearest weights to `weights`, which are finite and below 65504 in magnitude, in
+    /// `blocks`, one block after the other. Q8_0, Q5_0 and Q4_0 are bit for bit those of the
+    /// format's own package (`gguf.quants.quantize`).
+    ///
+    /// # Panics
+    /// If the format [is not written](Self::is_written), or unless `weights` fill `blocks`.
+    pub fn quantize(self, weights: &[f32], blocks: &mut [u8]) {
+        let name = self.name();
+        assert!(
+            weights.len().is_multiple_of(self.weights())
+                && weights.len() / self.weights() * self.bytes() == blocks.len(),
+            "quantize: {} weights fill no {} bytes of {name}",
+            weights.len(),
+            blocks.len(),
+        );
+        with_block!(self, F => {
+            let Some(quantize) = <F as Block>::QUANTIZE else { panic!("quantize: {name} is only read") };
+            let blocks = blocks.chunks_exact_mut(F::BYTES);
+            weights.chunks_exact(F::WEIGHTS).zip(blocks).for_each(|(weights, block)| quantize(weights, block));
+        });
+    }
+
     /// The weights of `blocks`, one block after the other.
     ///
     /// # Panics
@@ -151,6 +196,11 @@ impl BlockFormat {
 /// The f16 at a byte of a block.
 fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Stores the nearest f16 at a byte of a block.
+fn put_half(block: &mut [u8], at: usize, value: f32) {
+    block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }
 
 #[cfg(test)]

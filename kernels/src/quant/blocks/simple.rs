@@ -11,7 +11,8 @@
 //! Byte i of the nibbles holds weight i in its low half and weight i + 16 in its high one. Bit i of
 //! the fifth bits, a little-endian word, is weight i's.
 
-use super::{Block, half_at};
+use super::{Block, half_at, put_half};
+use crate::quant::search::half_nibbles;
 use crate::quant::tiles::{Field, Fields};
 
 const WEIGHTS: usize = 32;
@@ -35,8 +36,66 @@ fn shifted(out: &mut [f32], scale: f32, least: f32, quants: impl Iterator<Item =
     out.iter_mut().zip(quants).for_each(|(out, q)| *out = scale * f32::from(q) + least);
 }
 
+/// The weight of the largest magnitude, of equal ones the first.
+fn extreme(weights: &[f32]) -> f32 {
+    weights.iter().fold(0.0f32, |extreme, weight| if weight.abs() > extreme.abs() { *weight } else { extreme })
+}
+
+/// The inverse of a scale, or 0 where that is 0.
+fn inverse(scale: f32) -> f32 {
+    if scale == 0.0 { 0.0 } else { 1.0 / scale }
+}
+
+/// Weights as `centre` steps below 0 and one fewer above, the farthest of them at the lowest step: a
+/// scale at the block's start, and quants behind it, which `put` stores.
+fn quantize_centred(weights: &[f32], block: &mut [u8], centre: u8, put: impl Fn(&[u8; WEIGHTS], &mut [u8])) {
+    let scale = extreme(weights) / -f32::from(centre);
+    let (by, largest) = (inverse(scale), 2 * centre - 1);
+    let mut quants = [0; WEIGHTS];
+    for (quant, weight) in quants.iter_mut().zip(weights) {
+        *quant = ((weight * by + (f32::from(centre) + 0.5)) as u8).min(largest);
+    }
+    put_half(block, 0, scale);
+    put(&quants, &mut block[2..]);
+}
+
+fn put_nibbles(quants: &[u8; WEIGHTS], bytes: &mut [u8]) {
+    let (low, high) = quants.split_at(WEIGHTS / 2);
+    bytes.iter_mut().zip(low.iter().zip(high)).for_each(|(byte, (low, high))| *byte = low & 15 | high << 4);
+}
+
+fn put_five_bits(quants: &[u8; WEIGHTS], bytes: &mut [u8]) {
+    let (fifth, rest) = bytes.split_at_mut(4);
+    fifth.fill(0);
+    quants.iter().enumerate().for_each(|(i, quant)| fifth[i / 8] |= (quant >> 4) << (i % 8));
+    put_nibbles(quants, rest);
+}
+
+fn quantize_bytes(weights: &[f32], block: &mut [u8]) {
+    let scale = extreme(weights).abs() / 127.0;
+    let by = inverse(scale);
+    put_half(block, 0, scale);
+    block[2..].iter_mut().zip(weights).for_each(|(byte, weight)| *byte = (weight * by).round() as i8 as u8);
+}
+
+/// The nearest of eight steps below 0 and seven above, of the scale that a search finds.
+fn search_nibbles(weights: &[f32], block: &mut [u8]) {
+    let mut quants = [0; WEIGHTS];
+    put_half(block, 0, half_nibbles(weights, &mut quants));
+    put_nibbles(&quants, &mut block[2..]);
+}
+
+fn quantize_nibbles(weights: &[f32], block: &mut [u8]) {
+    quantize_centred(weights, block, 8, put_nibbles);
+}
+
+fn quantize_five_bits(weights: &[f32], block: &mut [u8]) {
+    quantize_centred(weights, block, 16, put_five_bits);
+}
+
 macro_rules! block {
-    ($type:ident, $name:literal, $bytes:literal, $tiles:expr, |$block:ident, $out:ident| $body:expr) => {
+    ($type:ident, $name:literal, $bytes:literal, $tiles:expr, |$block:ident, $out:ident| $body:expr
+        $(, $writes:ident = $by:expr)*) => {
         pub(crate) struct $type;
 
         impl Block for $type {
@@ -44,6 +103,7 @@ macro_rules! block {
             const WEIGHTS: usize = WEIGHTS;
             const BYTES: usize = $bytes;
             const TILES: Option<Fields> = $tiles;
+            $(const $writes: Option<fn(&[f32], &mut [u8])> = Some($by);)*
 
             fn dequantize($block: &[u8], $out: &mut [f32]) {
                 $body
@@ -54,18 +114,30 @@ macro_rules! block {
 
 const SCALE: Field = Field { unit: 2, count: 1 };
 
-block!(Q4_0, "Q4_0", 18, Some(&[SCALE, Field { unit: 4, count: 4 }]), |block, out| centred(
-    out,
-    half_at(block, 0),
-    nibbles(&block[2..]),
-    8
-));
+block!(
+    Q4_0,
+    "Q4_0",
+    18,
+    Some(&[SCALE, Field { unit: 4, count: 4 }]),
+    |block, out| centred(out, half_at(block, 0), nibbles(&block[2..]), 8),
+    QUANTIZE = quantize_nibbles,
+    SEARCH = search_nibbles
+);
 block!(Q4_1, "Q4_1", 20, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), nibbles(&block[4..])));
-block!(Q5_0, "Q5_0", 22, None, |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16));
+block!(
+    Q5_0,
+    "Q5_0",
+    22,
+    None,
+    |block, out| centred(out, half_at(block, 0), five_bits(&block[2..]), 16),
+    QUANTIZE = quantize_five_bits
+);
 block!(Q5_1, "Q5_1", 24, None, |block, out| shifted(out, half_at(block, 0), half_at(block, 2), five_bits(&block[4..])));
-block!(Q8_0, "Q8_0", 34, Some(&[SCALE, Field { unit: 4, count: 8 }]), |block, out| centred(
-    out,
-    half_at(block, 0),
-    block[2..].iter().copied(),
-    0
-));
+block!(
+    Q8_0,
+    "Q8_0",
+    34,
+    Some(&[SCALE, Field { unit: 4, count: 8 }]),
+    |block, out| centred(out, half_at(block, 0), block[2..].iter().copied(), 0),
+    QUANTIZE = quantize_bytes
+);
