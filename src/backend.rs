@@ -1,5 +1,6 @@
 //! From a backend's name to its device: the only file that knows which backends are built in.
 
+use burn::tensor::backend::DeviceOps;
 use clap::ValueEnum;
 use fireclay_kernels::devices::{self, DeviceInfo};
 use fireclay_kernels::{Backend, Rank, use_wait_seconds};
@@ -119,19 +120,37 @@ impl BackendName {
     /// # Errors
     /// If the backend is not there, and whatever the work runs into.
     pub fn run<W: OnBackend<Output: Send> + Send>(self, work: W) -> Result<W::Output, Failure> {
-        self.configure(&self.devices()?);
+        self.run_as(Rank::ONLY, 0, work)
+    }
+
+    /// Does the part of `work` that `rank` has, on the device that is for the process `local` of this machine.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_as<W: OnBackend<Output: Send> + Send>(
+        self,
+        rank: Rank,
+        local: usize,
+        work: W,
+    ) -> Result<W::Output, Failure> {
+        let devices = self.devices()?;
+        self.configure(&devices);
         wait_as_asked()?;
+        // A launcher may show each process its own device alone.
+        let place = (rank, local % devices.len().max(1));
+        #[cfg(not(feature = "cuda"))]
+        let _ = place;
         match self {
             #[cfg(feature = "ndarray")]
             Self::Cpu => {
                 devices::keep_freed_memory();
                 // On one of the threads that do the work: from outside, each operation would wake two and wait for them.
-                rayon::scope(|_| run_on::<burn::backend::NdArray, W>(work))
+                rayon::scope(|_| run_on::<burn::backend::NdArray, W>((rank, 0), work))
             }
             #[cfg(feature = "wgpu")]
-            Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>(work),
+            Self::Wgpu | Self::Vulkan => run_on::<burn::backend::Wgpu, W>((rank, 0), work),
             #[cfg(feature = "cuda")]
-            Self::Cuda => run_on::<burn::backend::Cuda, W>(work),
+            Self::Cuda => run_on::<burn::backend::Cuda, W>(place, work),
             #[allow(unreachable_patterns)]
             _ => Err(Failure::new(format!("backend {} is not built into this binary", self.as_str()))),
         }
@@ -173,12 +192,17 @@ fn wait_as_asked() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Does the work on the default device and waits until the device is done with it, failed or not: a driver that is
+/// Does the work on the device of a number and waits until the device is done with it, failed or not: a driver that is
 /// unloaded while it works may take the process, and its exit code, with it.
 #[cfg(any(feature = "ndarray", feature = "wgpu", feature = "cuda"))]
-fn run_on<B: Backend, W: OnBackend>(work: W) -> Result<W::Output, Failure> {
-    let device = B::Device::default();
-    let result = work.run::<B>(RunContext::only(device.clone()));
+fn run_on<B: Backend, W: OnBackend>((rank, number): (Rank, usize), work: W) -> Result<W::Output, Failure> {
+    let mut device = B::Device::default();
+    if number > 0 {
+        let mut id = device.id();
+        id.index_id = number as _;
+        device = <B::Device as burn::tensor::backend::Device>::from_id(id);
+    }
+    let result = work.run::<B>(RunContext { device: device.clone(), rank });
     let synced = B::sync(&device);
     let output = result?;
     synced.map_err(|error| Failure::new(format!("the device failed: {error:?}")))?;

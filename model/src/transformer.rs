@@ -59,6 +59,9 @@ pub struct Transformer<B: Backend> {
     int8_cache: bool,
     #[module(skip)]
     dropout_key: Option<RandomKey>,
+    /// Rows of the batch that others have, before those that this model is given.
+    #[module(skip)]
+    rows_before: usize,
 }
 
 /// What a forward pass reads.
@@ -191,6 +194,7 @@ impl TransformerConfig {
             weights: Weights::new(),
             int8_cache: false,
             dropout_key: None,
+            rows_before: 0,
         })
     }
 }
@@ -321,7 +325,12 @@ impl<B: Backend> Transformer<B> {
 
     /// Sets what this step's dropout masks are made from, or turns dropout off. It is off to begin with.
     pub fn set_dropout(&mut self, key: Option<RandomKey>) {
-        self.dropout_key = key;
+        self.set_dropout_from(key, 0);
+    }
+
+    /// The same where the rows of a batch are from `first_row` on of a larger one: they drop what they drop there.
+    pub fn set_dropout_from(&mut self, key: Option<RandomKey>, first_row: usize) {
+        (self.dropout_key, self.rows_before) = (key, first_row);
     }
 
     /// A cache for `tokens` tokens, of however many rows: in pages, of which each row may fill its last one in part only. It is for
@@ -640,7 +649,7 @@ impl<B: Backend> Transformer<B> {
             x = norm(x, &weights.weights());
         }
         if let Some((probability, key)) = pass.dropout {
-            x = dropout(x, Dropout { probability, key });
+            x = dropout(x, Dropout { probability, key: key.from_row(pass.tokens_before) });
         }
         // From here on a row for each token, the same in all operations that work on tokens alone.
         reshape(x, [batch_size * seq_length, self.config.d_model])
@@ -684,6 +693,8 @@ impl<B: Backend> Transformer<B> {
             rotary,
             seen: self.config.windows().into_iter().map(seen).collect(),
             dropout: self.dropout_key.filter(|_| self.config.dropout > 0.0).map(|key| (self.config.dropout, key)),
+            tokens_before: self.rows_before * seq_length,
+            n_heads: self.config.n_heads,
         }
     }
 

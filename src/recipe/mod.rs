@@ -7,5 +7,5 @@ pub mod schema;
 pub mod task;
 
 pub use schedule::{Schedule, ScheduleKind};
-pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, TrainingRecipe};
+pub use schema::{DataRecipe, EMBEDDED, HoldoutBy, Recipe, Reduce, Shard, TrainingRecipe};
 pub use task::{ModelSizes, TaskName};

@@ -112,6 +112,11 @@ impl IntentSlot {
         &self.labels
     }
 
+    pub(crate) fn checksum(&self) -> Result<String, Failure> {
+        let labels = serde_json::to_string(&self.labels).map_err(|error| Failure::new(error.to_string()))?;
+        Ok(format!("{} {labels}", self.pieces.sha256()?))
+    }
+
     /// Utterances to learn from.
     pub fn train_count(&self) -> usize {
         self.train.len()

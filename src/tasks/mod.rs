@@ -11,8 +11,7 @@ pub mod validation;
 use std::path::Path;
 
 use fireclay_datasets::BatchKey;
-use fireclay_kernels::Backend;
-use fireclay_kernels::Rank;
+use fireclay_kernels::{Backend, Collective};
 use fireclay_model::{Transformer, TransformerConfig};
 
 pub use batch::Batch;
@@ -45,20 +44,21 @@ impl Task {
         }
     }
 
-    /// The rows of a training step that are `rank`'s: a pure function of the recipe's seed, `step` and `rank`.
+    /// The rows of a training step: a pure function of the recipe's seed and `step`.
     ///
     /// # Errors
     /// If the data is in files that cannot be read any more.
-    pub fn batch(&self, training: &TrainingRecipe, step: u64, rank: Rank) -> Result<Batch, Failure> {
+    pub fn batch(&self, training: &TrainingRecipe, step: u64) -> Result<Batch, Failure> {
         let rows = training.batch_size * training.accumulation;
-        let key = BatchKey { seed: training.seed, step, rank: rank.rank as u64, ranks: rank.ranks as u64 };
+        let key = BatchKey::new(training.seed, step);
         match self {
             Self::Language(language) => Ok(language.corpus.batch(key, rows)?.into()),
             Self::IntentSlot(task) => Ok(task.batch(training, key, rows).into()),
         }
     }
 
-    /// How `model` does on held-out data: about `tokens` of a language's, all of the utterances.
+    /// How `model` does on held-out data: about `tokens` of a language's, of which each rank of `collective` reads a share, and all
+    /// of the utterances, on every rank.
     ///
     /// # Errors
     /// If the device failed.
@@ -68,10 +68,11 @@ impl Task {
         training: &TrainingRecipe,
         tokens: usize,
         device: &B::Device,
+        collective: &Collective,
     ) -> Result<Judged, Failure> {
         match self {
             Self::Language(language) => {
-                let loss = language.validate(model, training.batch_size, tokens, device)?;
+                let loss = language.validate(model, training.batch_size, tokens, device, collective)?;
                 Ok(Judged { validation: Validation { loss, scores: None }, confusions: Vec::new() })
             }
             Self::IntentSlot(task) => task.validate(model, training, device),
@@ -164,6 +165,17 @@ impl Task {
         match self {
             Self::Language(_) => Ok(None),
             Self::IntentSlot(task) => task.test(model, device).map(Some),
+        }
+    }
+
+    /// A checksum of what makes tokens and labels of the data: ranks that do not have the same one train different models.
+    ///
+    /// # Errors
+    /// If a tokenizer cannot be written.
+    pub(crate) fn checksum(&self) -> Result<String, Failure> {
+        match self {
+            Self::Language(language) => Ok(language.tokenizer.sha256()?),
+            Self::IntentSlot(task) => task.checksum(),
         }
     }
 

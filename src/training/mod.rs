@@ -4,8 +4,10 @@ mod batches;
 mod chart;
 pub mod checkpoint;
 pub mod events;
+mod follower;
 pub mod optim;
 pub mod origin;
+pub mod parallel;
 mod session;
 pub mod trainer;
 mod views;
@@ -16,9 +18,10 @@ use std::time::Instant;
 
 use burn::train::Interrupter;
 use fireclay_datasets::Inputs;
-use fireclay_kernels::Backend;
+use fireclay_kernels::{Backend, Collective, Rank};
 use serde_json::Value;
 
+pub use follower::Follower;
 pub use trainer::{StepOutput, Trainer, read_steps};
 pub use views::{Dashboard, View, Wandb, has_terminal, leave_terminal};
 
@@ -28,8 +31,10 @@ use crate::progress::show_preparing;
 use crate::recipe::{Recipe, TaskName};
 use crate::run_folder::{DONE, RunFolder, checkpoints, write_atomic};
 use crate::runs::{self, RunRecord};
+use crate::tasks::Task;
 use crate::training::checkpoint::{Best, RunState};
 use crate::training::origin::Origin;
+use crate::training::parallel::{Begin, Command, Ranks};
 use crate::training::session::Session;
 
 /// A run to begin or to go on with.
@@ -46,6 +51,7 @@ pub struct TrainingRun {
     command: Vec<String>,
     /// The project at Weights & Biases that is told of it.
     wandb: Option<String>,
+    ranks: Ranks,
     begun: Instant,
 }
 
@@ -129,7 +135,8 @@ impl TrainingRun {
     fn new(recipe: Recipe, folder: RunFolder, resumed: Option<RunState>, origin: Origin) -> Self {
         let (view, interrupter) = (View::Plain, Interrupter::new());
         let (device, command, begun) = (String::new(), Vec::new(), Instant::now());
-        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb: None, begun }
+        let (wandb, ranks) = (None, Ranks::only());
+        Self { recipe, folder, resumed, origin, view, interrupter, device, command, wandb, ranks, begun }
     }
 
     /// Shown in this way.
@@ -156,6 +163,17 @@ impl TrainingRun {
         self
     }
 
+    /// With other ranks, of which this one is the first.
+    pub fn with_ranks(mut self, ranks: Ranks) -> Self {
+        self.ranks = ranks;
+        self
+    }
+
+    /// Which rank this is, and which one of its machine.
+    pub fn place(&self) -> (Rank, usize) {
+        (self.ranks.rank(), self.ranks.local())
+    }
+
     /// What is trained for.
     pub fn task(&self) -> TaskName {
         self.recipe.task
@@ -170,13 +188,36 @@ impl TrainingRun {
 impl OnBackend for TrainingRun {
     type Output = Outcome;
 
-    fn run<B: Backend>(self, RunContext { device, rank }: RunContext<B>) -> Result<Outcome, Failure> {
-        let Self { recipe, folder, resumed, origin, view, interrupter, device: device_name, command, wandb, begun } =
-            self;
+    fn run<B: Backend>(self, context: RunContext<B>) -> Result<Outcome, Failure> {
+        let ranks = self.ranks.clone();
+        let outcome = self.lead(context);
+        match &outcome {
+            Ok(_) => ranks.end(),
+            Err(failure) => ranks.failed(failure),
+        }
+        outcome
+    }
+}
+
+impl TrainingRun {
+    fn lead<B: Backend>(self, RunContext { device, .. }: RunContext<B>) -> Result<Outcome, Failure> {
+        let Self {
+            recipe,
+            folder,
+            resumed,
+            origin,
+            view,
+            interrupter,
+            device: device_name,
+            command,
+            wandb,
+            ranks,
+            begun,
+        } = self;
         let resumed_at = resumed.as_ref().map(|state| state.step);
-        let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device);
+        let prepared = prepare::<B>(recipe, &folder, resumed, &interrupter, &device, &ranks);
         let (trainer, best) = match prepared {
-            Ok((trainer, best)) => (trainer.with_rank(rank), best),
+            Ok(prepared) => prepared,
             // It was stopped while tokens were made, which stay.
             Err(_) if interrupter.should_stop() => {
                 folder.forget_if_empty();
@@ -196,6 +237,7 @@ impl OnBackend for TrainingRun {
         }
         let mut session = Session::new(trainer, folder.clone(), device, best, origin, begun)?;
         let finished = views::run(&mut session, view, &record, (folder.path(), wandb), interrupter)?;
+        ranks.end();
         chart::draw(folder.path())?;
         if let Some(report) = session.test_report() {
             chart::draw_confusions(folder.path(), report)?;
@@ -222,11 +264,13 @@ fn prepare<B: Backend>(
     resumed: Option<RunState>,
     interrupter: &Interrupter,
     device: &B::Device,
+    ranks: &Ranks,
 ) -> Result<(Trainer<B>, Option<Best>), Failure> {
     let mut watch = show_preparing(|| interrupter.should_stop());
     let Some(state) = resumed else {
         let task = recipe.task_watched(&mut watch)?;
-        let trainer = Trainer::new(&recipe, task, device.clone())?;
+        let collective = begin::<B>(&recipe, None, &task, device, ranks)?;
+        let trainer = Trainer::of_rank(&recipe, task, device.clone(), ranks.clone(), collective)?;
         trainer.check_sample()?;
         return Ok((trainer, None));
     };
@@ -236,10 +280,32 @@ fn prepare<B: Backend>(
         let (shown, step) = (folder.path().display(), state.step);
         return Err(Failure::new(format!("{shown} is already at step {step}: go further with --steps N")));
     }
-    let task = recipe.task_of(&folder.checkpoint(state.step), &mut watch)?;
-    let trainer = checkpoint::load::<B>(folder, &state, task, device.clone())?;
+    let checkpoint = folder.checkpoint(state.step);
+    let task = recipe.task_of(&checkpoint, &mut watch)?;
+    let collective = begin::<B>(&recipe, Some((&checkpoint, state.step)), &task, device, ranks)?;
+    let trainer = checkpoint::load::<B>(folder, &state, task, device.clone(), (ranks.clone(), collective))?;
     trainer.check_sample()?;
     Ok((trainer, state.best))
+}
+
+/// Has the other ranks begin, and gives what they exchange tensors through.
+fn begin<B: Backend>(
+    recipe: &Recipe,
+    checkpoint: Option<(&Path, u64)>,
+    task: &Task,
+    device: &B::Device,
+    ranks: &Ranks,
+) -> Result<Collective, Failure> {
+    if ranks.rank().ranks == 1 {
+        return Ok(Collective::only());
+    }
+    let absolute = |path: &Path| std::path::absolute(path).map_err(Failure::io(path));
+    let checkpoint = checkpoint.map(|(path, step)| Ok::<_, Failure>((absolute(path)?, step))).transpose()?;
+    let begin = Begin { recipe: recipe.clone(), checkpoint, checksum: task.checksum()? };
+    ranks.tell(&Command::Begin(Box::new(begin)));
+    let collective = Collective::best::<B>(ranks.rank(), ranks.host(), device).map_err(Failure::new)?;
+    ranks.watch(&collective);
+    Ok(collective)
 }
 
 /// Says what is about to happen.
@@ -248,5 +314,9 @@ fn describe<B: Backend>(trainer: &Trainer<B>, folder: &RunFolder) {
     let config = trainer.model().config();
     let (parameters, step, out) = (config.parameter_count() as f64 / 1e6, trainer.step(), folder.path().display());
     let (name, what) = (&recipe.name, trainer.task().describe(config, &recipe.training));
-    eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}; into {out}");
+    let ranks = match trainer.ranks() {
+        1 => String::new(),
+        ranks => format!(" on {ranks} ranks"),
+    };
+    eprintln!("{name}: {parameters:.1}M parameters, {what} from step {step}{ranks}; into {out}");
 }

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Methods without a tensor in their result.
-const WITHOUT_RESULT: [&str; 6] =
-    ["decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe"];
+const WITHOUT_RESULT: [&str; 7] =
+    ["collective", "decode_plan", "downloads_at_once", "finish_uploads", "is_synchronous", "memory", "probe"];
 
 const FLOATS: [&str; 4] = ["zeros", "factor", "previous-row", "wrong-row"];
 const INTEGERS: [&str; 2] = ["off-by-one", "swapped-pair"];

@@ -21,6 +21,8 @@ mod learning;
 #[path = "../parity/mutation.rs"]
 mod mutation;
 mod profiling;
+#[cfg(target_os = "linux")]
+mod ranks;
 mod resume;
 mod runs;
 mod scheduling;
