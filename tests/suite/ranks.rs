@@ -258,7 +258,7 @@ fn ranks_agree_on_the_step_that_they_stop_at() {
     // To the whole command, to the first rank, and to another one.
     for (name, rank, code) in [("TERM", None, 143), ("INT", Some(0), 130), ("TERM", Some(2), 130)] {
         let out = folder.path().join(format!("{name} {rank:?}"));
-        let run = Endless::begin(&out, &["--set", "checkpoint_every=1000"]);
+        let run = Endless::begin(&out, &[]);
         let process = rank.map_or_else(|| run.child.id().to_string(), |rank| run.rank(rank));
         signal(name, &process);
         let (status, stderr) = run.end(Duration::from_secs(10));

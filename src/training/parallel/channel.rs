@@ -222,6 +222,7 @@ impl Ranks {
     pub fn end(&self) {
         match &self.link {
             Link::Only => {}
+            Link::First(first) if first.life.is_over.load(Ordering::Acquire) => {}
             Link::First(first) => {
                 first.life.take_end();
                 first.life.is_over.store(true, Ordering::Release);
