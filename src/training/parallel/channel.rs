@@ -66,7 +66,7 @@ struct Other {
 struct Life {
     /// Whether it does, well or not: from then on no other failure is told.
     is_ending: AtomicBool,
-    /// Whether the run was over then.
+    /// Whether the first rank's run was over then, and the others know.
     is_over: AtomicBool,
     /// What devices wait for is aborted first.
     collective: Mutex<Option<Collective>>,
@@ -243,6 +243,7 @@ impl Ranks {
             Link::First(first) if first.life.is_over.load(Ordering::Acquire) => {}
             Link::First(first) => {
                 first.life.take_end();
+                first.life.is_over.store(true, Ordering::Release);
                 first.send(&FromFirst::Abort);
                 first.life.abort();
             }

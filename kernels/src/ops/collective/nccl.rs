@@ -138,6 +138,11 @@ fn begin(
     }
     id.0.copy_from_slice(&told[1..]);
     let begun = in_context_of(device, || {
+        // What is made here lives in the device's context, which has to outlive it: CubeCL may not have begun with the device yet.
+        // SAFETY: the device was given out by the driver; the context is kept for as long as the process lives.
+        let kept = cudarc::driver::result::device::get(device as i32)
+            .and_then(|device| unsafe { cudarc::driver::result::primary_ctx::retain(device) });
+        kept.map_err(|error| error.to_string())?;
         let context = cudarc::driver::result::ctx::get_current().map_err(|error| error.to_string())?;
         let context = context.ok_or("the device has no CUDA context")?;
         let (mut comm, mut stream, mut ready, mut done) = (null_mut(), null_mut(), null_mut(), null_mut());
@@ -199,6 +204,8 @@ pub(crate) fn submit<R: CubeRuntime>(
             communicator.fault.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
         }
     });
+    // Tasks wait until there are many, or somebody reads; the other ranks wait for this one.
+    queue.flush_queue();
 }
 
 impl Communicator {
